@@ -432,7 +432,7 @@ def parse_flags(argv: list):
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     preset, given = read_flags(argv)
     if "sample" in given:
-        may_vary = {"sample", "prompt", "sample_tokens", "seed", "device"}
+        may_vary = NOT_MATHEMATICS - {"resume"}
         need(preset is None and given.keys() <= may_vary, "--sample", " ".join(argv),
              f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
         return "record", Config(**given)

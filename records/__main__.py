@@ -1,4 +1,4 @@
-"""Evidence tools: `python records <verb> ...`. Each verb explains itself with --help; README.md here says what words mean.
+"""Evidence tools: `python records <verb> ...`. Each verb explains itself with --help; README.md says what words mean.
 
 try       a patch of the trainer: run with and without it in turn, on the pocket track
 bench     two trainers, or arms made by patches and flags, in turn on this machine

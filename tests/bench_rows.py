@@ -14,9 +14,9 @@ import os
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -33,15 +33,12 @@ RANKS = 8
 WIDTH, ROW_BYTES, ID_BYTES = 768, 2 * 768, 4                         # bf16 rows, i32 ids
 STAGES = range(3)                                                    # the extension has the sizes of the third
 
-
 def tokens() -> str:
     pattern = os.environ.get("DATA", str(ROOT / "../shared/data/measure_train_*.bin"))
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
-
 def print_row(*cells: Any) -> None:
     print("| " + " | ".join(map(str, cells)) + " |")
-
 
 def print_head(*names: str) -> None:
     print_row(*names)
@@ -67,16 +64,13 @@ def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     loader.close()
     return plans[::2]
 
-
-@dataclass
-class Moved:
+class Moved(NamedTuple):
     """Means over cycles, of a table."""
     rows: float                                                      # distinct ones that a rank asks for
     megabytes: float                                                 # ids, rows and gradients that a rank sends
     sparse: float                                                    # the same over what dense mode sends
     busiest: float                                                   # the busiest owner over the mean owner
     plan_ms: float                                                   # the time to plan them, with their hash
-
 
 def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
     """Return what moves, by label of a table."""
@@ -94,20 +88,17 @@ def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
                              (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
     return found
 
-
 def print_bytes() -> None:
     print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; means over all cycles, dense = 1\n")
     print_head("table", "stage", "rows of a rank", "MB sent per rank", "sparse", "busiest owner", "plan ms")
     for stage in STAGES:
         for label, x in moved(stage, most_cycles=1000).items():
-            print_row(label, stage + 1, f"{x.rows:,.0f}", f"{x.megabytes:.1f}", f"{x.sparse:.4f}", f"{x.busiest:.3f}",
-                      f"{x.plan_ms:.2f}")
+            print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in x))
 
 
 # ---- Large tables against small ones ---------------------------------------------------------------------------------
 
 ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
-
 
 class Timed:
     """Cycles of one table, part by part."""
@@ -115,7 +106,6 @@ class Timed:
 
     def __init__(self, spec: tg.Table, fabric: tg.Fabric, width: int, most_ids: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
-        self.fabric = fabric
         self.planner = planner_of(cfg, fabric, spec)
         shard = None if spec.is_rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
         self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.no_wait)
@@ -128,8 +118,8 @@ class Timed:
         self.number += 1
         times = [time.perf_counter()]
         plan, _ = plan_of(self.planner, table.table, [ids[None]], cycle=self.number)
-        if self.fabric.world > 1:
-            tg.exchange_plans(self.fabric, None, "float32", {table.table.label: plan})
+        if table.fabric.world > 1:
+            tg.exchange_plans(table.fabric, None, "float32", {table.table.label: plan})
         table.prepare(plan)
         times.append(time.perf_counter())
         table.rows_for_forward(plan)
@@ -149,17 +139,6 @@ class Timed:
         times.append(time.perf_counter())
         table.clear()
         return 1e9 * np.diff(times) / len(plan.my_rows)
-
-
-def print_ratio(found: dict[int, list[np.ndarray]]) -> None:
-    print_head("ns per row asked for", *Timed.parts, "all")
-    middle = {}
-    for rows, times in found.items():
-        middle[rows] = np.append(np.median(times, axis=0), np.median(np.sum(times, axis=1)))
-        print_row(f"{rows:,} rows", *(f"{x:,.0f}" for x in middle[rows]))
-    small, large = middle.values()
-    print_row("ratio", *(f"{x:.2f}" for x in large / small))
-
 
 def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
     """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
@@ -181,15 +160,19 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     if rank == 0:
         print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
               f"interleaved rounds\n")
-        print_ratio({rows: times[DROPPED:] for rows, times in found.items()})
+        print_head("ns per row asked for", *Timed.parts, "all")
+        middle = []
+        for rows, times in found.items():
+            times = times[DROPPED:]
+            middle.append(np.append(np.median(times, axis=0), np.median(np.sum(times, axis=1))))
+            print_row(f"{rows:,} rows", *(f"{x:,.0f}" for x in middle[-1]))
+        print_row("ratio", *(f"{x:.2f}" for x in middle[1] / middle[0]))
     if world > 1:
         dist.destroy_process_group()
-
 
 def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
-
 
 def print_host() -> None:
     compare(0, 1, "", "host", (10**6, 10**8), 96, 98_304)

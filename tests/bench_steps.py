@@ -27,7 +27,6 @@ from scipy import stats
 CONFIDENCE = 0.99
 WAIT_S = 600.0                           # for a step, or for a warm-up with its compilation
 
-
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
     """Train; from its first batch on, only while it is this side's turn."""
     spec = importlib.util.spec_from_file_location("trainer", path)
@@ -50,7 +49,6 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
     trainer.train_step = step_in_turn
     trainer.main(flags)                                       # does not return
 
-
 def timed_step(side: str, turns: Connection) -> float:
     """Seconds of the step that a side takes now. Raises SystemExit if it ends or says nothing."""
     try:
@@ -61,7 +59,6 @@ def timed_step(side: str, turns: Connection) -> float:
     except (EOFError, ConnectionError):
         raise SystemExit(f"{side} ended: if nothing above says why, its schedule is too short for --skip, --pairs and "
                          "a step more") from None
-
 
 def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str, list[float]]:
     """Seconds of `count` steps of each side, started anew and in turn. Of warm-up steps too: they are the first."""
@@ -85,7 +82,6 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
                 process.kill()
                 process.join()                                # it may write into the folder until then
     return times
-
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])

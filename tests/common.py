@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -39,11 +42,9 @@ RECIPE_PARAMETERS = [
     ("embed", (50_304, 768), "adam", 1, 150, (0.5, 0.95)),
 ]
 
-
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
     return tg.Fabric(torch.device("cpu"), rank, world)
-
 
 def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511, **changes) -> tg.Config:
     """A checked preset with the sizes filled in that a shard's header would decide."""
@@ -52,22 +53,18 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
     header = [tg.ShardHeader("shard", 1, vocab_size, document_start)]
     return tg.resolve(cfg, header, header)
 
-
 def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
     """The stages of `tiny`, of which another one unties, or none."""
     return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
-
 
 def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
     return preset(vocab_size=60, document_start=59, **fields | changes)
 
-
 def exact_array(x: torch.Tensor) -> np.ndarray:
     """numpy has no bf16; f32 holds every bf16 number."""
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
-
 
 @contextlib.contextmanager
 def few_layers() -> Iterator[None]:
@@ -82,7 +79,6 @@ def few_layers() -> Iterator[None]:
         patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
         yield
 
-
 def write_shard(path: Path, tokens, vocab_size: int = 0, document_start: int = 0, magic: int = 20240520,
                 version: int = 1, count: int | None = None) -> Path:
     """A shard as the format says; words 3 and 4 stay 0 unless given, as in files that mean GPT-2."""
@@ -91,7 +87,6 @@ def write_shard(path: Path, tokens, vocab_size: int = 0, document_start: int = 0
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
     return path
 
-
 def random_stream(seed: int, count: int, vocab_size: int, document_start: int, mean: int = 6) -> np.ndarray:
     """Tokens in random documents, the first at 0; some documents are a single token."""
     rng = np.random.default_rng(seed)
@@ -99,7 +94,6 @@ def random_stream(seed: int, count: int, vocab_size: int, document_start: int, m
     tokens[tokens == document_start] = (document_start + 1) % vocab_size
     tokens[(rng.random(count) < 1 / mean) | (np.arange(count) == 0)] = document_start
     return tokens
-
 
 def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
     """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table; of one rank."""
@@ -119,24 +113,19 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
                      dict(bigram_embed=bigrams.int()))
     return planned(cfg, with_tokens(cfg, batch, batch.tokens))
 
-
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Batch:
     """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
     values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
     return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
 
-
 def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
             **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
     """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
-
-    tag: what the plan says of itself, in place of what the planner would have it say.
-    """
+    tag: what the plan says of itself, in place of what the planner would have it say."""
     batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
     plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
     return plan, [batch.rows[table.label] for batch in batches]
-
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
     """A planner of these tables alone."""
@@ -145,17 +134,15 @@ def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planne
     planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
     return planner
 
-
-def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
+def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner = tg.Planner(cfg, where or fabric())
+    planner = tg.Planner(cfg, fabric())
     plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
-
 
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
@@ -164,13 +151,10 @@ def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     mine[:len(rows)] = rows
     return mine
 
-
 @torch.no_grad()
 def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, torch.Tensor]:
     """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
-
-    Every rank draws the same; returned are whole parameters, in f64.
-    """
+    Every rank draws the same; returned are whole parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
     whole = {}
     for row in model.table.values():
@@ -181,27 +165,19 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
         model.get_parameter(row.label).copy_(mine)
     return whole
 
-
 def angles_by_channel(angles: torch.Tensor) -> torch.Tensor:
     """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
     turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
     return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
 
-
 def whole(_: str, x: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that the only rank keeps."""
     return x
 
-
 def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
-    buffers = {}
-    for label, row in model.table.items():
-        if row.rows:
-            p = model.get_parameter(label)
-            buffers[label] = p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype), requires_grad=False)
-    return buffers
-
+    tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
+    return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
@@ -222,7 +198,6 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
         physical[plan.my_rows] = table.row_grads[:len(plan.my_rows)]
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
-
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     """The gradient of a parameter that is no table, as one backward pass leaves it."""
@@ -233,7 +208,6 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     weight.main_grad.copy_(grad)
     weight.writes.fill_(1)
     entry.backwards = 1
-
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
@@ -250,10 +224,8 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
 
-
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
     return tg.Executor(cfg, fabric(rank, world), tg.attention_reference, precision)
-
 
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""
@@ -264,7 +236,6 @@ def check_error(error: tg.TrainerError, *parts: str) -> None:
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
-
 def refused(kind: type, call, *parts: str) -> str:
     """Call, expect an error of exactly this kind with these parts, and return its message."""
     with pytest.raises(kind) as caught:
@@ -272,7 +243,6 @@ def refused(kind: type, call, *parts: str) -> str:
     assert type(caught.value) is kind
     check_error(caught.value, *parts)
     return str(caught.value)
-
 
 @dataclass
 class Run:
@@ -293,41 +263,45 @@ class Run:
     def of(self, kind: str) -> list[dict]:
         return [event for event in self.events if event["type"] == kind]
 
-
 def losses(folder: Path) -> list:
     """Return every loss of a run, to the last bit, with its step."""
     events = Run(folder, 0, "", "").events
     return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
             for e in events if e["type"] in ("step", "val")]
 
-
 def weights(folder: Path) -> dict[str, bytes]:
     tensors = torch.load(folder / "weights.pt")
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
-
 class Forked:
-    """A process that does main(words) as the script does, forked from this one with all that a test has patched."""
+    """A process that does main(words) as the script does, or another call, with all that a test has patched."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
-                 before: Callable[[], object] | None = None) -> None:
-        """before: called in the process before main."""
+                 before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
+        """before: called in the process before all else."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
+        self.ended = math.inf                                 # time.time() when that was first seen
+        gc.freeze()                                           # spares the child's collector a look at it all
         self.child = os.fork()
-        if self.child == 0:
-            try:
-                for number, file in enumerate(self.files, 1):
-                    os.dup2(file.fileno(), number)
-                sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
-                os.environ |= environment
-                torch.set_num_threads(1)                      # a fork has no threads of the pool that its parent made
-                if before is not None:
-                    before()
-                tg.main(words)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+        if self.child > 0:
+            gc.unfreeze()
+            return
+        status = 1
+        try:
+            for number, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+            os.environ |= environment
+            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
+            torch._dynamo.utils.counters.clear()              # of graphs that other tests have compiled
+            if before is not None:
+                before()
+            call(words)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal for a killed process, or None while it runs."""
@@ -335,13 +309,20 @@ class Forked:
             gone, ended = os.waitpid(self.child, os.WNOHANG)
             if gone:
                 self.status = os.waitstatus_to_exitcode(ended)
+                self.ended = time.time()
         return self.status
 
-    def wait(self) -> int:
-        deadline = time.monotonic() + PATIENCE
+    def send(self, number: int) -> None:
+        """Send a signal to the process, if it is there."""
+        if self.poll() is None:
+            os.kill(self.child, number)
+
+    def wait(self, patience: float = PATIENCE) -> int:
+        """Return the exit status: -9 for a process that is there after patience seconds."""
+        deadline = time.monotonic() + patience
         while self.poll() is None:
             if time.monotonic() > deadline:
-                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+                self.send(signal.SIGKILL)
             time.sleep(0.005)
         return self.status
 
@@ -354,45 +335,47 @@ class Forked:
             file.close()
         return tuple(found)
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return trial.getsockname()[1]
+
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what a launcher sets for a rank."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
 def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
-    words = [f"--run_dir={folder}", "--device=cpu", *flags]
-    if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
-        words.insert(0, "--preset=tiny")
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    environment["MASTER_PORT"] = str(port)
-    ranks = [Forked(words, environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(world)]
+    words = ["--device=cpu"]
+    if not any(flag.startswith("--sample=") for flag in flags):               # which trains nothing
+        words.append(f"--run_dir={folder}")
+        if not any(flag.startswith(("--preset=", "--resume=")) for flag in flags):
+            words.append("--preset=tiny")
+    words += flags                                            # of a flag given twice the last one counts
+    port = free_port()
+    ranks = [Forked(words, environment_of(rank, world, port)) for rank in range(world)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
-
 
 def run(folder: Path, *flags: str) -> Run:
     """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
 
-
-run_apart = run
-
-
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""
     calls: list[int | str] = []
-    fsync = os.fsync
 
-    def flush(handle: int) -> None:
-        calls.append(os.fstat(handle).st_ino)
-        fsync(handle)
+    def noted(call: Callable, note: Callable) -> Callable:
+        def noting(*args: Any) -> None:
+            calls.append(note(*args))
+            call(*args)
+        return noting
 
-    def name_as(rename: Callable) -> Callable:
-        def naming(part: Path, path: Path) -> None:
-            calls.append(Path(path).name)
-            rename(part, path)
-        return naming
-    monkeypatch.setattr(os, "fsync", flush)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, name_as(getattr(os, name)))
+    def inode(handle: int) -> int:
+        return os.fstat(handle).st_ino
+
+    def new_name(_: Path, path: Path) -> str:
+        return Path(path).name
+    for name, note in (("fsync", inode), ("rename", new_name), ("replace", new_name)):
+        monkeypatch.setattr(os, name, noted(getattr(os, name), note))
     return calls

@@ -3,14 +3,12 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
-from faults import Launcher
 from ranks import Ranks
 
 import train_gpt as tg
@@ -18,63 +16,45 @@ import train_gpt as tg
 LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_faults.py", "test_main.py", "test_files.py"]
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
-    config.addinivalue_line("markers", "all: long loops, run with --all only")
-    config.addinivalue_line("markers", "recipe: must fail when the mathematics changes; forks leave it out")
-    config.addinivalue_line("markers", "house: judges this repository's main, its size and its records, not a fork")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
-    config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
-
+    for mark in ("all: long loops, run with --all only",
+                 "recipe: must fail when the mathematics changes; forks leave it out",
+                 "house: judges this repository's main, its size and its records, not a fork",
+                 "gpu: needs a CUDA device; `pytest -m gpu` runs them all",
+                 "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
+        config.addinivalue_line("markers", mark)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Starts W ranks, and returns what each found: ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
-
-@pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """What starts the runs of test_faults.py."""
-    server = Launcher()
-    yield server
-    server.close()
-
-
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the rehearsal: what one walk has compiled, the next one finds."""
     return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
 
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
         items.sort(key=place_of)
-    if not config.getoption("--all"):
-        for item in items:
-            if item.get_closest_marker("all"):
-                item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
-
+    for item in items:
+        if item.get_closest_marker("all") and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
 def place_of(item: pytest.Item) -> int:
-    """The longest files first, so that no process ends alone with one of them."""
-    name = item.path.name
-    return LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
-
+    """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
+    return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say aloud what a machine without GPUs has not shown."""
-    counts = Counter()
-    for report in terminalreporter.stats.get("skipped", ()):
-        path, line, reason = report.longrepr
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ")
+                      for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.items():
         if "CUDA device" in reason:
-            counts[reason.removeprefix("Skipped: ")] += 1
-    for reason, count in counts.items():
-        terminalreporter.write_line(f"{count} tests did not run: {reason}")
+            terminalreporter.write_line(f"{count} tests did not run: {reason}")

@@ -1,27 +1,25 @@
-"""Ranks as real processes, with a fault in one of them: the launcher of test_faults.py.
+"""Ranks as real processes, with a fault in one of them.
 
-    launcher = Launcher()                       starts a server that has imported train_gpt and forks ranks from it
-    ended = launcher.start(folder, world=2, faults={1: "kill in forward"}).wait()
+    ended = Job(folder, world=2, faults={1: "kill in forward"}).wait()
 
-The server plays torchrun: it has the store in which the ranks meet and sets their environment. A fault is an act at a
-place, "kill in forward": a function of the trainer is replaced before main; the trainer itself knows nothing of it. Run
-as a script, this file is the server.
+A process of its own plays torchrun: it has the store in which the ranks meet, sets their environment and notes when
+each ended. A fault is an act at a place, "kill in forward": a function of the trainer is replaced before main; the
+trainer itself knows nothing of it. Run as a script, this file is a rank under the real torchrun, the fault in rank 1.
 """
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo                                                          # a second once, not once for each rank
 import torch.distributed as dist
-from common import ROOT, Forked
+from common import Forked, environment_of, free_port
 
 import train_gpt as tg
 
@@ -39,90 +37,46 @@ FAULT_STEP = 3                           # step of the race in which a fault com
 FLAGS = ("--preset=tiny", "--adam_every=2", f"--comm_timeout={TIMEOUT}", "--val_every=0", "--max_steps=8",
          "--sample_tokens=2")
 
-
 class Ended(NamedTuple):
     """How a job ended; lists by rank."""
-    status: list[int | None]             # minus the signal for a killed rank, None for one that never ended
+    status: list[int | str | None]       # minus the signal of a killed rank, None if it never ended, or "absent"
     seconds: list[float]                 # from the fault (without one, from the start) to the rank's end
     out: list[str]
     err: list[str]
-    folder: Path
+    run_dir: Path
 
-    @property
-    def run_dir(self) -> Path:
-        return self.folder / "run"
+class Job:
+    """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
 
-    def log(self) -> list[dict]:
-        """Objects of log.jsonl, every line of which must be whole."""
-        return [json.loads(line) for line in (self.run_dir / "log.jsonl").read_text().splitlines()]
-
-
-class Job(NamedTuple):
-    folder: Path
+    def __init__(self, folder: Path, *flags: str, **how: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        words = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
+        self.launcher = Forked(words, call=partial(supervise, folder, **how))
 
     def wait(self) -> Ended:
-        result = self.folder / "result.json"
-        limit = time.monotonic() + 2 * BOUND
-        while not result.exists():
-            assert time.monotonic() < limit, f"no answer from the launcher of {self.folder}"
-            time.sleep(0.02)
-        return Ended(*json.loads(result.read_text()), self.folder)
+        assert self.launcher.wait(2 * BOUND) == 0, self.launcher.texts()
+        return Ended(*json.loads((self.folder / "result.json").read_text()), self.folder / "run")
 
-
-class Launcher:
-    def __init__(self) -> None:
-        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
-        self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment,
-                                       start_new_session=True)
-
-    def start(self, folder: Path, *flags: str, **how: Any) -> Job:
-        """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
-        folder.mkdir(parents=True, exist_ok=True)
-        argv = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
-        self.server.stdin.write(json.dumps(dict(folder=str(folder), argv=argv, **how), default=str) + "\n")
-        self.server.stdin.flush()
-        return Job(folder)
-
-    def close(self) -> None:
-        self.server.stdin.close()
-        self.server.wait(BOUND)
-
-
-# ------ The server ----------------------------------------------------------------------------------------------------
-
-def serve() -> None:
-    """Fork a supervisor process for each line of stdin."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)                             # nobody waits for the supervisors
-    for line in sys.stdin:
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            os.setpgid(0, 0)                                                  # what a terminal interrupts
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            supervise(**json.loads(line))
-            os._exit(0)
-
-
-def supervise(folder: str, argv: list[str], world: int = 1, faults: dict[str, str] = {},
-              extra: dict[str, list[str]] = {}, absent: list[int] = [], store: str = "launcher", ends: bool = False,
-              folders: list[str] = [], nohup: bool = False) -> None:
+def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, str] = {},
+              extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), store: str = "launcher",
+              ends: bool = False, folders: Sequence[Path] = (), nohup: bool = False) -> None:
     """Fork the ranks, wait until all have ended or BOUND is over, and write how they did.
-
     faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: in the "launcher", as under
     torchrun, or in "rank 0"; where it should be, the "silent stranger" and the "silent launcher" listen and answer
     nothing. ends: SIGTERM to all ranks after the first that fails, as torchrun does. folders: by rank, where it runs.
-    nohup: SIGHUP is ignored.
-    """
+    nohup: SIGHUP is ignored."""
     os.chdir(folder)
-    began = time.time()
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    if "silent" not in store:
-        listener.close()                                                      # its port is free again
-    holder = 0
-    if store == "launcher" and world > 1:
-        holder = hold_store(port)
-        Path("launcher").write_text(str(holder))
+    os.setpgid(0, 0)                                                          # what a terminal interrupts
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    began, port = time.time(), free_port()
+    holders = []                                                              # of the store
+    if "silent" in store:
+        listener = socket.create_server(("127.0.0.1", port))                  # noqa: F841 it listens as long as it is
+    elif store == "launcher" and world > 1:
+        holders = [Forked([], call=partial(hold_store, port))]
+        while not os.path.exists("launcher"):
+            time.sleep(0.01)
 
     def before(rank: int) -> None:
         """Be one rank: its place, its signals, its fault."""
@@ -131,63 +85,42 @@ def supervise(folder: str, argv: list[str], world: int = 1, faults: dict[str, st
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
         if folders:
             os.chdir(folders[rank])
-        if faults and not any("warm-up" in fault for fault in faults.values()):
-            tg.warm_up = no_warm_up                                           # half of the time, and nothing to see
-        if str(rank) in faults:
-            plant(faults[str(rank)])
+        if faults and "warm-up" not in str(faults):
+            tg.warm_up = lambda *_: None                                      # half of the time, and nothing to see
+        if rank in faults:
+            plant(faults[rank])
 
-    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=str(port))
+    elastic = {}
     if "launcher" in store and world > 1:
-        environment |= dict(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
-                            TORCHELASTIC_RESTART_COUNT="0")
+        elastic = dict(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     ranks = {}
     for rank in set(range(world)) - set(absent):
-        own = dict(RANK=str(rank), LOCAL_RANK=str(rank))
-        ranks[rank] = Forked([*argv, *extra.get(str(rank), [])], environment | own, lambda rank=rank: before(rank))
+        environment = environment_of(rank, world, port) | elastic
+        ranks[rank] = Forked([*words, *extra.get(rank, [])], environment, partial(before, rank))
 
-    ended = {}                                                                # rank -> when
-    limit = time.monotonic() + BOUND
-    while len(ended) < len(ranks) and time.monotonic() < limit:
-        for rank, process in ranks.items():
-            if rank not in ended and process.poll() is not None:
-                ended[rank] = time.time()
-                if ends and process.status:
-                    send(ranks, signal.SIGTERM)
+    while None in [process.poll() for process in ranks.values()] and time.time() < began + BOUND:
+        if ends and any(process.status for process in ranks.values()):
+            for process in ranks.values():
+                process.send(signal.SIGTERM)
+            ends = False
         time.sleep(0.01)
-    send(ranks, signal.SIGKILL)
-    if holder:
-        os.kill(holder, signal.SIGKILL)
+    for process in (*ranks.values(), *holders):
+        process.send(signal.SIGKILL)
 
     since = os.path.getmtime("fault") if os.path.exists("fault") else began
-    status = [ranks[rank].status if rank in ranks else None for rank in range(world)]
-    texts = [ranks[rank].texts() if rank in ranks else ("", "") for rank in range(world)]
-    seconds = [ended.get(rank, BOUND + since) - since for rank in range(world)]
-    Path("result.part").write_text(json.dumps([status, seconds, *zip(*texts)]))
-    os.replace("result.part", "result.json")
+    rows = []
+    for rank in range(world):
+        process = ranks.get(rank)
+        rows.append((process.status, process.ended - since, *process.texts()) if process else ("absent", 0, "", ""))
+    Path("result.json").write_text(json.dumps([*zip(*rows)]))
 
-
-def hold_store(port: int) -> int:
-    """Start a process that has the store, as a launcher has. Return its id once the store is there."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-        os.write(writing, b"!")
-        time.sleep(3 * BOUND)
-        os._exit(store is None)
-    os.read(reading, 1)
-    return pid
-
-
-def send(ranks: dict[int, Forked], number: int) -> None:
-    for process in ranks.values():
-        if process.poll() is None:
-            os.kill(process.child, number)
-
-
-def no_warm_up(*_: object) -> None:
-    """It leaves no trace."""
+def hold_store(port: int, _: list[str]) -> None:
+    """Have the store, as a launcher has, and say in a file who has it."""
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    Path("launcher.part").write_text(str(os.getpid()))
+    os.rename("launcher.part", "launcher")
+    time.sleep(3 * BOUND)
+    del store
 
 
 # ------ Places and acts -----------------------------------------------------------------------------------------------
@@ -211,7 +144,6 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "validation": (tg, "next_token_losses", "before"),
     "the sample": (tg, "generate", "once"),
 }
-
 
 def plant(fault: str) -> None:
     """Let an act, "kill in forward", happen once at its place in this process; a file `fault` tells when it did."""
@@ -245,20 +177,13 @@ def plant(fault: str) -> None:
     tg.Log.step = count
     setattr(owner, name, wrapped)
 
-
 def fail(error: BaseException = ZeroDivisionError("a bug")) -> None:
     raise error
 
-
-def kill() -> None:
+def kill(stopped_launcher: bool = False) -> None:
+    if stopped_launcher:
+        os.kill(int(Path("launcher").read_text()), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(BOUND)
-
-
-def kill_and_stop_launcher() -> None:
-    os.kill(int(Path("launcher").read_text()), signal.SIGSTOP)
-    kill()
-
 
 def wait_in_c(*_: object) -> None:
     """Wait as a collective or a compiler may: in C, where no signal is heard. A mutex is locked twice."""
@@ -267,28 +192,20 @@ def wait_in_c(*_: object) -> None:
     for _ in range(2):
         libc.pthread_mutex_lock(mutex)
 
-
 def signal_when_stuck(number: int) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     wait_in_c()
-
 
 def bug_and_stuck_end() -> None:
     tg.Log.aborted = wait_in_c
     fail()
 
-
 def bug_and_full_pipe() -> None:
     """stderr is a pipe that nobody reads."""
     _, writing = os.pipe()
-    os.set_blocking(writing, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writing, bytes(1 << 12))
-    os.set_blocking(writing, True)
+    os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
     os.dup2(writing, 2)
     fail()
-
 
 def bug_and_late_signal() -> None:
     """SIGTERM comes when the end has begun."""
@@ -302,14 +219,9 @@ def bug_and_late_signal() -> None:
     tg.describe = late
     fail()
 
-
 def break_weights() -> None:
     mlp = tg.relu_sq_mlp
-
-    def broken(*args: Any) -> torch.Tensor:
-        return mlp(*args) * float("nan")
-    tg.relu_sq_mlp = broken
-
+    tg.relu_sq_mlp = lambda *args: mlp(*args) * float("nan")
 
 def change_plans(key: str, by: int, untied: bool = False) -> None:
     """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
@@ -323,20 +235,17 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
         return found
     tg.Planner.plan = changed
 
-
-def spoil_shards(spoil: Callable[[Path], object]) -> None:
-    """Spoil those that are not in memory yet: by FAULT_STEP the loader is at the third."""
+def spoil_shards(size: int | None) -> None:
+    """Cut, or remove, those that are not in memory yet: by FAULT_STEP the loader is at the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
-        spoil(path)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
+        if size is None:
+            path.unlink()
+        else:
+            os.truncate(path, size)
 
 ACTS: dict[str, Callable[[], object]] = {
     "kill": kill,
-    "kill with stopped launcher": kill_and_stop_launcher,
+    "kill with stopped launcher": partial(kill, stopped_launcher=True),
     "nap": partial(time.sleep, 1.5 * TIMEOUT),
     "sleep": partial(time.sleep, 10 * BOUND),
     "Ctrl-C": partial(os.killpg, 0, signal.SIGINT),
@@ -357,10 +266,12 @@ ACTS: dict[str, Callable[[], object]] = {
     "another cycle": partial(change_plans, "cycle", 1),
     "another untying": partial(change_plans, "cycle", 0, untied=True),
     "other tokens": partial(change_plans, "tokens", 8),
-    "cut shards": partial(spoil_shards, cut),
-    "removed shards": partial(spoil_shards, Path.unlink),
+    "cut shards": partial(spoil_shards, 1600),
+    "removed shards": partial(spoil_shards, None),
 }
 
 
 if __name__ == "__main__":
-    serve()
+    if os.environ["RANK"] == "1":
+        plant(sys.argv[1])
+    tg.main(sys.argv[2:])

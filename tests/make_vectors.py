@@ -48,7 +48,6 @@ KEEP = {                                         # file -> patterns of its keys
             "bf16logits.m3.eighth.grad_x"),
 }
 
-
 def small_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
     """Set the parameters of config S that no kept array depends on to 0."""
     sizes, tokens = meta["config_s"], arrays["tokens"]
@@ -63,7 +62,6 @@ def small_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
         unread[rows] = False
         arrays[f"p16.{label}"][unread] = 0
 
-
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
     """np.load reads it; bzip2 packs words of random numbers better than the deflate of np.savez_compressed."""
     with zipfile.ZipFile(path, "w") as file:
@@ -74,7 +72,6 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
             smaller = len(bz2.compress(data)) < len(zlib.compress(data))
             info.compress_type = zipfile.ZIP_BZIP2 if smaller else zipfile.ZIP_DEFLATED
             file.writestr(info, data)
-
 
 def main() -> None:
     meta = json.loads((SOURCE / "meta.json").read_text())

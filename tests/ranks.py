@@ -1,21 +1,10 @@
-"""Starts W ranks as forks of this process, which has imported torch, and returns what each of them found.
-
-    def everyone(rank):
-        return rank.fabric().gather(rank.rank)
-
-    def test_gather__in_order(ranks):
-        assert ranks(2, everyone) == [[0, 1], [0, 1]]
-"""
+"""The fixture `ranks` starts W ranks as forks of this process, and returns what each of them found."""
 from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
-import os
 import pickle
 import signal
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
+from common import Forked, environment_of
 
 import train_gpt as tg
 
 COMM_TIMEOUT = 10                        # s
 PATIENCE = 120                           # s for what the ranks of one call do; then each says where it is
-
 
 @dataclass(frozen=True)
 class Rank:
@@ -46,26 +34,12 @@ class Rank:
             patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
             return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
 
-    def work(self, run: Callable, patience: float, given: dict[str, Any]):
-        """What a fork does, and nothing after it: its parent's tests are not its own."""
-        status = 1
-        said = open(self.folder / f"{self.rank}.said", "w")   # why nothing came of it
-        try:
-            faulthandler.dump_traceback_later(patience, exit=True, file=said)
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            torch.set_num_threads(1)     # a fork has no threads of the pool that its parent made
-            warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-            os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.world),
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT="1")       # wanted, and not used: see fabric
-            found = pickle.dumps(run(self, **given))
-            (self.folder / f"{self.rank}.found").write_bytes(found)
-            status = 0
-        except BaseException:
-            said.write(traceback.format_exc())
-            said.flush()
-        finally:
-            os._exit(status)
-
+    def work(self, run: Callable, given: dict[str, Any], _: object) -> None:
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        found = pickle.dumps(run(self, **given))
+        (self.folder / f"{self.rank}.found").write_bytes(found)
 
 class Ranks:
     """The fixture `ranks`. One call is one world; an equal call is answered with what the first one found, the same
@@ -73,49 +47,41 @@ class Ranks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.folders = {}                # what was asked -> folder of the answer
-        self.found = {}                  # folder -> by rank
+        self.answers = {}                # what was asked -> folder, by rank what it found, why some found nothing
 
-    def __call__(self, world: int, run: Callable[..., Any], patience: float = PATIENCE, **given: Any) -> list[Any]:
+    def __call__(self, world: int, run: Callable[..., Any], **given: Any) -> list[Any]:
         """run(rank, **given) on each rank of a world; by rank, what it returned.
 
-        Fails with the stack of every rank that raised, or was there after patience seconds.
+        Fails with the stack of every rank that raised, or was there after PATIENCE seconds.
         """
-        asked = world, run, repr(sorted(given.items()))
-        if asked not in self.folders:
-            self.folders[asked] = self.start(world, run, patience, given)
-        folder = self.folders[asked]
-        if folder not in self.found:
-            files = [folder / f"{rank}.found" for rank in range(world)]
-            silent = [path for path in files if not path.exists()]
-            if silent:
-                said = [f"rank {path.stem}:\n{path.with_suffix('.said').read_text()}" for path in silent]
-                pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *said]), pytrace=False)
-            self.found[folder] = [pickle.loads(path.read_bytes()) for path in files]
-        return self.found[folder]
+        return self.answer(world, run, given)[1]
 
     def folder_of(self, world: int, run: Callable[..., Any], **given: Any) -> Path:
         """Where the ranks of a call, made now or before, left their files."""
-        self(world, run, **given)
-        return self.folders[world, run, repr(sorted(given.items()))]
+        return self.answer(world, run, given)[0]
 
-    def start(self, world: int, run: Callable, patience: float, given: dict[str, Any]) -> Path:
-        folder = self.folder / f"{len(self.folders)}_{run.__name__}_w{world}"
+    def answer(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any]]:
+        asked = world, run, repr(sorted(given.items()))
+        if asked not in self.answers:
+            self.answers[asked] = self.start(world, run, given)
+        folder, found, silent = self.answers[asked]
+        if silent:
+            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *silent]), pytrace=False)
+        return folder, found
+
+    def start(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:
+        folder = self.folder / f"{len(self.answers)}_{run.__name__}_w{world}"
         folder.mkdir()
-        gc.collect()
-        gc.freeze()                      # spares each rank's collector a look at it all, and copies of the pages
-        children = []
-        for rank in range(world):
-            child = os.fork()
-            if child == 0:
-                Rank(rank, world, folder).work(run, patience, given)
-            children.append(child)
-        gc.unfreeze()
-        deadline = time.monotonic() + patience + COMM_TIMEOUT
-        while children:
-            children = [child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0]
-            if time.monotonic() > deadline:
-                for child in children:
-                    os.kill(child, signal.SIGKILL)
-            time.sleep(0.002)
-        return folder
+        processes = []
+        for rank in range(world):        # the port is wanted, and not used: see fabric
+            work = functools.partial(Rank(rank, world, folder).work, run, given)
+            processes.append(Forked([], environment_of(rank, world, port=1), call=work))
+        found, silent = [], []
+        for rank, process in enumerate(processes):
+            status = process.wait(PATIENCE + COMM_TIMEOUT)
+            text = process.texts()[1]
+            if status == 0:
+                found.append(pickle.loads((folder / f"{rank}.found").read_bytes()))
+            else:
+                silent.append(f"rank {rank}, status {status}:\n{text}")
+        return folder, found, silent

@@ -2,10 +2,7 @@
 
 `Reference` is used as tg.Executor is, with batches of one rank. It has no plans, caches, homes, shares of ranks, fused
 products or main_grad; gradients are autograd's. Layers, rates and schedule are read from the trainer's tables, numbers
-of the recipe stand here. Arrays and functions below it serve the tests of rows and tables.
-
-Rows of a table of R rows at W ranks: row r belongs to rank r mod W, and is its r div W-th. Owner by owner the rows
-stand in physical order, every shard R / W rows long, rounded up.
+of the recipe stand here. Below it are tables at W ranks: row r belongs to rank r mod W, and is its r div W-th.
 """
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ SIGN_VECTORS = 8192
 def norm(x: Tensor) -> Tensor:
     return x / (x.square().mean(dim=-1, keepdim=True) + NORM_EPS).sqrt()
 
-
 def rotated(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tensor:
     """x (T, H, E) at positions (T, H): neighbours of the first half times exp(-i position frequency)."""
     angles = positions[..., None] * torch.tensor(frequencies, dtype=F64)
@@ -49,16 +45,13 @@ def rotated(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tenso
     turned = torch.view_as_real(pairs * torch.exp(-1j * angles)).flatten(-2)
     return torch.cat((turned, still), dim=-1)
 
-
 def documents_of(borders: Tensor, positions: int) -> Tensor:
     """borders (C,), ascending from 0 -> number of each position's document."""
     return torch.searchsorted(borders.long(), torch.arange(positions), right=True)
 
-
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
     """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
     return torch.sigmoid(features[:, :GATE] @ weight.t())
-
 
 def attention_weights(q: Tensor, k: Tensor, documents: Tensor, window: int, scale: float) -> Tensor:
     """Softmax over the keys that a query sees: its own and `window` before it, of its document. (H, N, N)."""
@@ -68,12 +61,10 @@ def attention_weights(q: Tensor, k: Tensor, documents: Tensor, window: int, scal
     scores = scale * torch.einsum("qhe,khe->hqk", q, k)
     return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
 
-
 def attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, window: int, scale: float) -> Tensor:
     """q, k, v (N, H, E) -> (N, H, E)."""
     weights = attention_weights(q, k, documents_of(borders, len(q)), window, scale)
     return torch.einsum("hqk,khe->qhe", weights, v)
-
 
 def next_token_losses(logits: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor:
     """logits (T, V), targets (T,), weights of the next tokens -> (T,); none beyond the end of the slot."""
@@ -85,10 +76,8 @@ def next_token_losses(logits: Tensor, targets: Tensor, weights: Sequence[float])
         losses = losses - weight * torch.nn.functional.pad(found, (0, ahead))
     return losses
 
-
 def capped(logits: Tensor) -> Tensor:
     return CAP * torch.sigmoid((logits + SHIFT) / WIDTH)
-
 
 def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The nearest of the finite numbers of an fp8 type, by brute force; of two as near, the even one."""
@@ -100,7 +89,6 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     nearest = distance.amin(dim=-1, keepdim=True)
     preferred = (distance == nearest) * (2 - (words & 1).double())
     return numbers[preferred.argmax(dim=-1)].copysign(x)
-
 
 def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
     """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds.
@@ -142,7 +130,6 @@ def polar(x: Tensor) -> Tensor:
         s = a * s + b * s**3 + c * s**5
     return (u * s[..., None, :]) @ v
 
-
 def normuon(p, g, state, mu, beta2, lr, muls, decay) -> Tensor:
     """One step of matrices (M, r, c), and of their state. muls (M, 1, 1); returns the new p."""
     axis = -1 if p.shape[-2] >= p.shape[-1] else -2
@@ -156,7 +143,6 @@ def normuon(p, g, state, mu, beta2, lr, muls, decay) -> Tensor:
     rate = lr * muls
     return p - (update * p >= 0) * p * decay * lr * rate - update * rate
 
-
 def adam(p, g, state, number, betas, eps, lr, decay) -> Tensor:
     """Update a parameter and its state for the number-th time; returns the new p."""
     beta1, beta2 = betas
@@ -165,7 +151,6 @@ def adam(p, g, state, number, betas, eps, lr, decay) -> Tensor:
     size = lr * math.sqrt(1 - beta2**number) / (1 - beta1**number)
     update = size * state["m"] / (state["v"].sqrt() + eps)
     return p - update - (update * p > 0) * p * lr * lr * decay
-
 
 class Reference:
     """Weights, gradients and updates of a run, each in one piece, by label."""
@@ -391,10 +376,6 @@ class Reference:
 
 
 # ---- Rows and tables
-def physical(row: int, world: int, rows: int) -> int:
-    return row % world * -(-rows // world) + row // world
-
-
 def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
     """A table in logical order -> the shard of each owner; zeros where there is no row."""
     size = -(-len(table) // world)
@@ -402,36 +383,13 @@ def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
     padded[:len(table)] = table
     return [padded[rank::world] for rank in range(world)]
 
-
 def put_together(shards: list[np.ndarray], rows: int) -> np.ndarray:
     world = len(shards)
     return np.stack([shards[row % world][row // world] for row in range(rows)])
 
-
-def row_lists(read: list[np.ndarray], rows: int) -> tuple[list, list]:
-    """read: logical rows of each rank in a cycle, with repetitions.
-
-    Returns each rank's list, once each in physical order, and pieces[rank][owner]: the same list as places in the
-    owners' shards.
-    """
-    world = len(read)
-    size = -(-rows // world)
-    lists = []
-    pieces = []
-    for mine in read:
-        listed = sorted({physical(int(row), world, rows) for row in mine})
-        lists.append(listed)
-        by_owner = [[] for _ in range(world)]
-        for row in listed:
-            by_owner[row // size].append(row % size)
-        pieces.append(by_owner)
-    return lists, pieces
-
-
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Rows of (token before, token) in one slot, (T,); position 1 takes the last row's number for the first token."""
     return ngram_rows(np.concatenate([[rows - 1], tokens[1:]]), HASH, rows)
-
 
 def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.ndarray:
     """Row of the n-gram that ends at each position of one slot, (T,); constants belong to the newest token first."""
@@ -447,13 +405,11 @@ def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.nd
         found.append(signed % (rows - 1))                                     # Python's: never negative
     return np.array(found)
 
-
 def lowbias32(x: np.ndarray) -> np.ndarray:
     """(...) u32 -> u32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
     return x ^ (x >> np.uint32(16))
-
 
 def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
     """f32 numbers that bf16 can hold: the nearest, or with drawn (0 to 2^16 - 1) one of both neighbours by chance."""
@@ -461,7 +417,6 @@ def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
     if drawn is None:
         drawn = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # nearest, ties to even
     return ((bits + drawn) & np.uint32(0xFFFF0000)).view(np.float32)
-
 
 @dataclass
 class NaiveTable:

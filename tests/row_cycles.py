@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ class Exchange:
         self.under_way.append(late)
         return late
 
-
 @dataclass(eq=False)
 class Late:
     """The handle of such an exchange."""
@@ -82,7 +80,6 @@ class Late:
                 under_way.remove(late)
         self.left.fill_(math.nan)
 
-
 @contextlib.contextmanager
 def late_rows(rank: int) -> Iterator[Exchange]:
     with MonkeyPatch.context() as patch:
@@ -91,7 +88,6 @@ def late_rows(rank: int) -> Iterator[Exchange]:
         patch.setitem(tg.HOMES, "host", EmptyingHome)
         yield exchange
 
-
 def taken(state: tg.RowState) -> tg.RowState:
     """A copy; whoever still reads the state itself will be noticed."""
     copy = tg.RowState(*(x.clone() for x in state))
@@ -99,17 +95,13 @@ def taken(state: tg.RowState) -> tg.RowState:
         x.fill_(nonsense)
     return copy
 
-
 class StagedHome(tg.HostHome):
     """Each transfer is late by chance, and goes through staging of its own, which is spoiled after it."""
 
     empties = False                      # rows that came up are spoiled at home, too, until they are back
 
-    def _wait_by_chance(self) -> None:
-        time.sleep(random.uniform(0, 0.002))
-
     def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
-        self._wait_by_chance()
+        time.sleep(random.uniform(0, 0.002))
         staging, done = super()._bring_up(places)
         arrived = taken(staging)
         if self.empties:
@@ -117,11 +109,10 @@ class StagedHome(tg.HostHome):
         return arrived, done
 
     def _bring_down(self, places: Tensor, changed: tg.RowState, computed: Any) -> None:
-        self._wait_by_chance()
+        time.sleep(random.uniform(0, 0.002))
         staging = tg.RowState(*(x.clone() for x in changed))
         super()._bring_down(places, staging, computed)
         taken(staging)
-
 
 class EmptyingHome(StagedHome):
     empties = True
@@ -143,7 +134,6 @@ class Trial:
     @property
     def beta2(self) -> float:
         return 0.5 if self.dtype == "bfloat16" else 0.9                       # powers of 0.5 are exact
-
 
 @functools.cache
 def rows_by_pattern(rows: int, update: int, step: int, slot: int) -> dict[str, np.ndarray]:
@@ -170,13 +160,10 @@ def rows_by_pattern(rows: int, update: int, step: int, slot: int) -> dict[str, n
     }
     return {pattern: x.astype(np.int32) for pattern, x in found.items()}
 
-
 PATTERNS = tuple(rows_by_pattern(2, 0, 0, 0))
-
 
 def reads(pattern: str, rows: int, *at: int) -> np.ndarray:
     return rows_by_pattern(rows, *at)[pattern]
-
 
 def gradient(pattern: str, update: int, step: int, slot: int, asked: np.ndarray, read: np.ndarray) -> np.ndarray:
     """Return integers from -2 to 2 for the rows asked for, whose values were read."""
@@ -186,11 +173,9 @@ def gradient(pattern: str, update: int, step: int, slot: int, asked: np.ndarray,
         grad = grad * (asked % 2)[:, None]
     return grad.astype(read.dtype)
 
-
 def learning_rate(update: int) -> float:
     """Large: signs of rows change."""
     return 0.15 / (1 + update % 3)
-
 
 def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
     """Zeros of row-wise tables, and where a row may never be read."""
@@ -224,7 +209,6 @@ class TableOptimizer(tg.Optimizer):
                                rows=table.table)
             self.entries[label] = tg.TableEntry(self, row, table)
 
-
 class Cycles:
     """A trial on one rank: plans a cycle ahead as the loader makes them, and steps as the executor makes them."""
 
@@ -235,9 +219,7 @@ class Cycles:
         settings = dict(dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, row_comms=trial.mode,
                         adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-        self.patterns = {}
-        self.tables = {}
-        self.accounts = []
+        self.patterns, self.tables, self.accounts = {}, {}, []
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
@@ -322,7 +304,6 @@ class Cycles:
         state = {name: exact_array(x) for name, x in table.home.stored._asdict().items()}
         return state | dict(touched=np.concatenate([np.zeros(0, int), *touched]))
 
-
 def drive(fabric: tg.Fabric, trial: Trial) -> dict[str, Found]:
     with late_rows(fabric.rank) as exchange:
         found = Cycles(fabric, trial).run()
@@ -366,7 +347,6 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
         missed = naive.updates - naive.last
         return before, dict(rows=naive.p, v=naive.v, last=naive.last, missed=missed)
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
-
 
 def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
     """Name what ranks fetched, or hold at the end, and should not; dense Adam to the bit."""

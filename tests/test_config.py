@@ -2,7 +2,6 @@
 import functools
 import json
 import os
-import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -14,31 +13,8 @@ import train_gpt as tg
 
 ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 
-
 def refuse(argv: list[str], *parts: str) -> str:
     return refused(tg.ConfigError, functools.partial(tg.parse_flags, argv), *parts)
-
-
-# depth, attention, window, value table, key offset, kept as, added
-RECIPE_2_2 = """
-0 paired short - no - - | 1 plain short 0 no - - | 2 paired short 1 no - - | 3 plain long - yes skip -
-4 plain short - no - - | 5 paired short - no - - | 6 none - - no - skip | 7 plain short - no backout -
-8 plain short 2 no - - | 9 paired short 3 no - - | 10 plain long 4 yes - -
-"""
-
-
-@pytest.mark.recipe
-def test_layers__those_of_recipe_2_2():
-    rows = [row.split() for row in re.split(r"[|\n]", RECIPE_2_2.strip())]
-    assert len(tg.LAYERS) == len(rows)
-    for layer, (depth, attention, window, value, key_shift, kept, added) in zip(tg.LAYERS, rows):
-        assert layer.attention == attention, depth
-        assert layer.window == window or attention == "none", depth
-        assert [layer.value, layer.key_shift] == [None if value == "-" else int(value), key_shift == "yes"], depth
-        assert [layer.keep_as or "-", layer.add or "-"] == [kept, added], depth
-    assert tg.ATTENTION_LAYERS == (0, 1, 2, 3, 4, 5, 7, 8, 9, 10)
-    assert tg.NUM_VALUE_TABLES == 5
-
 
 LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
           tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
@@ -46,16 +22,12 @@ BAD_LAYERS = {                               # changes of these layers by depth 
     "kept twice": ({0: dict(keep_as="skip")}, "['', 'skip', 'skip', 'backout']", "each stream once"),
     "nothing for the head": ({3: dict(keep_as="")}, "['', 'skip']", "'backout'"),
     "a value table twice": ({3: dict(value=1)}, "[0, 1, 1]", "0, 1, ... once each"),
-    "a value table that is not there": ({3: dict(value=7)}, "[0, 1, 7]", "0, 1, ... once each"),
     "no such attention": ({1: dict(attention="Plain")}, "layer 1", "'Plain'", "`plain`"),
     "no such window": ({1: dict(window="wide")}, "layer 1", "'wide'", "`short` or `long`"),
-    "added before it is kept": ({0: dict(add="skip")}, "layer 0", "a layer above keeps, ['']"),
     "added by the layer that keeps it": ({1: dict(add="skip")}, "layer 1", "a layer above keeps, ['']"),
     "a value table without attention": ({2: dict(value=2)}, "layer 2", "a value table in one with attention"),
-    "key offset without attention": ({2: dict(key_shift=True)}, "layer 2", "in a plain layer"),
     "key offset of paired heads": ({0: dict(key_shift=True)}, "layer 0", "'paired'", "in a plain layer"),
 }
-
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
 def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
@@ -64,80 +36,53 @@ def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
     refuse(["--preset=tiny"], "LAYERS", *parts)
 
-
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
     for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
         tg.check_layers(layers)
         tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
 
-
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
 BAD_STAGES = {                               # columns of the first of these -> what the message must hold
-    "no slots": (dict(batch_tokens=0), "multiple of 128 tokens"),
     "a batch of no whole slots": (dict(batch_tokens=250), "250", "multiple of 128 tokens"),
     "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "as many token weights"),
     "another long window than short": (dict(short_window=3), "short_window=3", "short < long window"),
-    "no short window": (dict(short_window=0), "short_window=0", "1 <= short"),
-    "a rate below 0": (dict(lr_mul=-1.0), "lr_mul=-1.0", "from 0 to 1,000"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "from 0 to 1,000"),
     "a weight below 0": (dict(mtp_start=(-1.0, 0.5)), "mtp_start=(-1.0, 0.5)", "from 0 to 1,000"),
     "untied twice": (dict(untie=True), "`untie` in one row at most"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_STAGES)
 def test_check_config__a_stage_table_that_cannot_work(name):
-    """As a table, which no parser of flags has seen, and as a flag."""
     changes, *parts = BAD_STAGES[name]
     first, *others = STAGES
     stages = (first._replace(**changes), *others)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(stages=stages))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--stages", *parts)
     refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
-
-
-def test_read_rows__a_stage_comes_back_from_its_text():
-    for stage in (*STAGES, *tg.STAGES, *tg.TINY["stages"]):
-        assert tg.read_rows("stages", tg.row_text(stage)) == (stage,)
-    assert tg.row_text(STAGES[1]) == "256 3 7 1.5 1.0 1.0 untie"
-    for row in ("128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
-        with pytest.raises((ValueError, TypeError, KeyError)):
-            tg.read_rows("stages", row)
-
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
 BAD_TABLES = {                               # columns of a table of n-grams -> what the message must hold
     "no such order": (dict(order=5), f"an order of {list(tg.NGRAM_FACTORS)}"),
     "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
-    "no layer": (dict(place=len(tg.LAYERS)), str(tg.ATTENTION_LAYERS)),
     "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
     "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
-    "signs of three values": (dict(signs=2), "signs 0 or 1"),
-    "an unknown cadence": (dict(cadence=3), "1, 2 or 4 steps"),
-    "a cadence between Adam's steps": (dict(cadence=1), "a multiple of adam_every=2"),
+    "an unknown cadence": (dict(cadence=8), "1, 2 or 4 steps"),
+    "a cadence between Adam's steps": (dict(cadence=1), "1, 2 or 4 steps", "a multiple of adam_every=2"),
     "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
-    "a rate below 0": (dict(lr_mul=-1e9), "lr and wd from 0"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr and wd from 0"),
-    "a decay above 1": (dict(beta2=1.5), "beta2 from 0 to 1"),
     "a label that no file is named by": (dict(label="4-gram_embed"), "letters, digits and _"),
     "a label without its ending": (dict(label="small"), "ends with _embed"),
-    "a label of the recipe": (dict(label="bigram_embed"), "neither the recipe has"),
-    "another label of the recipe": (dict(label="value_embed"), "neither the recipe has"),
+    "a label of the recipe": (dict(label="value_embed"), "neither the recipe has"),
     "a label twice": (dict(label="other_embed"), "nor another row"),
 }
-
 
 @pytest.mark.parametrize("name", BAD_TABLES)
 def test_check_config__a_table_of_ngrams_that_cannot_work(name):
     changes, *parts = BAD_TABLES[name]
     tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(tables=tables, adam_every=2))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--tables", *parts)
-
+    refuse(["--preset=tiny", f"--tables={tg.flag_text(tables)}"], "--tables", *parts)
 
 def test_tables__rows_and_defaults():
     _, cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
@@ -149,17 +94,6 @@ def test_tables__rows_and_defaults():
         assert len(factors) == len(sign_factors)
         assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors), "none loses bits"
 
-
-@pytest.mark.recipe
-def test_presets__pocket_is_the_record_topology_at_small_size():
-    cfg = tg.Config(**tg.PRESETS["pocket"])
-    assert (cfg.model_dim, cfg.num_heads, cfg.head_dim, cfg.attn_scale) == (96, 6, 16, 12.8 / 16)
-    assert [stage.batch_tokens // cfg.num_slots for stage in cfg.stages[:3]] == [64, 128, 192]
-    assert (cfg.dtype, cfg.head, cfg.max_doc_len) == ("float32", "plain", 256)
-    assert 500 <= cfg.num_scheduled_steps + cfg.num_extension_steps <= 580
-    assert [stage[1:] for stage in cfg.stages] == [stage[1:] for stage in tg.STAGES]
-
-
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
@@ -170,7 +104,6 @@ def test_parse_flags__every_field_is_a_flag(name):
     assert tg.parse_flags(["--preset=tiny", *argv]) == ("tiny", want)
     assert tg.parse_flags([f"--preset={name}"]) == (name, want)
 
-
 def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     _, cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
@@ -180,65 +113,35 @@ def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     with pytest.raises(FrozenInstanceError):
         cfg.seed = 1
 
-
 REFUSED = {                                  # flags over the tiny preset -> what the message must hold
     "--see=1": ("unknown flag", "--see", "--seed"),
-    "--num-slots=8": ("unknown flag", "--num_slots"),
-    "--no_such_thing_at_all": ("unknown flag", "--no_such_thing_at_all", "nearest: --"),
-    "-x": ("unknown flag", "-x"),
     "seed=1": ("a word without a flag", "seed=1", "--field=value"),
-    "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny", "choose from"),
-    "--preset=": ("--preset", "choose from"),
-    "--preset": ("--preset", "expected one argument"),
+    "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny"),
     "--seed": ("--seed", "expected one argument"),
-    "--seed=abc": ("--seed", "'abc'", "int", "--seed=0"),
-    "--seed=1.5": ("--seed", "'1.5'", "int"),
-    "--seed=": ("--seed", "''", "int"),
+    "--seed=1.5": ("--seed", "'1.5'", "int", "--seed=0"),
     "--seed=-1": ("--seed", "-1", "0 to 2,147,483,647", "--seed=0"),
-    "--adam_lr=fast": ("--adam_lr", "'fast'", "float", "--adam_lr=0.008"),
-    "--adam_lr=nan": ("--adam_lr", "nan", "--adam_lr=0.008"),
+    "--adam_lr=nan": ("--adam_lr", "nan", "float", "--adam_lr=0.008"),
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
-    "--compile=2": ("--compile", "[-1, 0, 1]"),
     "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
+    "--num_slots=0": ("--num_slots", "1 to "),
     "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.flag_text(tg.STAGES)}"),
-    "--stages=": ("--stages", "nothing", "two rows or more"),
+    f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
     f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
+    "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
     "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
     "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
     "--resume=": ("--resume", "an empty name", "leave it out"),
-    "--sample=": ("--sample", "an empty name", "leave it out"),
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
-    "--profile=0:3": ("--profile", "0:3", "0 < a < b"),
-} | {                                        # beyond a bound or choice of the field itself
-    f"--{setting}": (f"--{setting.partition('=')[0]}", parts) for setting, parts in {
-        "num_heads=0": "2 to 4,096", "head_dim=4": "8 to ", "num_slots=0": "1 to ", "max_doc_len=1": "2 to ",
-        "epochs=-1": "0 to ", "num_scheduled_steps=0": "1 to ", "runs=2000000000": "1 to 10,000",
-        "cooldown_frac=1.5": "0 to 1", "comm_timeout=0": "1 to ", "lr_floor=inf": "0 to ", "head=fp16": "'emulated'",
-        "row_comms=sparse_scatter": "['dense', 'sparse']", "debug_rows=yes": "[0, 1]"}.items()}
-
+}
 
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
 def test_parse_flags__a_bad_setting(flag):
-    """And each --flag=value that the last line of a message proposes is not refused for that flag again."""
-    message = refuse(["--preset=tiny", flag], *REFUSED[flag])
-    assert len(message) < 1500
-    name = flag.partition("=")[0]
-    for way in re.findall(rf"{name}=[^\s,]+", message.rpartition("do:")[2]):
-        if not re.search("stages|resume|sample", flag):
-            try:
-                tg.parse_flags(["--preset=tiny", way])
-            except tg.ConfigError as error:
-                assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
-
-
-def test_parse_flags__contradictions():
-    refuse(["--preset=tiny", "--runs=2", "--save=w"], "--runs=1")
-
+    refuse(["--preset=tiny", flag], *REFUSED[flag])
 
 def test_parse_flags__sample_takes_no_flag_of_the_model():
     """Not even --preset, which would say nothing about the saved weights."""
@@ -248,22 +151,17 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
 
-
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):
     flags = [] if name == "record" else [f"--preset={name}"]
-    for argv in (["--help", *flags], [*flags, "-h"]):
-        with pytest.raises(SystemExit) as end:
-            tg.parse_flags(argv)
-        text = " ".join(capsys.readouterr().out.split())
-        assert end.value.code == 0 and f"[{name}]" in text and "exit status" in text
-        values = vars(tg.Config(**tg.PRESETS[name]))
-        for f in fields(tg.Config):
-            group = text.partition(f" {f.metadata['group']}: ")[2]
-            about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
-            assert f"--{f.name} {f.metadata['unit']} {about}" in group, f.name
-    refuse(["--preset=poket", "--help"], "--preset")
-
+    with pytest.raises(SystemExit) as end:
+        tg.parse_flags(["--help", *flags])
+    text = " ".join(capsys.readouterr().out.split())
+    assert end.value.code == 0 and f"[{name}]" in text and "exit status" in text
+    values = vars(tg.Config(**tg.PRESETS[name]))
+    for f in fields(tg.Config):
+        about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
+        assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
@@ -274,7 +172,6 @@ def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     fabric().say("lost")
     with pytest.raises(tg.RunError):
         tg.parse_flags(["--help"])
-
 
 def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""
@@ -288,42 +185,21 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
 
 # ---- settings of an earlier run -------------------------------------------------------------------------------------
 
-def write_settings(folder: Path, preset_name: str = "tiny", **flags: str) -> None:
-    (folder / "settings.json").write_text(json.dumps(dict(preset=preset_name, flags=flags)))
-
-
-def test_read_settings__a_config_comes_back(tmp_path):
-    cfg = tg.Config(**tg.PRESETS["pocket_tables"] | dict(seed=3, adam_every=1))
-    write_settings(tmp_path, "pocket", **{name: tg.flag_text(value) for name, value in vars(cfg).items()})
-    assert tg.read_settings(tmp_path)[1] == cfg
-
-
-def make_nothing(folder: Path) -> None:
-    (folder / "log.jsonl").touch()                                   # a folder of an older trainer has a log alone
-
-
-def make_pipe(folder: Path) -> None:
-    os.mkfifo(folder / tg.SETTINGS)
-
+def write_settings(folder: Path, **flags: str) -> None:
+    (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", flags=flags)))
 
 @pytest.mark.parametrize("content", [
-    b"", b"[]", b"3", b"{}", b'{"preset": "tiny"}', b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}',
-    b'{"preset": "tiny", "flags": {"sede": "3"}}', b'{"preset": "tiny", "flags": 3}', b"\xff\xfe",
-    make_nothing, make_pipe], ids=range(12))
+    b"", b"[]", b"{}", b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}',
+    b'{"preset": "tiny", "flags": 3}',
+    b'{"preset": "tiny", "flags": {"sede": "3"}}', b"\xff\xfe", None, os.mkfifo], ids=range(10))
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
+    """No file, too: a folder of an older trainer has a log alone."""
+    path = tmp_path / tg.SETTINGS
     if isinstance(content, bytes):
-        (tmp_path / tg.SETTINGS).write_bytes(content)
-    else:
-        content(tmp_path)
-    refused(tg.DataError, functools.partial(tg.read_settings, tmp_path), f"{tmp_path}/settings.json",
-            "name the folder of")
-
-
-@pytest.mark.parametrize("flags", [dict(dtype="3"), dict(num_heads="2.0"), dict(stages="none")], ids=str)
-def test_read_settings__are_checked_like_flags(tmp_path, flags):
-    write_settings(tmp_path, **flags)
-    refuse([f"--resume={tmp_path}"], *flags)
-
+        path.write_bytes(content)
+    elif content:
+        content(path)
+    refused(tg.DataError, functools.partial(tg.read_settings, tmp_path), str(path), "name the folder of")
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")
@@ -334,41 +210,25 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     _, cfg = tg.parse_flags([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
     assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "what says the same, or may change"
     refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny")
-    for flag, before in (("--seed=4", "5"), ("--adam_lr=0.1", "0.01"), ("--tables=a_embed 3 10", "as in that run"),
-                         ("--adam_every=1", "2, as in that run")):
+    refuse([resume, "--runs=2"], "--runs=1")
+    for flag, before in (("--seed=4", "5"), ("--adam_lr=0.1", "0.01"), ("--tables=a_embed 3 10", "as in that run")):
         refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", before, "these may change", "max_steps")
-
+    write_settings(tmp_path, num_heads="2.0")
+    refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
 
 def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
     write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
     resume = f"--resume={tmp_path}"
     _, cfg = tg.parse_flags([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
     assert [table.home for table in cfg.tables] == ["host", "device"]
-    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "a_embed 3 10", "", "b_embed 2 20; a_embed 3 10"):
-        refuse([resume, f"--tables={tables}"], "--tables with --resume", "a_embed 3 10 stream 0 device",
-               "the home of a table")
-
+    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the home of a table")
 
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""
     source = (ROOT / "train_gpt.py").read_text()
     for f in fields(tg.Config):
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
-
-
-# ---- Fabric ---------------------------------------------------------------------------------------------------------
-
-def test_failing_together__the_error_of_the_first_rank(monkeypatch):
-    """On every rank after the body, with its rank if there are several; it travels as a pickle."""
-    with pytest.raises(tg.DataError, match="shard\n") as caught, fabric().failing_together():
-        raise tg.DataError("shard", b"x", 3, "write it again")
-    assert caught.value.args == ("shard", "b'x'", "3", "write it again")
-    failures = [None, tg.RunError("disk", "full", "room", "tidy up"), tg.DataError("shard", 1, 2, "write")]
-    monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: pickle.loads(pickle.dumps(failures)))
-    with pytest.raises(tg.RunError) as caught, fabric(0, 3).failing_together():
-        pass
-    assert str(caught.value) == "disk, on rank 1\n  found:    full\n  expected: room\n  do:       tidy up"
-
 
 def test_errors__status_and_long_values():
     assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)

@@ -27,29 +27,20 @@ RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
 RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
 
-
 def slow_hash(tokens: list[int], rows: int) -> list[int]:
     """Position 1 takes the number of the last row for its previous token."""
     overwritten = np.array([rows - 1, *tokens[1:]])
     return ngram_rows(overwritten, (tg.HASH_CURRENT, tg.HASH_PREVIOUS), rows).tolist()
 
-
-def hashed(tokens, rows: int) -> list[int]:
-    return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
-
-
 @pytest.mark.recipe
-def test_bigram_hash__values_of_the_recipe():
+def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
+    def hashed(tokens, rows: int) -> list[int]:
+        return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
     assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
     assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
-
-
-@pytest.mark.recipe
-@pytest.mark.parametrize("rows", [2, 640, 251_520, MOST_ROWS])
-def test_bigram_hash__is_32_bit_arithmetic_that_wraps(rows):
-    tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
-    assert hashed(tokens, rows) == slow_hash(tokens, rows)
-
+    for rows in (2, 640, 251_520, MOST_ROWS):
+        tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
+        assert hashed(tokens, rows) == slow_hash(tokens, rows)
 
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
@@ -68,7 +59,6 @@ def test_row_tables__rows_and_signs_of_ngrams(order, rows):
         found = call(tokens)
         np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
         assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
-
 
 def test_NGRAM_FACTORS__none_is_shared():
     """Signs by the hash of the row would be alike for n-grams that share a row."""
@@ -96,7 +86,6 @@ def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length
         block.append(pieces)
     return block, doc
 
-
 def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """n + 1 tokens of a slot, and where its documents end in the inputs."""
     bounds = [0]
@@ -105,10 +94,8 @@ def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[in
     bounds[-1] -= 1
     return [token for start, end in pieces for token in tokens[start:end]], bounds
 
-
 @pytest.mark.recipe
-@pytest.mark.parametrize("sizes, slots, length", [
-    ((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((34, 33), 2, 16), ((97, 98), 1, 32), ((10,), 1, 16)])
+@pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
 def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     """A block needs its tokens, one more as the last target, and by the peer's rule another one; else: next shard."""
     streams = [random_stream(seed, count, 20, 3) for seed, count in enumerate(sizes)]
@@ -125,13 +112,11 @@ def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     got = [(slot.tokens.tolist(), slot.cu_seqlens.tolist()) for slot in tg.validation_slots(shards, slots, length, 3)]
     assert got == want
 
-
 def validation_config(folder, stream, tokens: int, vocab_size: int = 50, document_start: int = 3):
     words = dict(vocab_size=vocab_size, document_start=document_start)
     write_shard(folder / "v.bin", stream, **words)
     cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **words)
     return cfg, tg.find_shards(cfg.val_files)
-
 
 def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
     stream = random_stream(1, 300, 5, 4)
@@ -156,9 +141,8 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
     """Shards of random documents; returns their tokens."""
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
     for k, stream in enumerate(streams):
-        write_shard(folder / f"train_{k:06d}.bin", stream, 50, 3)
+        write_shard(folder / f"train_{k}.bin", stream, 50, 3)
     return streams
-
 
 def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
     """A loader of the tiny preset, and the schedule of its steps. Adam, so a cycle, is of two steps unless given."""
@@ -168,7 +152,6 @@ def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
     values = [schedule.at(step) for step in range(steps)]
     cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
     return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
-
 
 @contextlib.contextmanager
 def started(*where, **changes):
@@ -180,11 +163,9 @@ def started(*where, **changes):
     finally:
         loader.close()
 
-
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
         return [loader.next(v) for v in values]
-
 
 def slow_stream(streams, values, slots=8):
     """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
@@ -196,7 +177,6 @@ def slow_stream(streams, values, slots=8):
         steps.append([slow_slot(streams[shard], pieces) for pieces in block])
     return steps
 
-
 def logical(batch, label) -> list:
     """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
     plan, x, world = batch.plans[label], batch.rows[label], len(batch.plans[label].send_counts)
@@ -204,13 +184,6 @@ def logical(batch, label) -> list:
         return x.tolist()
     physical = plan.my_rows[x.long()]
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
-
-
-def slow_rows(slot: list[int], cfg: tg.Config) -> dict[str, list]:
-    """Logical rows that the inputs of a slot read."""
-    values = [[k * cfg.padded_vocab + token for token in slot] for k in range(tg.NUM_VALUE_TABLES)]
-    return dict(bigram_embed=slow_hash(slot, cfg.bigram_rows), value_embed=values, embed=slot)
-
 
 def check_batches(batches, steps) -> None:
     """Against (tokens, bounds) of each slot."""
@@ -223,30 +196,30 @@ def check_batches(batches, steps) -> None:
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
 
-
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
     """Batches of one cycle share plans, in which all that they read is found."""
     first = batches[0]
     tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle,
                tokens=sum(batch.tokens.shape[1] for batch in batches))        # alike on all ranks
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == set(tg.RECIPE_TABLES)
+    value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
     for label, plan in first.plans.items():
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
         for batch in batches:
-            assert logical(batch, label) == [slow_rows(slot, cfg)[label] for slot in batch.tokens.tolist()]
-
+            tokens = batch.tokens.numpy()
+            read = dict(bigram_embed=[slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()], embed=tokens,
+                        value_embed=tokens[:, None] + value_starts)
+            assert logical(batch, label) == np.asarray(read[label]).tolist()
 
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
 ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED, num_extension_steps=4)
 
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("counts, passes, world, changes", [
-    ((9000,), 1, 1, {}), ((1500, 300, 2600, 4000), 1, 1, {}),        # the second shard is too small for a block
-    ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 4, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
+    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a block
+    ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
     ((1200, 1100), 2, 1, dict(epochs=2, steps=8, num_extension_steps=30)),
-    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)),
-    ((2000, 8000), 1, 1, ODD), ((2000, 8000), 1, 2, ODD), ((2000, 8000), 1, 8, ODD | dict(adam_every=1))])
+    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, ODD)])
 def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, changes):
     """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
     streams = write_shards(tmp_path, *counts)
@@ -259,7 +232,6 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
             check_plans(batches[first:first + every], loader.cfg, "train", values[first].tied)
         plans = {tuple(map(id, batch.plans.values())) for batch in batches}
         assert len(plans) == math.ceil(len(values) / every)
-
 
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_next__data_that_end(tmp_path, world):
@@ -276,19 +248,16 @@ def test_next__data_that_end(tmp_path, world):
             refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
                     f"enough for {enough} steps", "--max_steps", "--epochs=0")
 
-
 def too_short(streams, values) -> bool:
     with contextlib.suppress(IndexError):
         return not slow_stream(streams, values)
     return True
-
 
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
     with started(tmp_path, epochs=0) as (loader, values):
         refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", "larger shards",
                 f"8 x {values[0].slot_tokens + 1} tokens in one")
-
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     """Disk, packer and reader of the batches are slow by chance."""
@@ -306,7 +275,6 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
     for found, batch in zip(read_all(tmp_path), want, strict=True):
         assert found.tokens.equal(batch.tokens) and found.cu_seqlens.equal(batch.cu_seqlens)
-
 
 def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000, 1500, 1500)
@@ -329,7 +297,6 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
         assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
         loader.reader.submit(int).result()                           # it is done with what it was given
         assert read == ["0", "1"]
-
 
 @pytest.mark.parametrize("where, call, error", [
     ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_block", 4, None), ("exchange", 2, tg.ConfigError),
@@ -366,7 +333,6 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         refused(error or tg.RunError, lambda: loader.next(values[2]), said)
         release.set()
 
-
 @pytest.mark.recipe
 def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     tokens = tg.formula_tokens(1, 40_000, 512, 511)
@@ -375,7 +341,6 @@ def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     assert not np.array_equal(tokens, tg.formula_tokens(2, 40_000, 512, 511))
     assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
     assert len(np.unique(tokens)) > 256
-    assert np.array_equal(tg.formula_tokens(0, 100, 300, 0) == 0, tg.formula_tokens(0, 100, 300, 299) == 299)
 
 
 # ---- row plans ------------------------------------------------------------------------------------------------------
@@ -389,7 +354,6 @@ def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[i
         physical += [owner * size + row // world for row in mine]
     return physical, list(map(len, owners))
 
-
 def patterns(R: int) -> list[list[np.ndarray]]:
     """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
     rng = np.random.default_rng(R)
@@ -399,10 +363,9 @@ def patterns(R: int) -> list[list[np.ndarray]]:
         found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
     return [[rows.astype(np.int32) for rows in steps] for steps in found]
 
-
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("count", [2, 3, 7, 24, 101, 640, MOST_ROWS])
+@pytest.mark.parametrize("world", [1, 2, 7, 8])
+@pytest.mark.parametrize("count", [3, 7, 101, 640, MOST_ROWS])
 def test_plan__equals_plain_sets(count, world, mode):
     """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose physical rows pass 2^31."""
     if mode == "dense" and count == MOST_ROWS:                       # no plan lists all of them
@@ -430,7 +393,6 @@ def test_plan__equals_plain_sets(count, world, mode):
             else:
                 assert plan.my_rows[places].tolist() == (read % world * size + read // world).tolist()
 
-
 def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
     write_shards(tmp_path, 8000)
     tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
@@ -439,7 +401,6 @@ def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
         plans = [batch.plans[table.label] for batch in batches]
         assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
         assert len(set(map(id, plans))) == 8 // table.cadence
-
 
 @pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
 def test_batches__of_the_validation_set(tmp_path, after, tied):
@@ -454,7 +415,6 @@ def test_batches__of_the_validation_set(tmp_path, after, tied):
         for batch, tokens in zip(batches, whole, strict=True):
             assert batch.tokens.equal(tokens[rank::world])
             check_plans([batch], cfg, "validation", tied)
-
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, every):
@@ -480,8 +440,7 @@ def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, e
 
 GOOD = [3, 1, 2, 3, 4, 5] * 20
 BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
-    "magic": (dict(magic=1), 0, "begin with 1, 1", "20240520", "data/README.md"),
-    "version": (dict(version=2), 0, "20240520, 2, 120"),
+    "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
     "cut": (dict(), 10, f"{1024 + 240 - 10} bytes", "120", "fetch or write it again"),
     "longer": (dict(count=100), 0, f"{1024 + 240} bytes", "20240520, 1, 100"),
     "no header": (dict(), 500, "764 bytes", "1024 bytes"),
@@ -491,37 +450,29 @@ BAD_FILES = {                                # how the file is made, bytes cut o
     "GPT-2 that is none": (dict(vocab_size=0, document_start=0), 0, "0 of them document starts", "50256"),
 }
 
-
 @pytest.mark.parametrize("kind", BAD_FILES)
-@pytest.mark.parametrize("pattern", ["*.bin", "b.bin"], ids=["after a good one", "alone"])
-def test_scan_shards__a_damaged_one(tmp_path, pattern, kind):
+def test_scan_shards__a_damaged_one(tmp_path, kind):
     header, cut, *parts = BAD_FILES[kind]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, document_start=3) | header)
     os.truncate(path, path.stat().st_size - cut)
-    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/{pattern}")), "b.bin", *parts)
-
+    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "b.bin", *parts)
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
-    headers = tg.find_shards(str(path))
+    header, = tg.find_shards(str(path))
     os.truncate(path, path.stat().st_size - 20)
-    refused(tg.DataError, lambda: tg.load_shard(headers[0]), "a.bin", "110 tokens", "120")
-
+    refused(tg.DataError, lambda: tg.load_shard(header), "a.bin", "110 tokens", "120")
 
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
-    words = {"a_10.bin": (6, 3), "a_2.bin": (0, 0), "b.bin": (512, 7)}
-    paths = [str(write_shard(tmp_path / name, GOOD, *words[name])) for name in words]
+    paths = [str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3)), str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))]
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: paths[::-1])
-    vocabularies = [(6, 3), (50_257, 50_256), (512, 7)]
-    assert tg.find_shards("any") == [(path, 120, *words) for path, words in zip(paths, vocabularies)]
-
+    assert tg.find_shards("any") == [(paths[0], 120, 6, 3), (paths[1], 120, 50_257, 50_256)]
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
     ("{}/none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
-    ("{}", ("as a shard", "no regular one")), ("formula:512", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     ("formula:512:511:100:0", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS"))])
 def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     """A broken link passed over in silence would be training on less than was asked for."""
@@ -529,7 +480,6 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
     refused(tg.DataError, lambda: tg.find_shards(name.format(tmp_path)), *parts)
-
 
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
@@ -539,40 +489,28 @@ def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monke
         write_shard(path, GOOD, 6, 3)
     monkeypatch.chdir(tmp_path)
     for pattern, names in ((f"{odd}/train_*.bin", [f"{odd}/train_0.bin", f"{odd}/train_[1].bin"]),
-                           (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]),
-                           (f"{odd}/train_[0].bin", [f"{odd}/train_0.bin"]),
-                           ("my [data] */train_0*", ["my [data] */train_0.bin"]), ("train_[1-5].bin", ["train_3.bin"])):
+                           (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]), ("train_[1-5].bin", ["train_3.bin"])):
         assert [header.name for header in tg.find_shards(pattern)] == names
-
-
-ROOMY = [tg.ShardHeader("shard", 10**9, 512, 511)]                     # as many tokens as anybody needs
-
 
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
     return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
-
 
 def test_resolve__the_header_decides_the_sizes():
     gpt2 = shards(1, vocab=(50_257, 50_256))
     cfg = tg.resolve(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
     assert (cfg.vocab_size, cfg.document_start, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
-    given = replace(cfg, padded_vocab=50_400, bigram_rows=1000)
-    assert tg.resolve(given, gpt2, gpt2) == given
-
 
 @pytest.mark.parametrize("changes, val_vocab, kind, parts", [
     (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "leave the flag")),
     (dict(document_start=0), (512, 511), tg.ConfigError, ("--document_start", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
-    (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set")),
-    (dict(), (-1, 511), tg.DataError, ("different vocabularies", "(-1, 511)", "(512, 511)"))])
+    (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
 def test_resolve__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
     refused(kind, lambda: tg.resolve(cfg, shards(10), other), *parts)
     if kind == tg.DataError:
         refused(kind, lambda: tg.resolve(cfg, shards(10) + other, shards(10)), *parts)
-
 
 def test_check_enough_data__training_tokens():
     """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
@@ -583,7 +521,7 @@ def test_check_enough_data__training_tokens():
 
     def check(*have: int, **changes) -> None:
         changed = replace(cfg, **changes)
-        tg.check_enough_data(changed, tg.Schedule(changed), shards(*have), ROOMY)
+        tg.check_enough_data(changed, tg.Schedule(changed), shards(*have), shards(10**9))
 
     check(need)
     check(need // 4 + 1, need // 4 + 1, epochs=2)
@@ -595,16 +533,14 @@ def test_check_enough_data__training_tokens():
                 f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps", "cached_fineweb10B.py")
     refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for")
 
-
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), ROOMY, headers),
+    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
             "too few validation tokens", "128", "256", "--val_tokens=128")
 
-
 @pytest.mark.parametrize("text, said", [
-    ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("YQ== 0\nYQ== 1 2", 1), ("\xff 0", 0), ("", 0),
-    ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5), ("YQ== 0\nYQ== -1", 2)])
+    ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
+    ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
 def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
     """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
     cfg = preset(vocab_size=5, document_start=3)
@@ -616,14 +552,12 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
 
-def write_manifest(folder, **files) -> None:
-    """Write one as a data tool does; files: name without its ending -> content that it claims."""
+def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
+    """Write one as a data tool does, that claims these contents."""
     entries = {}
-    for name, content in files.items():
-        ending = ".txt" if name == "vocab" else ".bin"
-        entries[name + ending] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    for name, content in (("a.bin", shard), ("vocab.txt", vocab)):
+        entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
-
 
 def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     """Every byte of every shard counts, in order; names may be any bytes."""
@@ -636,31 +570,27 @@ def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     headers = [tg.read_header(tmp_path / os.fsdecode(name)) for name in names]
     assert tg.scan_shards(headers + tg.find_shards("formula:6:3:100:1")) == want.hexdigest()
 
-
 def test_check_manifest__a_file_has_to_match_it(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     headers = tg.find_shards(str(path))
     pieces = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
     (tmp_path / "vocab.txt").write_bytes(pieces)
-    write_manifest(tmp_path, a=path.read_bytes(), vocab=pieces)
+    write_manifest(tmp_path, path.read_bytes(), pieces)
     write_shard(tmp_path / "own.bin", GOOD, 6, 3)
     assert tg.scan_shards(headers + tg.find_shards(f"{tmp_path}/own.bin")), "files that it does not name are fine"
     cfg = preset(vocab_size=6, document_start=3)
     assert len(tg.read_vocabulary(tmp_path, cfg)) == 6
 
-    write_manifest(tmp_path, a=path.read_bytes()[:-1] + b"\1", vocab=pieces[:-1])
+    write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
     refused(tg.DataError, lambda: tg.scan_shards(headers), "a.bin: content", "manifest.json", "mixture")
     refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt: content", "manifest.json", "mixture")
     (tmp_path / "manifest.json.part").touch()
     refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json.part", "run that tool again")
 
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3, "files": {}}', '{"format": 1, "files": []}',
-                                  '{"format": 1, "files": {"a.bin": 3}}', '{"format": 1, "files": {"a.bin": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     refused(tg.DataError, lambda: tg.read_manifest(tmp_path), "manifest.json as a manifest", "format 1", "remove this")
-
 
 def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
     for name in "ab":

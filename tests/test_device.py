@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -42,7 +41,6 @@ class Cards:
     def gather(self, fact) -> list:
         return [fact, *(answers.get(fact, fact) for answers in self.others)]
 
-
 class Registry:
     """torch's own of flash attentions, and packages that are there: what is called, by name."""
 
@@ -68,7 +66,6 @@ class Registry:
     def call(self, *args):
         return self.kernels[self.current() or "varlen"](*args)
 
-
 def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
     """Return the kernel chosen on a card with this one as torch's own and no packages, and what was said."""
     registry = Registry(monkeypatch, varlen=kernel)
@@ -77,107 +74,71 @@ def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
     assert not registry.active
     return title.partition(" ")[0], cards.said
 
-
 def faithful(q, k, v, cu_seqlens, span):
     """A kernel as good as bf16 allows: exact inside, rounded at its end."""
     return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, span).to(q.dtype)
 
-
-class Scaled(torch.autograd.Function):
-    """x, with `factor` times its gradient; with a factor of None it has no backward."""
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.factor is None:
-            raise NotImplementedError("no backward here")
-        return ctx.factor * grad, None
-
-
-def no_backward(*args):
-    return Scaled.apply(faithful(*args), None)
-
-
-def times(factor):
+def changed(at: int | None = None, by: float = 1.1):
+    """The faithful kernel with its output, or the gradient of an input alone, times this."""
     def kernel(*args):
-        return factor * faithful(*args)
+        if at is None:
+            return by * faithful(*args)
+        inputs = list(args)
+        inputs[at] = inputs[at].clone()
+        inputs[at].register_hook(lambda grad: by * grad)
+        return faithful(*inputs)
     return kernel
 
+def no_backward(*args):
+    out = faithful(*args)
+    out.register_hook(raising(NotImplementedError("no backward here")))
+    return out
 
-def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6):
-    """The faithful kernel with other windows, or with another one in the place of `at` alone."""
+def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads: int = 0):
+    """The faithful kernel with other windows: all, in the place of `at`, or of the layers with so many heads."""
     def kernel(q, k, v, cu_seqlens, span):
         window = span.window
-        if at in (0, window):
+        if at in (0, window) and heads in (0, q.shape[1]):
             window = min(max(window + add, least), most)
         return faithful(q, k, v, cu_seqlens, replace(span, window=window))
     return kernel
 
-
 def one_document(q, k, v, cu_seqlens, span):
     return faithful(q, k, v, cu_seqlens[[0, -1]], span)
-
 
 def own_scale(q, k, v, cu_seqlens, span):
     return faithful(q, k, v, cu_seqlens, replace(span, scale=2 * span.scale))
 
-
 def future(q, k, v, *_):
     qkv = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
-
-
-def wrong_with_heads(heads):
-    """One key more in the layers with so many heads: paired ones have half the heads."""
-    def kernel(q, *rest):
-        return (WINDOW_MORE if q.shape[1] == heads else faithful)(q, *rest)
-    return kernel
-
-
-def wrong_gradient(at):
-    """The output is right; the gradient of one input is not."""
-    def kernel(*args):
-        inputs = list(args)
-        inputs[at] = Scaled.apply(inputs[at], 1.1)
-        return faithful(*inputs)
-    return kernel
-
 
 def raising(error: Exception):
     def kernel(*_):
         raise error
     return kernel
 
-
 WINDOW_MORE = windows(add=1)
+LIES = "off by more than"
 BAD_KERNELS = {                          # kernel -> what is said of it
     "refuses": (raising(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
     "is not there": (raising(ImportError("no module")), "no module"),
-    "asserts": (raising(AssertionError("head size")), "head size"),
-    "takes other arguments": (raising(TypeError("unexpected keyword")), "unexpected keyword"),
     "fails without a word": (raising(NotImplementedError()), "NotImplementedError"),
     "fails backward": (no_backward, "no backward here"),
-    "gives NaN": (times(float("nan")), "not close"),
-    "gives nothing": (times(0), "not close"),
-    "is 10 % off": (times(1.1), "not close"),
-    "sees one key more": (WINDOW_MORE, "not close"),
-    "sees one key less": (windows(add=-1), "not close"),
-    "sees other documents": (one_document, "not close"),
-    "has its own scale": (own_scale, "not close"),
-    "sees the future": (future, "not close"),
-    "one key more, in a wide window": (windows(add=1, at=300), "not close"),
-    "one key less, in a wide window": (windows(add=-1, at=300), "not close"),
-    "a tile less": (windows(add=-128, at=300), "not close"),
-    "a window that ends with its tile": (windows(least=127), "not close"),
-    "a span beyond documents is cut": (windows(most=256), "not close"),
-    "wrong in paired layers": (wrong_with_heads(1), "not close"),
-    "wrong in plain layers": (wrong_with_heads(2), "not close"),
-    **{f"gradient of {name}": (wrong_gradient(at), "not close") for at, name in enumerate("qkv")},
+    "gives NaN": (changed(by=float("nan")), LIES),
+    "is 10 % off": (changed(), LIES),
+    "sees one key more": (WINDOW_MORE, LIES),
+    "sees one key less": (windows(add=-1), LIES),
+    "sees other documents": (one_document, LIES),
+    "has its own scale": (own_scale, LIES),
+    "sees the future": (future, LIES),
+    "one key more, in a wide window": (windows(add=1, at=300), LIES),
+    "a window that ends with its tile": (windows(least=127), LIES),
+    "a span beyond documents is cut": (windows(most=256), LIES),
+    "wrong in paired layers": (windows(add=1, heads=1), LIES),              # half the heads
+    "wrong in plain layers": (windows(add=1, heads=2), LIES),
+    **{f"gradient of {name}": (changed(at), LIES) for at, name in enumerate("qkv")},
 }
-
 
 @pytest.mark.parametrize("name", BAD_KERNELS)
 def test_check_attention__a_kernel_that_fails_or_lies(monkeypatch, name):
@@ -186,49 +147,32 @@ def test_check_attention__a_kernel_that_fails_or_lies(monkeypatch, name):
     assert found == "reference"
     assert any("varlen does not run here" in line and word in line for line in said), said
 
-
-class Rounded(torch.autograd.Function):
-    """x, rounded to bf16 forward or not, with its gradient rounded."""
-    @staticmethod
-    def forward(ctx, x, forward):
-        return x.bfloat16().float() if forward else x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.bfloat16().float(), None
-
-
 def tiled(q, k, v, cu_seqlens, span):
     """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
     at = torch.arange(len(q))
     document = torch.searchsorted(cu_seqlens.long(), at, right=True)
     back = at[:, None] - at
     seen = (back >= 0) & (back <= span.window) & (document[:, None] == document)
-    logits = Rounded.apply(torch.einsum("qhe,khe->hqk", q.float(), k.float()) * span.scale, False)
-    weights = Rounded.apply(logits.masked_fill(~seen, -torch.inf).softmax(-1), True)
+    logits = torch.einsum("qhe,khe->hqk", q.float(), k.float()) * span.scale
+    logits.register_hook(lambda grad: grad.bfloat16().float())
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16().float()
     return torch.einsum("hqk,khe->qhe", weights, v.float()).bfloat16()
 
-
 @pytest.mark.parametrize("kernel", [faithful, tiled])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 128])
 def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
     found, said = chosen(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
     assert found == "varlen"
     assert [line.partition(":")[2][:12] for line in said] == [" FA4 does no", " FA3 does no"]
 
-
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
 CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
     (ALL, 9, "auto", "FA4", []),
-    (ALL | dict(FA4=WINDOW_MORE), 9, "auto", "FA3", ["not close"]),
-    (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", ["not close", "not close"]),
+    (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", [LIES, LIES]),
     (dict(varlen=faithful), 10, "auto", "varlen", ["FA4 does not run"]),
-    (dict(varlen=faithful), 8, "auto", "varlen", []),
-    (dict(FA4=faithful), 10, "auto", "FA4", []),
     (dict(varlen=raising(RuntimeError("no kernel image"))), 8, "auto", "reference", ["no kernel", "NO FAST KERNEL"]),
-    *((ALL, 9, name, name, []) for name in (*ALL, "reference")),
+    *((ALL, 9, name, name, []) for name in ("FA3", "reference")),
 ]
-
 
 @pytest.mark.parametrize("kernels, capability, asked, taken, words", CHOICES)
 def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeypatch, kernels, capability, asked, taken,
@@ -240,9 +184,7 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
     assert all(word in line for word, line in zip(words, cards.said)), cards.said
     assert (kernel, registry.current() or "varlen") in ((tg.attention_varlen, taken),
                                                         (tg.attention_reference, "varlen"))
-    if taken == "varlen":
-        assert title == f"varlen (torch {tg.version_of('torch')})"
-
+    assert taken != "varlen" or title == f"varlen (torch {tg.version_of('torch')})"
 
 def test_choose_attention__right_on_every_rank(monkeypatch):
     cards = Cards(others=({}, {"": "RuntimeError no kernel image"}))
@@ -250,27 +192,17 @@ def test_choose_attention__right_on_every_rank(monkeypatch):
     assert tg.choose_attention("tiny", preset(**WIDE), cards) == (tg.attention_reference, "reference")
     assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
 
-
-@pytest.mark.parametrize("name, asked, kernels, why", [
-    ("tiny", "FA4", dict(FA3=faithful, varlen=faithful), "No module of FA4"),
-    ("tiny", "FA3", dict(FA3=own_scale, varlen=faithful), "not close"),
-    ("record", "auto", dict(varlen=raising(RuntimeError("no kernel image"))), "no kernel image")])
-def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, kernels, why):
-    Registry(monkeypatch, **kernels)
+@pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
+def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
+    Registry(monkeypatch, varlen=WINDOW_MORE)
     choose = functools.partial(tg.choose_attention, name, preset(attention=asked, **WIDE), Cards())
     refused(tg.ConfigError, choose, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt")
-
-
-def test_choose_attention__the_reference_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(tg, "attention_varlen", raising(AssertionError("not asked")))
-    assert tg.choose_attention("record", preset(**WIDE), make_fabric()) == (tg.attention_reference, "reference")
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
 
 def bytes_of(tensors) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (8, 0)])
@@ -297,18 +229,15 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
             gradients.append(table.row_grads)
             weights.append(table.cache)
             unused += max(0, world * len(table.shard) - len(table.cache)) * cfg.model_dim
+    spare = unused * exact.itemsize if mode == "sparse" else 0
     for part, tensors in (("weights", weights), ("gradients", gradients)):
         counted = bytes_of(tensors)
-        spare = unused * exact.itemsize if mode == "sparse" else 0
         assert -0.01 * counted <= parts[part] - counted <= spare + 0.01 * counted, part
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
-    uneven = 0
-    if world == 8:                                                            # 22 matrices: 3 each, 1 for the last
-        mlp = runner.optimizer.entries["mlp"]
-        matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
-        uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
-    assert abs(parts["moments"] - bytes_of(moments)) <= uneven
-
+    mlp = runner.optimizer.entries["mlp"]                                     # 22 matrices: 3 each, 1 for the last
+    matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
+    uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
+    assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
 
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize("world", [1, 2, 8])
@@ -334,21 +263,17 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
         assert found["weights"] == rounded(on_device + table.home.stored.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
-
 def with_room(monkeypatch, room: float, fabric: tg.Fabric) -> tg.Fabric:
     """Let `room` bytes of the device be free for use."""
     monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: (room + 0.5) / tg.MEMORY_SHARE)
     monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: [fact] * self.world)
     return fabric
 
-
 def on_gpu(world: int = 1) -> tg.Fabric:
     return tg.Fabric(torch.device("cuda", 0), 0, world)
 
-
 def with_table(name: str, columns: str) -> tg.Config:
     return preset(name, tables=tg.parse_value("tables", f"trigram_embed 3 {columns}"))
-
 
 def record(*flags: str) -> tg.Config:
     """The record preset on GPT-2 shards."""
@@ -356,53 +281,36 @@ def record(*flags: str) -> tg.Config:
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
     return tg.resolve(given, shards, shards)
 
-
-@pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)],
-                         ids=["CPU", "GPU"])
+@pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)])
 def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
     cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
     total = {m: tg.memory_estimate(cfg, fabric, kernel, m).total() for m in (1, 2, 4, 8)}
-    assert sorted(total.values()) == list(total.values()) and len(set(total.values())) == 4
     for m, size in total.items():
         slots, parts = tg.fit_memory(cfg, with_room(monkeypatch, size, fabric), kernel)
         assert slots == m and parts.total() == size
         assert tg.fit_memory(replace(cfg, slots_per_micro_batch=1), fabric, kernel)[0] == 1
-        if m < 8:
-            asked = replace(cfg, slots_per_micro_batch=2 * m)
-            refused(tg.RunError, functools.partial(tg.fit_memory, asked, fabric, kernel), "memory", "GiB to use")
     assert tg.fit_memory(cfg, with_room(monkeypatch, total[4] - 1, fabric), kernel)[0] == 2
-    assert tg.fit_memory(cfg, with_room(monkeypatch, math.inf, fabric), kernel)[0] == 8
+    asked = functools.partial(tg.fit_memory, replace(cfg, slots_per_micro_batch=4), fabric, kernel)
+    refused(tg.RunError, asked, "memory", "GiB to use")
     fit = functools.partial(tg.fit_memory, cfg, with_room(monkeypatch, total[1] - 1, fabric), kernel)
-    refused(tg.RunError, fit, "memory", "GiB to use", "weights", "gradients", "moments", "working", "--num_slots=32",
-            "--slots_per_micro_batch=1")
-
+    refused(tg.RunError, fit, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1")
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("card, world, want", [
-    (80, 1, 2), (80, 8, 1), (80, 4, 2), (141, 1, 4), (141, 2, 4), (180, 1, 4), (180, 8, 1)])
+@pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
     fabric = with_room(monkeypatch, card * 2**30 * tg.MEMORY_SHARE, on_gpu(world))
     assert tg.fit_memory(record(), fabric, tg.attention_varlen)[0] == want
 
-
-def test_fit_memory__24_gb_cards_are_sent_to_more_slots_which_fit(monkeypatch):
-    fabric = with_room(monkeypatch, 24e9 * tg.MEMORY_SHARE, on_gpu())
-    fit = functools.partial(tg.fit_memory, record(), fabric, tg.attention_varlen)
-    flag = re.search(r"--num_slots=\d+", refused(tg.RunError, fit, "--num_slots=32"))[0]
-    assert tg.fit_memory(record(flag), fabric, tg.attention_varlen)[0] >= 1
-
-
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
-    for cfg, fabric in ((host, on_gpu()), (host, make_fabric()), (device, make_fabric())):
+    for cfg, fabric in ((host, on_gpu()), (device, make_fabric())):
         _, estimate = tg.fit_memory(cfg, with_room(monkeypatch, 8e9, fabric), tg.attention_varlen)
         assert estimate[tg.ON_HOST] == 10**8 * 4 * cfg.model_dim
     fit = functools.partial(tg.fit_memory, device, with_room(monkeypatch, 8e9, on_gpu()), tg.attention_varlen)
     refused(tg.RunError, fit, "memory", "7.5 GiB to use", "weights 35.8", "home host")
-
 
 @pytest.mark.house
 def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
@@ -415,10 +323,8 @@ def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walke
         peak = max(phase["sums"]["peak_bytes"] for phase in phases.values())
         assert estimate.total() == pytest.approx(peak, rel=0.05), (world, slots_at_once)
 
-
 KEPT = """
-import resource
-import torch
+import resource, torch
 import train_gpt as tg
 
 tg.make_fabric(tg.Config(device="cpu"))
@@ -431,14 +337,7 @@ for number in range(5):                  # each a little larger: glibc alone wou
 print(min(passes))                       # given back, memory costs each of them all its pages
 """
 
-
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pages = 20 * (4 << 20) // resource.getpagesize()
-    assert int(out) < pages // 10
-
-
-def test_total_memory__without_a_gpu_is_what_the_host_has():
-    total = make_fabric().total_memory()
-    assert 2**20 < total < 2**46 or total == math.inf
+    assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

@@ -8,24 +8,19 @@ import errno
 import functools
 import hashlib
 import json
-import multiprocessing
-import operator
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import Forked, Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
+from common import Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
 
 import train_gpt as tg
 
@@ -34,10 +29,8 @@ SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
-
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
@@ -45,7 +38,6 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(tg, "PIECE_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
         yield
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
@@ -56,11 +48,9 @@ def sound(tmp_path_factory) -> Path:
     assert done.status == 0, done.err
     return folder
 
-
 @pytest.fixture
 def save(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound / "save", tmp_path / "save"))
-
 
 @pytest.fixture
 def newest(sound, tmp_path) -> Path:
@@ -68,17 +58,14 @@ def newest(sound, tmp_path) -> Path:
     shutil.copytree(sound / "run", tmp_path / "run")
     return tmp_path / "run" / tg.CHECKPOINTS / "step-0000004"
 
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
 
 def seal(folder: Path) -> None:
     """Let the manifest vouch for the files as they are now."""
     files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
              for path in folder.iterdir() if path.name != tg.MANIFEST and path.is_file()}
     (folder / tg.MANIFEST).write_text(json.dumps(dict(format=2, files=files)))
-
 
 def change(path: Path, edit) -> None:
     """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
@@ -87,22 +74,13 @@ def change(path: Path, edit) -> None:
     torch.save(content, path)
     seal(path.parent)
 
-
 def sample(folder: Path) -> None:
     tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"])[1])
-
 
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
     return tg.load_checkpoint(newest.parent.parent, executor(cfg))["log"]["done"]
-
-
-def is_sound(folder: Path) -> bool:
-    """Return True if a save can be sampled from."""
-    done = run(folder, f"--sample={folder}", "--sample_tokens=2")
-    return done.status == 0 and done.out.startswith("token ids")
-
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -115,21 +93,14 @@ def flipped(path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
 
 def replaced_by(make):
     def damage(path: Path) -> None:
         path.unlink()
         make(path)
     return damage
-
-
-def link_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
 
 def swapped(path: Path) -> None:
     """With another of its folder."""
@@ -138,17 +109,15 @@ def swapped(path: Path) -> None:
     path.rename(other)
     path.write_bytes(content)
 
-
-DAMAGES = dict(flipped=flipped, cut=cut, gone=replaced_by(nothing), fifo=replaced_by(os.mkfifo),
-               directory=replaced_by(Path.mkdir), loop=replaced_by(link_to_itself), swapped=swapped)
-
+DAMAGES = dict(flipped=flipped, cut=cut, gone=Path.unlink, fifo=replaced_by(os.mkfifo),
+               directory=replaced_by(Path.mkdir), swapped=swapped)
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("in_save, in_run", [("weights.pt", "run.pt"), ("rows-trigram*-1.pt", "rows-trigram*-1.pt"),
                                              (tg.MANIFEST, tg.MANIFEST)])
 def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     """A save is refused by the file's name; of checkpoints the one before is taken, aloud."""
-    if tg.MANIFEST in in_save and damage in ("flipped", "loop", "swapped"):
+    if tg.MANIFEST in in_save and damage in ("flipped", "swapped"):
         pytest.skip("no case of its own")
     path = first(save, in_save)
     DAMAGES[damage](path)
@@ -161,26 +130,10 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     assert str(newest) in said and "the checkpoint before step-0000004 is taken" in said
     assert without_manifest or str(path) in said
 
-
-def test_load_checkpoint__a_read_error(newest, capsys, monkeypatch):
-    sha256 = tg.file_sha256
-
-    def failing(path: Path) -> str:
-        if path.parent == newest:
-            raise OSError(errno.EIO, "Input/output error")
-        return sha256(path)
-
-    monkeypatch.setattr(tg, "file_sha256", failing)
-    assert load(newest) == 2
-    said = capsys.readouterr().out
-    assert f"{newest}/run.pt" in said and "Input/output error" in said
-
-
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
     refused(tg.DataError, functools.partial(load, newest), "step-0000002", "a whole one")
-
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Fabric, fact: object) -> list:
@@ -189,23 +142,18 @@ def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     monkeypatch.setattr(tg.Fabric, "gather", two)
     refused(tg.ConfigError, functools.partial(tg.load_checkpoint, newest.parent.parent, ranks), "none on rank 1")
 
-
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
 
     def __reduce__(self):
         return os.mkdir, ("evil_was_here",)
 
-
-@pytest.mark.parametrize("content", [b"", b"junk" * 1000, pickle.dumps(Evil()), Evil()],
-                         ids=["empty", "junk", "bare", "zip"])
+@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), None], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
-    """With the right hash; and nobody is told to let it."""
+    """The hash is right; and nobody is told to let it."""
     path = save / "weights.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(dict(attn=content), path)
+    torch.save(dict(attn=Evil()), path)
+    path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
     message = refused(tg.DataError, functools.partial(sample, save), "weights.pt", "unreadable or with code in it")
@@ -221,89 +169,52 @@ def on(name: str, edit_entry=None):
         return others if edit_entry is None else others | {name: edit_entry(tensors.get(name))}
     return edit
 
-
-def always(value: object):
-    def edit(_: object) -> object:
-        return value
-    return edit
-
-
 def fewer(x: torch.Tensor) -> torch.Tensor:
     return x[:-1].clone()
-
 
 def narrow(x: torch.Tensor) -> torch.Tensor:
     return x[:, 1:].clone()
 
-
 def beyond(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids == ids.max(), 500, ids)
 
+OTHER = {                                # part, case -> its change, what is named
+    ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
+    ("weights", "a table of fewer rows"): (on("bigram_embed", fewer), "bigram_embed"),
+    ("weights", "unknown"): (on("new", lambda _: torch.zeros(1)), "new"), ("weights", "missing"): (on("mlp"), "mlp"),
+    ("weights", "nothing"): (lambda _: None, "Error"), ("weights", "a number"): (on("embed", lambda _: 3), "Error"),
+    ("moments", "missing"): (on("embed.v"), "embed.v"), ("moments", "shape"): (on("attn.momentum", fewer), "attn.mom"),
+    ("moments", "dtype"): (on("scalars.m", torch.Tensor.double), "scalars.m"),
+    ("rows", "beyond"): (on("ids", beyond), ""), ("rows", "no ids"): (on("ids"), ""),
+    ("rows", "narrow"): (on("rows", narrow), ""), ("rows", "fewer"): (on("rows", fewer), ""),
+    ("state of rows", "no last"): (on("last"), ""), ("state of rows", "fewer v"): (on("v", fewer), ""),
+    ("state of rows", "i64 last"): (on("last", torch.Tensor.long), "")}
 
-WEIGHTS = {                              # case -> change of the weights, what is named
-    "shape": (on("attn", fewer), "attn"), "one number for all": (on("scalars", always(torch.zeros(1))), "scalars"),
-    "a table of fewer rows": (on("bigram_embed", fewer), "bigram_embed"),
-    "dtype": (on("attn", torch.Tensor.double), "attn"),
-    "unknown": (on("new", always(torch.zeros(1))), "new"), "missing": (on("mlp"), "mlp"),
-    "a number": (on("embed", always(3)), "AttributeError"), "nothing": (always(None), "AttributeError"),
-    "one tensor": (operator.itemgetter("attn"), "AttributeError")}
-RUN = {                                  # case -> change of run.pt, what is named
-    **{f"weights: {case}": (on("state", on("weights", edit)), named) for case, (edit, named) in WEIGHTS.items()},
-    **{f"moments: {case}": (on("state", on("moments", edit)), named) for case, edit, named in (
-        ("missing", on("embed.v"), "embed.v"), ("shape", on("attn.momentum", fewer), "attn.momentum"),
-        ("dtype", on("scalars.m", torch.Tensor.double), "scalars.m"), ("none", always(None), "AttributeError"))},
-    "no state": (on("state"), "KeyError")}
-ROWS = {                                 # case -> change of a file of rows
-    "beyond": on("ids", beyond), "no ids": on("ids"), "words": on("ids", always("0 1")), "narrow": on("rows", narrow),
-    "fewer": on("rows", fewer), "nothing": always(7)}
-STATES = {                               # of a checkpoint alone
-    "no v": on("v"), "no last": on("last"), "fewer v": on("v", fewer),
-    "i64 last": on("last", torch.Tensor.long)}
-
-
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_check_tensors__other_content_of_a_save(save, case):
-    edit, named = WEIGHTS[case]
-    change(save / "weights.pt", edit)
-    refused(tg.DataError, functools.partial(sample, save), "weights.pt", named)
-
-
-@pytest.mark.parametrize("case", RUN)
-def test_load_checkpoint__other_content_leads_to_the_one_before(newest, capsys, case):
-    edit, named = RUN[case]
-    change(newest / "run.pt", edit)
+@pytest.mark.parametrize("part, case", OTHER)
+def test_check_tensors__other_content(save, newest, capsys, part, case):
+    """A save is refused; of checkpoints the one before is taken."""
+    edit, named = OTHER[part, case]
+    if part in ("weights", "rows"):
+        path = first(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
+        change(path, edit)
+        refused(tg.DataError, functools.partial(sample, save), str(save), named)
+    if part in ("weights", "moments"):
+        change(newest / "run.pt", on("state", on(part, edit)))
+    else:
+        change(first(newest, "rows-trigram*-1.pt"), edit)
     assert load(newest) == 2
     said = capsys.readouterr().out
-    assert str(newest) in said and (named in said or "TypeError" in said)
+    assert str(newest) in said and named in said
 
-
-@pytest.mark.parametrize("case", [*ROWS, *STATES])
-def test_load_rows__other_content(save, newest, case):
-    edit = (ROWS | STATES)[case]
-    change(first(newest, "rows-trigram*-1.pt"), edit)
-    assert load(newest) == 2
-    if case in ROWS:
-        change(first(save, "rows-trigram*-1.pt"), edit)
-        refused(tg.DataError, functools.partial(sample, save), str(save))
-
-
-@pytest.mark.parametrize("changes", [
-    dict(model_dim=64, head_dim=32), dict(dtype="float64"), dict(bigram_rows=2000),
-    dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=lambda changes: " ".join(changes))
+@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
+                                     dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
     refused(tg.DataError, functools.partial(load, newest, **changes), "a whole one")
-
 
 def test_sample_saved__damaged_settings(save):
     path = save / tg.SETTINGS
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
     refused(tg.DataError, functools.partial(sample, save), tg.SETTINGS, "says manifest.json")
-
-
-def test_sample_saved__weights_without_finite_logits(save):
-    change(save / "weights.pt", lambda tensors: {label: torch.full_like(x, 1e38) for label, x in tensors.items()})
-    done = run(save, f"--sample={save}")
-    assert done.status == 1 and done.err.startswith("RunError: sample\n  found:    logits that are not finite")
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -320,13 +231,11 @@ def test_write_folder__the_manifest_names_every_file(sound):
             assert (folder / f"rows-{label}-0of1-1.pt").exists()
     assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
 
-
 def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
     inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
-
 
 @pytest.mark.parametrize("at", range(5))
 def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
@@ -343,89 +252,50 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     refused(tg.RunError, write, "No space left on device")
     assert names(tmp_path) == []
 
-
-@pytest.mark.parametrize("taken_by", [Path.mkdir, Path.touch], ids=["a folder", "a file"])
-def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, taken_by):
-    folder = tmp_path / "new"
+def before_flush(monkeypatch, act) -> None:
+    """Let this be done with a path before it is flushed to the disk."""
     sync = tg.sync_to_disk
 
-    def taken(path: Path) -> None:
-        if path.name == "mine":
-            taken_by(folder)
-            if folder.is_dir():
-                (folder / "theirs").touch()
+    def acting(path: Path) -> None:
+        act(path)
         sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", taken)
+    monkeypatch.setattr(tg, "sync_to_disk", acting)
+
+def full_disk(name: str):
+    """What becomes a folder whose name begins so finds no room."""
+    def full(path: Path) -> None:
+        if path.parent.name.startswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    return full
+
+@pytest.mark.parametrize("take", [Path.touch, lambda folder: (folder / "theirs").mkdir(parents=True)])
+def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
+    folder = tmp_path / "new"
+    before_flush(monkeypatch, lambda path: take(folder) if path.name == "mine" else None)
     write = functools.partial(tg.write_folder, folder, "id", dict(mine=b""), NO_TABLES)
     refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
-
-def test_save__two_runs_that_end_together_lose_nothing(tmp_path, monkeypatch):
-    """Both have all of it on the disk before either has the name."""
-    barrier = multiprocessing.get_context("fork").Barrier(2)
-    rename = Path.rename
-
-    def together(path: Path, target: Path) -> Path:
-        if target.name == "weights":
-            barrier.wait(60)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", together)
-
-    def train(seed: int) -> Run:
-        return run(tmp_path / f"run{seed}", *SHORT, f"--seed={seed}", f"--save={tmp_path / 'weights'}")
-
-    with ThreadPoolExecutor(2) as threads:
-        winner, loser = sorted(threads.map(train, (1, 2)), key=operator.attrgetter("status"))
-    assert (winner.status, loser.status) == (0, 1), winner.err + loser.err
-    assert f"they are in {loser.folder / 'save'}" in loser.out and loser.of("result")
-    assert names(tmp_path) == ["run1", "run2", "weights"]
-    for folder, done in ((tmp_path / "weights", winner), (loser.folder / "save", loser)):
-        assert is_sound(folder)
-        assert done.folder.name == f"run{json.loads((folder / tg.SETTINGS).read_text())['flags']['seed']}"
-
-
-TAKEN = {                                # how a name may be taken
-    "a file": Path.touch, "a folder": Path.mkdir, "a link": link_to_itself, "a pipe": os.mkfifo}
-
-
-@pytest.mark.parametrize("case", TAKEN)
-def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, case):
-    TAKEN[case](tmp_path / "save")
-    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
-    assert done.status == 2 and "a free name" in done.err and names(tmp_path) == ["save"]
-
-
-@pytest.mark.parametrize("where", [".", "/proc/new", "x" * 300, "file/new"])
-def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
-    """Above the run directory, in no file system, too long, below a file."""
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("where, found", [
+    ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
+    ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
+def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found):
+    for make, name in ((Path.touch, "file"), (Path.mkdir, "run")):
+        make(tmp_path / name)
     done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / where}")
-    assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
+    assert done.status == 2 and done.err.startswith("ConfigError") and found in done.err
+    assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
-
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 300 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
-
-
-def test_finish__a_full_disk(small_disk, tmp_path):
-    done = run(tmp_path / "run", *SHORT, f"--save={small_disk / 'save'}")
-    assert names(small_disk) == []
+def test_finish__a_full_disk(tmp_path, monkeypatch):
+    before_flush(monkeypatch, full_disk("elsewhere"))
+    folder = tmp_path / "elsewhere"
+    done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
-    assert json.loads(done.out.splitlines()[-1])["type"] == "result"
-    assert "No space left on device" in done.err and is_sound(tmp_path / "run/save")
-    assert f"the weights could not be saved in {small_disk / 'save'}: they are in {tmp_path / 'run/save'}" in done.lines
-
+    assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
+    assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
+    assert names(tmp_path) == ["run"]
+    sample(tmp_path / "run/save")
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -439,37 +309,24 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     assert names(tmp_path) == ["run"]
     assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 
-
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, monkeypatch, where, number, cause):
-    sync = tg.sync_to_disk
-
-    def ended(path: Path) -> None:
+    def end(path: Path) -> None:
         if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
             signal.raise_signal(number)
             time.sleep(100)
-        sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", ended)
+    before_flush(monkeypatch, end)
     done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
     assert done.status == 128 + number and cause in done.err and cause in done.of("aborted")[0]["cause"]
     assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
-
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    sync = tg.sync_to_disk
-
-    def full(path: Path) -> None:
-        if path.parent.name.startswith("step-0000004"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", full)
+    before_flush(monkeypatch, full_disk("step-0000004"))
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
-
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     """A stranger's later ones do not push out what was just written."""
@@ -479,7 +336,6 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
         (folder / f"step-{step:07d}").mkdir(parents=True)
     tg.write_checkpoint(tmp_path, "id", {}, executor(cfg), tg.Schedule(cfg).at(6))
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
-
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
     write = tg.write_checkpoint
@@ -497,62 +353,25 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run of 12 steps, beside its save."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(folder / "run", "--seed=6", f"--save={folder / 'save'}", "--sample_tokens=0").status == 0
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
-    """The same up to step 9, with checkpoints at 2, 4, 6 and 8, of which the last two remain."""
-    folder = tmp_path_factory.mktemp("begun") / "run"
-    done = run(folder, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
-    assert done.status == 0 and names(folder / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"], done.err
-    return folder
-
-
-def test_resume__equals_an_uninterrupted_run(begun, whole, tmp_path):
+def test_resume__equals_an_uninterrupted_run(tmp_path):
     """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
+    whole, begun = tmp_path / "whole", tmp_path / "begun"
+    run(whole, "--seed=6", f"--save={tmp_path / 'whole_save'}", "--sample_tokens=0")
+    run(begun, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
+    assert names(begun / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"]
     done = run(tmp_path / "a", f"--resume={begun}", "--max_steps=0", f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
-    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(whole.parent / "save")
+    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(tmp_path / "whole_save")
     before = Run(begun, 0, "", "")
-    assert done.events[0] == before.events[0] and done.lines[0] == "=" * 100
+    assert done.events[0] == before.events[0]
     times = [e["train_time_ms"] for e in done.of("step")]
     assert times[:8] == [e["train_time_ms"] for e in before.of("step")][:8] and times == sorted(times)
     assert [(e["step"], e["source"], e["seed"]) for e in done.of("resumed")] == [(8, str(begun), 6)]
 
-    assert run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3").status == 0
+    run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3")
     again = run(tmp_path / "c", f"--resume={tmp_path / 'b'}", "--max_steps=0")
-    assert again.status == 0 and losses(again.folder) == losses(whole)
-    assert [e["step"] for e in again.of("resumed")] == [8, 10]
+    assert losses(again.folder) == losses(whole) and [e["step"] for e in again.of("resumed")] == [8, 10]
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
-
-
-@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all)
-                                                  for seed in range(1, 7))])
-def test_resume__a_run_killed_at_random_moments(whole, tmp_path, seed, most):
-    """Up to `most` times, and resumed until it ends."""
-    rng = random.Random(seed)
-    words = ["--preset=tiny", "--seed=6"]
-    for number in range(100):
-        here = tmp_path / f"{number}"
-        child = Forked([*words, f"--run_dir={here}", "--device=cpu", "--checkpoint_every=2", "--sample_tokens=0"])
-        deadline = time.monotonic() + rng.uniform(0.3, 1.5)
-        while number < most and child.poll() is None:
-            if time.monotonic() > deadline:
-                os.kill(child.child, signal.SIGKILL)
-                break
-            time.sleep(0.01)
-        if child.wait() == 0:
-            break
-        if any((here / tg.CHECKPOINTS).glob("step-???????")):
-            words = [f"--resume={here}"]
-    assert losses(here) == losses(whole)
-
 
 def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
     def edit(facts: dict) -> dict:

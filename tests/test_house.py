@@ -1,7 +1,6 @@
 """The house: size, density, rooms in order, each using only rooms above it, and nothing that happens at import."""
 import ast
 import builtins
-import functools
 import os
 import re
 import subprocess
@@ -11,7 +10,7 @@ import textwrap
 
 import pytest
 from common import ROOT
-from density import AIM, CONSTRUCTS, density, size
+from density import AIM, CONSTRUCTS, density
 
 import train_gpt as tg
 
@@ -21,107 +20,84 @@ SOURCE = ROOT / "train_gpt.py"
 TEXT = SOURCE.read_text("utf-8")
 LINES = TEXT.splitlines()
 TREE = ast.parse(TEXT)
-FUNCTIONS = [node for node in ast.walk(TREE) if isinstance(node, ast.FunctionDef)]
-CALLS = [node for node in ast.walk(TREE) if isinstance(node, ast.Call)]
+NODES = list(ast.walk(TREE))
+FUNCTIONS = [node for node in NODES if isinstance(node, ast.FunctionDef)]
+CALLS = [node for node in NODES if isinstance(node, ast.Call)]
 MAX_COLUMNS = 120
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
-# What may be called while the file is imported: making constants, and declaring.
-CALLS_AT_IMPORT = {
-    "Layer", "Stage", "stage._replace", "NgramTable", "dict", "set", "tuple", "len", "sum", "enumerate", "replace",
-    "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "re.compile",
-    "float", "np.float32", "read_rows", "staticmethod", "_data", "_model", "_schedule", "_optim", "_run"}
+STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
 HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 # Denser still: printed, not held. Whoever airs one takes it off this list.
 DENSE_TESTS = """
-    bench_rows make_vectors oracle test_ablate test_bench test_data test_executor test_gpu test_kernels test_logs
-    test_model test_optimizer test_oracle test_ranks test_rows test_schedule test_shelf test_verdict
+    bench_rows make_vectors test_data test_device test_executor test_files test_kernels test_main_grad test_model
+    test_optimizer test_oracle test_read test_record test_report test_rows test_schedule
 """.split()
 
-
-@functools.cache
-def rooms() -> list[tuple[str, int, int]]:
-    """Return (name, first line, last line) of each room; what is above the first banner is room 0."""
-    matches = [(BANNER.match(line), number) for number, line in enumerate(LINES, 1)]
-    starts = [(match[2], number) for match, number in matches if match]
-    ends = [number - 1 for _, number in starts[1:]] + [len(LINES)]
-    return [("Front door", 1, starts[0][1] - 1), *((*start, end) for start, end in zip(starts, ends))]
-
-
 def room_of(line: int) -> int:
-    return next(number for number, (_, start, end) in enumerate(rooms()) if start <= line <= end)
+    """Return the number of the room of a line: 0 above the first banner."""
+    return sum(start <= line for start in STARTS)
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
 
 def test_size__the_file_is_read_in_an_evening():
-    found = size(TEXT)
+    found = density(TEXT)
     assert found.lines <= 4_700 and found.tokens <= 37_500 and found.functions <= 330, found
     assert found.packaging <= 0.28 and 4 <= found.comments <= 10, found
-
-
-def test_size__no_function_is_too_long_and_no_line_too_wide():
     for node in FUNCTIONS:
         long = node.name in LONG_FUNCTIONS or node.name.endswith("_kernel")
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
         assert node.end_lineno - node.lineno < limit, node.name
-    for path in [*HELD, *TESTS]:
-        widest = max(map(len, path.read_text("utf-8").splitlines()), default=0)
-        assert widest <= MAX_COLUMNS, path.name
-
 
 def test_density__of_every_file(capsys):
     """Printed for all, so that a change shows its price; those of HELD and tests off the list are held to the aim."""
-    lines = []
+    found = []
     missed = {}
     for path in [*HELD, *TESTS]:
-        source = path.read_text("utf-8")
-        name = str(path.relative_to(ROOT))
-        misses = density(source).misses(TEST_SLACK if path in TESTS else 1.0)
+        lines = path.read_text("utf-8").splitlines()
+        assert max(map(len, lines), default=0) <= MAX_COLUMNS, path.name
+        of_file = density("\n".join(lines))
+        misses = of_file.misses(TEST_SLACK if path in TESTS else 1.0)
         if misses and path.stem not in DENSE_TESTS:
-            missed[name] = misses
-        lines.append(f"{name}: {len(source.splitlines())} lines, {density(source)}")
-        if path == SOURCE:
-            for number, (room, first, last) in enumerate(rooms()):
-                found = density("\n".join(LINES[first - 1:last]))
-                lines.append(f"  room {number} {room}: {last - first + 1} lines, {found}")
+            missed[path.name] = misses
+        found.append(f"{path.relative_to(ROOT)}: {of_file}")
+    ends = [*STARTS[1:], len(LINES) + 1]
+    for room, first, end in zip(ROOMS, STARTS, ends):
+        of_room = density("\n".join(LINES[first - 1:end - 1]))
+        found.append(f"  {room}: {of_room}")
     with capsys.disabled():
-        print("\nDensity: aim " + ", ".join(f"{name} {figure:g}" for name, figure in AIM.items()))
-        print("\n".join(lines))
+        print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
-
 
 PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ternaries="a = x if y else z",
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")
 
-
 @pytest.mark.parametrize("construct", CONSTRUCTS)
 def test_density__each_packed_construct(construct):
     found = density("def f():\n" + "    b = x\n" * 3 + f"    {PACKED[construct]}\n" * 3)
-    expected = dict.fromkeys(CONSTRUCTS, 0) | {construct: 3}
-    assert (found.statements, found.counts, found.misses()) == (7, expected, [construct])
-
-
-def test_density__heads_of_compound_statements_count_docstrings_and_tables_do_not():
-    source = '"""text"""\nTABLE = (1, 2, 3, 4, 5, 6)\ndef f(x):\n    """text"""\n    if x:\n        return x + 1\n'
-    found = density(source)
-    assert (found.statements, found.figures["mean"]) == (3, (6 + 3 + 4) / 3)
-    long = "    g(" + "a, " * 30 + ")\n"
-    assert density("def f():\n" + 80 * "    g(a)\n" + 20 * long).misses() == ["mean", "p90"]
+    counts = [found.figures[name] * 7 / 1000 for name in CONSTRUCTS]
+    assert counts == pytest.approx([3 * (name == construct) for name in CONSTRUCTS])
+    assert (found.statements, found.misses()) == (7, [construct])
 
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
 
-def test_source__one_statement_a_line():
-    """No semicolon, and no body after a colon: every statement is the first on its line."""
-    statements = [node for node in ast.walk(TREE) if isinstance(node, ast.stmt)]
+def test_source__one_statement_a_line_and_no_hidden_state():
+    """No semicolon, no body after a colon, no global, no silent assert; the environment is the last room's."""
+    statements = [node for node in NODES if isinstance(node, ast.stmt)]
     assert not [node.lineno for node in statements if LINES[node.lineno - 1][:node.col_offset].strip()]
-
+    assert not [node.lineno for node in NODES if isinstance(node, (ast.Global, ast.Nonlocal))]
+    assert not [node.lineno for node in NODES if isinstance(node, ast.Assert) and node.msg is None]
+    environ = [node.lineno for node in NODES
+               if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
+    assert len([line for line in environ if room_of(line) == 0]) == 1
+    assert {room_of(line) for line in environ} == {0, len(ROOMS)}
 
 def test_source__no_code_in_strings_and_nothing_from_the_repository():
     """Nothing is executed that is not written here as code; loaded files run none."""
@@ -129,37 +105,14 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
     assert not called & {"exec", "eval", "compile", "__import__", "runpy.run_path", "pickle.load", "pickle.loads"}
     loads = [ast.unparse(node) for node in CALLS if ast.unparse(node.func) == "torch.load"]
     assert loads and all("weights_only=True" in load for load in loads)
-    for node in ast.walk(TREE):
+    for node in NODES:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count("\n") > 3:
             with pytest.raises(SyntaxError):                         # prose
                 ast.parse(textwrap.dedent(node.value))
     own = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
-    imported = {node.module for node in ast.walk(TREE) if isinstance(node, ast.ImportFrom)}
-    imported |= {alias.name for node in ast.walk(TREE) if isinstance(node, ast.Import) for alias in node.names}
+    imported = {node.module for node in NODES if isinstance(node, ast.ImportFrom)}
+    imported |= {alias.name for node in NODES if isinstance(node, ast.Import) for alias in node.names}
     assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
-
-
-def test_main__is_an_outline():
-    """Four calls from the command line to the model, and a reason before each paragraph of the run."""
-    path = ("main", "train", "race", "train_step", "forward_backward")
-    by_name = {node.name: node for node in FUNCTIONS}
-    for outer, inner in zip(path, path[1:]):
-        calls = [ast.unparse(call.func) for call in ast.walk(by_name[outer]) if isinstance(call, ast.Call)]
-        assert any(call.endswith(inner) for call in calls), inner
-    train = by_name["train"]
-    lines = LINES[train.body[0].end_lineno:train.end_lineno]         # after the docstring
-    paragraphs = [after.strip() for line, after in zip(lines, lines[1:]) if not line.strip() and after.strip()]
-    silent = [line for line in paragraphs if not line.startswith(("#", "def ", "restore = ", "report("))]
-    assert not silent and len(paragraphs) >= 8
-
-
-def test_source__no_global_no_silent_assert_and_the_environment_only_in_the_last_room():
-    assert not [node.lineno for node in ast.walk(TREE) if isinstance(node, (ast.Global, ast.Nonlocal))]
-    assert not [node.lineno for node in ast.walk(TREE) if isinstance(node, ast.Assert) and node.msg is None]
-    environ = [node.lineno for node in ast.walk(TREE)
-               if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
-    assert [line for line in environ if room_of(line) == 0] == [front_door().body[0].lineno]
-    assert {room_of(line) for line in environ} == {0, len(ROOMS)}
 
 
 # ---- Rooms ----------------------------------------------------------------------------------------------------------
@@ -172,13 +125,11 @@ def test_rooms__in_order_with_banner_plan_and_tests():
     assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered, "the floor plan"
     assert not [room for room in ROOMS if not (ROOT / f"tests/test_{room.lower()}.py").exists()]
 
-
 def names_used(table: symtable.SymbolTable) -> set[str]:
     """Return the global names that a module-level statement reads, annotations included, nested scopes too."""
     top = table.get_type() == "module"
     found = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
     return found.union(*map(names_used, table.get_children()))
-
 
 def test_rooms__use_only_rooms_above():
     home = {}
@@ -197,50 +148,19 @@ def test_rooms__use_only_rooms_above():
         below = [name for name in used if home.get(name, 0) > room_of(line)]
         assert not below, f"line {line} of room {room_of(line)} uses a room below"
 
-
 def test_config__tables_name_what_exists():
     assert tg.NOT_MATHEMATICS | tg.NOT_INHERITED | tg.MAY_CHANGE <= set(tg.Config.__dataclass_fields__)
-    assert {layer.add for layer in tg.LAYERS} - {""} <= {layer.keep_as for layer in tg.LAYERS}
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
 
-def calls_at_import(node: ast.AST) -> set[str]:
-    """Return what is called when a statement is executed: not in function bodies, but in decorators and defaults."""
-    parts = list(ast.iter_child_nodes(node))
-    if isinstance(node, ast.Lambda):
-        parts = []
-    elif isinstance(node, ast.FunctionDef):
-        parts = [*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)]
-    own = {ast.unparse(node.func)} if isinstance(node, ast.Call) else set()
-    return own.union(*map(calls_at_import, parts))
-
-
-# What the file does before torch is imported if it is the program.
-FRONT = """
-if __name__ == '__main__':
-    os.environ.setdefault('GOMP_SPINCOUNT', '5000')
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-"""
-
-
-def front_door() -> ast.stmt:
-    """Return the one statement of room 0 that is neither a definition nor a constant."""
-    front, = [node for node in TREE.body[:-1] if isinstance(node, (ast.If, ast.Try))]
-    return front
-
-
-def test_import__calls_only_what_makes_constants():
-    assert ast.unparse(front_door()) == FRONT.strip()
+def test_import__definitions_and_constants_only():
+    """But for what the file does when it is the program: at its end, and before torch is imported."""
+    main = [node for node in TREE.body if isinstance(node, ast.If)]
+    assert {ast.unparse(node.test) for node in main} == {"__name__ == '__main__'"} and main[-1] is TREE.body[-1]
     assert "GOMP_SPINCOUNT" in TEXT[:TEXT.index("import numpy")]
-    docstring, *body, guard = [node for node in TREE.body if node is not front_door()]
-    called = set().union(*map(calls_at_import, body))
-    assert called <= CALLS_AT_IMPORT, f"not on the list: {called - CALLS_AT_IMPORT}"
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
-    assert all(isinstance(node, kinds) for node in body), "definitions and constants only"
-    assert ast.unparse(guard.test) == "__name__ == '__main__'"
-
+    assert all(isinstance(node, kinds) for node in TREE.body[1:] if node not in main)
 
 IMPORT = """
 import os, signal, sys, threading
@@ -254,7 +174,6 @@ assert (signal.getsignal(signal.SIGTERM), dict(os.environ)) == before and thread
 assert torch.equal(torch.get_rng_state(), rng[0]) and (torch.get_num_threads(), torch.get_default_dtype()) == rng[1:]
 assert os.listdir() == []
 """
-
 
 def test_import__in_a_bare_process_does_nothing(tmp_path):
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""

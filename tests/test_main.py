@@ -3,20 +3,20 @@ import base64
 import functools
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
 import shutil
 import sys
 import time
-import types
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, fabric, launch, losses, preset, random_stream, refused, run,
+from common import (ROOT, Forked, Run, check_error, executor, launch, losses, preset, random_stream, run,
                     write_shard)
 
 import train_gpt as tg
@@ -43,7 +43,6 @@ KEYS = {
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
 
-
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
 
@@ -56,10 +55,8 @@ def first(tmp_path_factory) -> Run:
     folder = tmp_path_factory.mktemp("first")
     return run(folder / "new" / "run", "--seed=3", f"--save={folder / 'save'}")
 
-
 def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
-    assert (first.status, first.err) == (0, "")
-    assert all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
+    assert first.status == 0 and all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
     kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "comms", "phase")]
     assert kinds == ["header", "result"] and first.events[-1]["type"] == "result"
     schedule = tg.Schedule(preset())
@@ -72,65 +69,38 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     assert first.of("step")[-1]["tokens"] == sum(8 * v.slot_tokens for v in values)
     times = [e["train_time_ms"] for e in first.events if e["type"] in ("step", "val")]
     assert times == sorted(times)
-
-
-def test_train__the_model_learns(first):
-    """Formula tokens are noise but for documents of 32: from ln 512 towards the entropy of their first tokens."""
-    losses = [e["val_loss"] for e in first.of("val")]
-    assert losses[0] == pytest.approx(np.log(512), abs=0.05) and losses[-1] < losses[0] - 0.1
-
+    start, *_, end = (e["val_loss"] for e in first.of("val"))
+    assert start == pytest.approx(np.log(512), abs=0.05) and end < start - 0.1, "first tokens of documents are learned"
 
 def test_report_traffic__each_cycle_and_table_and_one_rank_moves_nothing(first):
-    """Lines of every cycle, the embedding's once it is untied; rows as in the tokens."""
-    cfg = preset()
-    schedule = tg.Schedule(cfg)
-    every = schedule.cycle
-    cycles = [[schedule.at(step) for step in range(at, at + every)] for at in range(0, 12, every)]
-    loader = tg.Loader(cfg, fabric(), tg.find_shards(cfg.train_files), cycles)
-    loader.start()
-    want = []
-    for number, cycle in enumerate(cycles):
-        tokens = [loader.next(values).tokens.numpy() for values in cycle]
-        words = len(np.unique(np.concatenate(tokens, axis=None)))
-        hashes = np.concatenate([tg.bigram_hash(x, cfg.bigram_rows) for x in tokens], axis=None)
-        rows = dict(bigram_embed=len(np.unique(hashes)), value_embed=tg.NUM_VALUE_TABLES * words, embed=words)
-        if cycle[0].tied:
-            del rows["embed"]
-        length = sum(x.shape[1] for x in tokens)
-        want += [(number, length, label, count) for label, count in rows.items()]
-    loader.close()
+    """Lines of every cycle, the embedding's once it is untied."""
+    schedule = tg.Schedule(preset())
+    want = set()
+    for number, at in enumerate(range(0, 12, schedule.cycle)):
+        labels = {"bigram_embed", "value_embed"} if schedule.at(at).tied else {"bigram_embed", "embed", "value_embed"}
+        want |= {(number, label) for label in labels}
     lines = first.of("comms")
-    found = [(e["cycle"], e["tokens"], e["table"], e["rows"]) for e in lines if e["purpose"] == "train"]
-    assert sorted(found) == sorted(want) and [cycle for cycle, *_ in found] == [cycle for cycle, *_ in want]
-    assert {e["purpose"] for e in lines} == {"train", "validation"} and {e["mode"] for e in lines} == {"sparse"}
-    assert all(e[key] == 0 for e in lines for key in ("bytes_sent", "bytes_received", "bytes_dense"))
-    result = first.of("result")[0]["comms"]
-    moments = {row.label: len(tg.initial_state(row, torch.zeros(1, 1))) for row in tg.parameter_table(cfg)}
-    for table in tg.row_tables(cfg):
-        size = (2 + moments[table.label]) * 4 * cfg.model_dim * table.rows    # weights, gradient, moments in f32
-        assert result[table.label] == dict(bytes_sent=0, bytes_received=0, bytes_dense=0, memory_bytes=size)
-
+    assert {(e["cycle"], e["table"]) for e in lines if e["purpose"] == "train"} == want
+    for traffic in (*lines, *first.of("result")[0]["comms"].values()):
+        assert traffic["bytes_sent"] == traffic["bytes_received"] == traffic["bytes_dense"] == 0
 
 def test_write_header__what_ran_and_what_an_entry_is(first):
     header = first.of("header")[0]
     source = (ROOT / "train_gpt.py").read_bytes()
     assert (first.folder / "train_gpt.py").read_bytes() == source
     assert header["source_sha256"] == hashlib.sha256(source).hexdigest()
-    assert set(header["config"]) == {f.name for f in fields(tg.Config)}
-    assert (header["config"]["vocab_size"], header["config"]["bigram_rows"]) == (512, 5 * 512), "sizes filled in"
+    assert header["config"].keys() == vars(preset()).keys() and header["config"]["bigram_rows"] == 5 * 512
     save = first.folder.parent.parent / "save"
     assert header["changed"] == dict(seed="3", device="cpu", run_dir=str(first.folder), save=str(save))
     assert (header["preset"], header["seed"], header["world_size"], header["grad_accum_steps"]) == ("tiny", 3, 1, 1)
-    assert (header["torch"], header["attention"], header["head"]) == (torch.__version__, "reference", "plain")
+    assert (header["attention"], header["head"]) == ("reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"])) and header["hardware"]
-    time.strptime(header["started"], "%Y-%m-%dT%H:%M:%S")
     rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_TABLES, embed=512)
     parameters = sum(x.numel() for x in torch.load(save / "weights.pt").values())
     assert header["table_rows"] == rows and header["table_bytes"] == 4 * 32 * sum(rows.values())
     read = parameters - 32 * (sum(rows.values()) - 1 - tg.NUM_VALUE_TABLES - 1)
     assert (header["params_total"], header["params_per_token"]) == (parameters, read)
-    assert header["untimed_warmup_steps"] == len(tg.Schedule(preset()).warm_up_steps()) and header["target_loss"] == 0
-
+    assert header["untimed_warmup_steps"] == len(tg.Schedule(preset()).warm_up_steps())
 
 def test_Log__log_txt_is_read_by_existing_parsers(first):
     head = first.lines[:6]
@@ -148,50 +118,18 @@ def test_Log__log_txt_is_read_by_existing_parsers(first):
     assert sum(bool(PEAK.match(line)) for line in first.lines) == 1
     assert all(line in first.out.splitlines() for line in first.lines), "12 steps: the console shows all of them"
 
-
 def test_report__the_last_line_on_stdout_is_the_result(first):
     result = json.loads(first.out.splitlines()[-1])
-    assert [result] == first.of("result")
+    assert [result] == first.of("result") and result["run_dir"] == str(first.folder)
     assert result["val_loss"] == first.of("val")[-1]["val_loss"] and result["steps"] == 12
-    assert result["run_dir"] == str(first.folder)
     assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "MiB: torch alone needs over 50"
-    sample = first.out.split(" sample ")[1]
-    assert "token ids" in sample and "-" * 100 in sample
-
-
-def test_README__names_the_keys_of_events():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "records/README.md").read_text(), re.M))
-    for kind, keys in KEYS.items():
-        named = re.sub(r"\([^)]*\)", "", rows[kind])
-        missing = [key for key in keys.split() if not re.search(rf"\b{key}\b", named)]
-        assert not missing, f"{kind}: {missing}"
-    assert "cause" in rows["aborted"]
-
-
-def without_times(x):
-    """Return events or lines with everything replaced that a clock, the memory or the folder's name decides."""
-    if isinstance(x, str):
-        return re.sub(r"\d+(\.\d+)?(?= ?(ms|s|MiB)\b)|[^ =]*/(run|seed_3)|save=\S*", "*", x)
-    if isinstance(x, dict):
-        times = ("started", "ms", "train_time_ms", "plan_ms", "run_dir", "save", "peak_memory_mib", "runs")
-        return {key: without_times(value) for key, value in x.items() if key not in times}
-    return [without_times(y) for y in x] if isinstance(x, list) else x
-
-
-def test_train__the_same_flags_give_the_same_run(first, tmp_path):
-    again = run(tmp_path / "run", "--seed=3", f"--save={tmp_path / 'save'}")
-    assert without_times(again.events) == without_times(first.events)
-    assert [without_times(line) for line in again.lines] == [without_times(line) for line in first.lines]
-    assert losses(again.folder) == losses(first.folder), "every bit"
-
+    assert "token ids" in first.out.split(" sample ")[1]
 
 def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     done = run(tmp_path, "--runs=3", "--seed=1", "--sample_tokens=0", "--target_loss=6.1")
     folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3)]
     logs = [Run(folder, 0, "", "") for folder in folders]
-    assert losses(folders[2]) == losses(first.folder) != losses(folders[0])
-    for kind in ("comms", "result"):
-        assert without_times(logs[2].of(kind)) == without_times(first.of(kind))
+    assert losses(folders[2]) == losses(first.folder) != losses(folders[0]), "every bit"
     for seed, log in enumerate(logs, 1):
         assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
         phases = [e["name"] for e in log.of("phase") if not e["name"].startswith("warm-up of")]
@@ -208,31 +146,23 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     assert taken.status == 1 and "the log of a run" in taken.err, "logs of later runs are looked for at the start"
     assert not folders[0].exists()
 
-
 @pytest.mark.parametrize("flags, close", [
-    (["--dtype=float64"], 1e-5),                                     # f32 has 24 bits
     (["--dtype=bfloat16"], 0.05),                                    # 8 bits through 11 layers
     (["--head=emulated"], 0.05),                                     # logits of 4 bits each in y and w
-    (["--slots_per_micro_batch=3"], 1e-5), (["--debug_rows=1"], 0),
-    (["--row_comms=dense"], 0)])                                     # on a single rank no row travels
+    (["--slots_per_micro_batch=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
 def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags, close):
     """The same run up to --max_steps, too: same losses, same total in the lines."""
     monkeypatch.setattr(tg, "warm_up", nothing)
     other = run(tmp_path / "run", "--seed=3", "--max_steps=5", "--sample_tokens=0", *flags)
     assert other.status == 0, other.err
-    until_there = losses(first.folder)[:7]                            # of validation at 0, 5 steps, validation at 5
-    for (*what, train_loss, val_loss), (*wanted, other_loss, other_val) in zip(losses(other.folder), until_there):
-        assert what == wanted
-        assert (train_loss or val_loss) == pytest.approx(other_loss or other_val, rel=close, abs=0)
-    assert {flag.partition("=")[0][2:] for flag in flags} <= set(other.of("header")[0]["changed"])
+    for (*what, train_loss, val_loss), (*wanted, loss, val) in zip(losses(other.folder), losses(first.folder)):
+        assert what == wanted and (train_loss or val_loss) == pytest.approx(loss or val, rel=close, abs=0)
     assert [e["step"] for e in other.of("val")] == [0, 5] and other.of("result")[0]["steps"] == 5
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
 
-
 @pytest.mark.parametrize("rows, again", [(tg.EVAL_ROWS, None), (256, 1)])
 def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
-    """That voids such a run for a test; a user's run goes on. The warm-up had all 512 rows of a batch in one.
-    Validation losses are compiled, in the place of all else."""
+    """The run goes on. Validation losses are compiled, in the place of all else; the warm-up had all rows in one."""
     race = tg.race
 
     def compiled(_, call):
@@ -245,11 +175,8 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
     monkeypatch.setattr(tg.Executor, "compiled", compiled)
     monkeypatch.setattr(tg, "race", race_with_chunks)
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
-    assert (done.status, done.err) == (0, "")
-    assert done.of("compiled") == [dict(type="compiled", graphs=1)]
-    assert done.of("result")[0].get("recompiles") == json.loads(done.out.splitlines()[-1]).get("recompiles") == again
-    assert any("compiled in the race" in line for line in done.lines) == bool(again)
-
+    assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
+    assert done.of("result")[0].get("recompiles") == again
 
 @pytest.mark.all
 def test_make_profile__two_ranks(tmp_path):
@@ -271,29 +198,9 @@ def text(tmp_path) -> list[str]:
     stream = random_stream(0, 9000, 21, 20)
     write_shard(tmp_path / "train_0.bin", stream[:7000], 21, 20)
     write_shard(tmp_path / "val_0.bin", stream[7000:], 21, 20)
-    letters = "aéﬁ🙂"
-    pieces = [letters[k % 4] * (1 + k // 4) for k in range(20)]
-    lines = [f"{base64.b64encode(piece.encode()).decode()} {token}\n" for token, piece in enumerate(pieces)]
-    (tmp_path / "vocab.txt").write_text("".join(lines))
+    lines = [b"%s %d\n" % (base64.b64encode(("aéﬁ🙂"[k % 4] * (1 + k // 4)).encode()), k) for k in range(20)]
+    (tmp_path / "vocab.txt").write_bytes(b"".join(lines))
     return [f"--train_files={tmp_path}/train_*.bin", f"--val_files={tmp_path}/val_*.bin", "--max_steps=2"]
-
-
-def test_text_losses__bits_per_byte_and_entropy(text, tmp_path):
-    done = run(tmp_path / "run", *text)
-    assert done.status == 0, done.err
-    targets = random_stream(0, 9000, 21, 20)[7001:8025]              # 1,024 validation tokens, shifted by one
-    sizes = np.array([len("aéﬁ🙂"[k % 4].encode()) * (1 + k // 4) for k in range(20)] + [0])
-    shares = np.bincount(targets, minlength=21) / 1024
-    entropy = -sum(p * np.log(p) for p in shares if p)
-    for event in (*done.of("val"), *done.of("result")):
-        assert set(event) == {"type", *KEYS[event["type"]].split(), "val_bpb", "unigram_nats"}
-        assert event["val_bpb"] == pytest.approx(event["val_loss"] / np.log(2) * 1024 / sizes[targets].sum(), rel=1e-9)
-        assert event["unigram_nats"] == pytest.approx(entropy, rel=1e-9)
-    result = done.of("result")[0]
-    assert any(f"{result['val_bpb']:.4f} bits per byte" in line and f"{entropy:.4f}" in line for line in done.lines)
-    config = done.of("header")[0]["config"]
-    assert (config["vocab_size"], config["padded_vocab"]) == (21, 128)
-
 
 def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     """Run on text, with the console that `before` makes in its process. The log ends with the result."""
@@ -303,59 +210,33 @@ def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     assert done.events[-1]["type"] == "result" and len(done.lines) > 10
     return done
 
-
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
-def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch, encoding):
-    """Letters that the console does not know are escaped; the last line is the result, whose folder reads as it is."""
+def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch):
+    """Letters that the console does not know are escaped; the last line is the result, whose folder reads as it is.
+    Of text, losses are told per byte, too."""
     folder = tmp_path / "läuft ﬁ"
-
-    def before() -> None:
-        sys.stdout.reconfigure(encoding=encoding)
-    done = with_console(monkeypatch, folder, text, before)
+    done = with_console(monkeypatch, folder, text, lambda: sys.stdout.reconfigure(encoding="ascii"))
     assert (done.status, done.err) == (0, "")
-    letters = {"utf-8": "[aéﬁ🙂]+", "ascii": r"(a|\\[xuU]\w+)+"}
-    assert re.fullmatch(letters[encoding], done.out.split(" sample ")[1].splitlines()[1])
-    named, = [line for line in done.out.splitlines() if "; logs in " in line]
-    assert named.endswith(str(folder).encode(encoding, "backslashreplace").decode(encoding))
+    assert re.fullmatch(r"(a|\\[xuU]\w+)+", done.out.split(" sample ")[1].splitlines()[1])
+    assert str(folder).encode("ascii", "backslashreplace").decode() in done.out
     assert json.loads(done.out.splitlines()[-1])["run_dir"] == str(folder)
-
+    for event in (*done.of("val"), *done.of("result")):
+        assert set(event) == {"type", *KEYS[event["type"]].split(), "val_bpb", "unigram_nats"}
+    assert any(f"{event['val_bpb']:.4f} bits per byte" in line for line in done.lines)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_print_result__a_full_console(text, tmp_path, monkeypatch, comes_back):
-    """Training goes on. A disk that was full for a while gets the result; without it the status is 1."""
-    console = []
-    report = tg.report
-
+def test_print_result__a_full_console(text, tmp_path, monkeypatch):
+    """Training goes on; without its result the status is 1."""
     def before() -> None:
-        console.append(os.dup(1))
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
-
-    def room_again(*args) -> None:
-        if comes_back:
-            os.dup2(console[0], 1)
-        report(*args)
-
-    monkeypatch.setattr(tg, "report", room_again)
     done = with_console(monkeypatch, tmp_path / "run", text, before)
-    if comes_back:
-        assert (done.status, done.err) == (0, "") and json.loads(done.out.splitlines()[-1])["type"] == "result"
-    else:
-        assert done.status == 1 and done.err.startswith("RunError: standard output") and "Traceback" not in done.err
-        check_error(done.err.partition(": ")[2].strip("\n"), "No space left on device", "redirect it")
-
-
-def test_main__without_stderr(text, tmp_path, monkeypatch):
-    done = with_console(monkeypatch, tmp_path / "run", text, functools.partial(setattr, sys, "stderr", None))
-    assert done.status == 0 and json.loads(done.out.splitlines()[-1])["type"] == "result"
-
+    assert done.status == 1 and done.err.startswith("RunError: standard output") and "Traceback" not in done.err
+    check_error(done.err.partition(": ")[2].strip("\n"), "No space left on device", "redirect it")
 
 def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run(Path(), "--max_steps=1", "--val_every=0", "--run_dir=")
     folder, = (tmp_path / "logs").iterdir()
-    assert sorted(path.name for path in folder.iterdir()) == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
-    assert json.loads(done.out.splitlines()[-1])["run_dir"] == f"logs/{folder.name}"
+    assert json.loads(done.out.splitlines()[-1])["run_dir"] == f"logs/{folder.name}" and (folder / "log.txt").exists()
 
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------
@@ -364,37 +245,31 @@ START = 511
 PIECES = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(START)]
 FILES = ("--preset=tiny", "--train_files=train_0.bin", "--val_files=val_0.bin")
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Shards of tiny's vocabulary, saved weights, and copies of both with what goes wrong."""
     path = tmp_path_factory.mktemp("inputs")
+    for name in ("vocabulary", "old_run"):
+        (path / name).mkdir()
     good = tg.formula_tokens(0, 40_000, 512, START)
     beyond = good.copy()
     beyond[39_990] = 600
-    bad = dict(train_0=good, val_0=good[:4000], beyond=beyond, no_start=good % START, short=good[:200],
-               one_document=np.concatenate([[START], good[1:] % START]))
-    (path / "vocabulary").mkdir()
-    for name, tokens in (bad | {"vocabulary/val_0": good[:4000]}).items():
+    one_document = np.concatenate([[START], good[1:] % START])
+    for name, tokens in {"train_0": good, "val_0": good[:4000], "vocabulary/val_0": good[:4000], "beyond": beyond,
+                         "no_start": good % START, "one_document": one_document}.items():
         write_shard(path / f"{name}.bin", tokens, 512, START)
     lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(PIECES[:-1])]
     (path / "vocabulary/vocab.txt").write_bytes(b"\n".join(lines))
     (path / "a_file").write_text("text")
-    (path / "old_run").mkdir()
     (path / "old_run/log.txt").write_text("an old log\n")
-    (path / "w_empty").mkdir()
-
     cfg = preset()
     pieces = [*PIECES, b""]
     pieces[ord("~")] = b"no tilde"
-    gpt2 = replace(cfg, vocab_size=tg.GPT2_VOCAB, document_start=tg.GPT2_DOCUMENT_START, padded_vocab=50_304)
-    for name, settings, of_tokens in (("w", cfg, pieces), ("w_gpt2", gpt2, None), ("w_no_vocab", cfg, None)):
-        saved = tg.Executor(settings, fabric(), tg.attention_reference, "plain")
-        tg.save(path / name, "id", "tiny", settings, saved, tg.Schedule(settings).at(0), of_tokens)
+    for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
+        tg.save(path / name, "id", "tiny", cfg, executor(cfg), tg.Schedule(cfg).at(0), of_tokens)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
-
 
 @pytest.fixture
 def ask(folder, tmp_path, monkeypatch):
@@ -414,13 +289,11 @@ def ask(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "STORE_PATIENCE", 0.1)
     return ask
 
-
 BAD = [                                  # flags after FILES, status, what the message must hold
     (["--sede=1"], 2, "unknown flag", "--sede", "--seed"),
     (["--device=cuda"], 2, "--device=cuda", "no CUDA device", "--preset=pocket"),
     (["--head=fp8"], 2, "--head=fp8", "float32", "8.9", "--head=emulated"),
     (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "leave the flag out"),
-    (["--resume=nowhere"], 2, "nowhere/settings.json", "No such file"),
     (["--resume=old_run"], 2, "old_run/settings.json", "one of an older trainer needs that trainer"),
     (["--bigram_rows=2000000000"], 1, "memory", "GiB to use", "weights 238", "moments", "a smaller model"),
     (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "pocket.py"),
@@ -429,33 +302,22 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),
     (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "all of 512", "511"),
     (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another folder"),
-    (["--run_dir=a_file/run"], 1, "writing a_file/run", "Not a directory"),
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
-    (["--run_dir=" + "x" * 300], 1, "File name too long"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
     (["--run_dir=old_run"], 1, "run directory old_run", "the log of a run", "without one"),
-    (["--save=w"], 2, "--save=w", "a name that is taken", "nothing is overwritten"),
-    (["--save=nul\0"], 2, "nul", "null byte"),
     (["--profile=2:4"], 2, "--profile", "0 < a < b < 4", "--profile=1:3"),
     (["--sample=nowhere"], 2, "nowhere/settings.json", "No such file", "the folder of a run or of a save"),
-    (["--sample=w_empty"], 2, "w_empty/settings.json", "No such file"),
-    (["--sample=w", "x", "--model_dim=64"], 2, "--sample", "64", "what was trained", "leave"),
     (["--sample=w_vocab"], 2, "w_vocab/vocab.txt", "sha256"),
     (["--sample=w", "a ~ b"], 2, "prompt", "b'~'", "use other words"),
     (["--sample=w_no_vocab", "words"], 2, "prompt", "b'w'", "vocab.txt"),
-    (["--sample=w", "two", "words"], 2, "words"),
 ]
-
 
 @pytest.mark.parametrize("flags, status, parts", [(flags, status, parts) for flags, status, *parts in BAD],
                          ids=[" ".join(flags)[:60] for flags, *_ in BAD])
 def test_main__a_bad_input(ask, folder, flags, status, parts):
-    words = ["--max_steps=4", "--sample_tokens=4"]
-    if not flags[0].startswith("--sample="):
-        words += FILES
-    ask([*words, *flags], status, *parts)
+    files = () if flags[0].startswith("--sample=") else FILES
+    ask(["--max_steps=4", "--sample_tokens=4", *files, *flags], status, *parts)
     assert (folder / "old_run/log.txt").read_text() == "an old log\n"
-
 
 def test_main__the_same_inputs_undamaged(ask, tmp_path):
     """So that the table fails for its own reasons."""
@@ -463,67 +325,31 @@ def test_main__the_same_inputs_undamaged(ask, tmp_path):
     assert "token ids" in ask([f"--sample={tmp_path}/saved", "--sample_tokens=4"], 0).out
     assert "a few words" in ask(["--sample=w", "a few words", "--sample_tokens=4"], 0).out
 
-
 @pytest.mark.parametrize("flags, status, parts", [
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "tokens up to 600")),
-    (["--train_files=no_start.bin"], 2, ("no_start.bin", "0 of them document starts")),
     (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 of them document starts")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "--val_tokens=3584")),
-    (["--epochs=0", "--train_files=short.bin"], 2, ("too small", " for", "--stages")),
     (["--preset=pocket", "--num_slots=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
-     ("memory", "GiB", "weights", "gradients", "moments", "working", "--num_slots=", "--slots_per_micro_batch=1"))])
+     ("memory", "GiB", "weights", "gradients", "moments", "working", "--num_slots="))])
 def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_built(ask, monkeypatch, flags, status,
                                                                                   parts):
     monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: 60e6)
     monkeypatch.setattr(tg, "Executor", None)
-    done = ask([*FILES, *flags], status, *parts)
-    assert not done.folder.exists()
-
-
-@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="nothing is forbidden to root")
-@pytest.mark.parametrize("flag, status", [("--train_files", 2), ("--run_dir", 1), ("--save", 2)])
-def test_main__what_may_not_be_read_or_written(ask, tmp_path, flag, status):
-    locked = tmp_path / "locked"
-    locked.mkdir()
-    write_shard(locked / "train_0.bin", [START, 1], 512, START).chmod(0)
-    locked.chmod(0o500)
-    name = "train_0.bin" if flag == "--train_files" else "new"
-    ask([*FILES, f"{flag}={locked / name}"], status, "Permission denied")
-    locked.chmod(0o700)
-
-
-def offline(name: str) -> None:
-    raise OSError("no network")
-
-
-@pytest.mark.parametrize("package, parts", [
-    (None, ("ModuleNotFoundError", "install tiktoken")),
-    (types.SimpleNamespace(get_encoding=offline), ("OSError", "no network", "TIKTOKEN_CACHE_DIR"))])
-def test_sample_saved__gpt2_tokens_without_package_or_network(ask, monkeypatch, package, parts):
-    """GPT-2 ids without vocab.txt need tiktoken, and tiktoken a network or what it has fetched before."""
-    monkeypatch.setitem(sys.modules, "tiktoken", package)
-    monkeypatch.setattr(tg, "Executor", None)
-    ask(["--sample=w_gpt2", "hello"], 2, *parts)
-
+    assert not ask([*FILES, *flags], status, *parts).folder.exists()
 
 MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # what a launcher sets besides
-
 
 @pytest.mark.parametrize("env, parts", [
     (MEETING | dict(WORLD_SIZE="3"), ("number of ranks", "3", "num_slots=8", "--nproc_per_node=2")),
     (MEETING | dict(WORLD_SIZE="16"), ("number of ranks", "16", "--nproc_per_node=8")),
-    (dict(WORLD_SIZE="2"), ("launch", "without ['RANK', 'MASTER_ADDR', 'MASTER_PORT']",
-                            "torchrun --standalone --nproc_per_node=2", "unset WORLD_SIZE")),
-    (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="0"), ("WORLD_SIZE", "torchrun")),
-    (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2", "torchrun")), (dict(RANK="-1"), ("RANK", "-1")),
+    (dict(WORLD_SIZE="2"), ("without ['RANK', 'MASTER_ADDR', 'MASTER_PORT']", "torchrun", "unset WORLD_SIZE")),
+    (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2")),
     (dict(SLURM_NTASKS="2"), ("2 tasks of Slurm", "srun ... torchrun", "WORLD_SIZE=1")),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
     *((MEETING | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
        ("more ranks than devices", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
 def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
     """Every rank knows of more ranks than devices, not only those without a GPU, so that rank 0 can say it."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS"):
-        monkeypatch.delenv(name, raising=False)
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     flags = ["--preset=tiny"]
@@ -532,7 +358,6 @@ def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
         monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
         flags.append("--device=auto")
     assert not ask(flags, 2, *parts).folder.exists()
-
 
 def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch):
     for name in ("CC", "CXX"):
@@ -546,35 +371,29 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
 
 def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
-    """Enough tokens by the count, but packing drops the rests of documents."""
+    """There are enough tokens by the count, but packing drops the rests of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
     done = ask([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
     steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
-    assert run(tmp_path / "run2", *files, f"--max_steps={steps}").status == 0
     result = done.events[-1]
     whole_cycles = steps - steps % tg.Schedule(preset()).cycle
     assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "known when the next cycle is taken"
     assert result["void"] == "the data ended early" and result["val_loss"] == done.of("val")[-1]["val_loss"]
     assert (tmp_path / "saved/weights.pt").exists(), "what was trained counts"
 
-
-class FullDisk:
+class FullDisk(io.FileIO):
     """A file whose disk is full after some lines: half of the next one still goes in."""
 
     def __init__(self, path: Path, room: int) -> None:
-        self.file = open(path, "xb", buffering=0)
+        super().__init__(path, "xb")
         self.room = room
 
     def write(self, data: bytes) -> int:
         self.room -= data.count(b"\n")
         if self.room < 0:
-            self.file.write(data[:len(data) // 2])
+            super().write(data[:len(data) // 2])
             raise OSError(28, "No space left on device")
-        return self.file.write(data)
-
-    def close(self) -> None:
-        self.file.close()
-
+        return super().write(data)
 
 @pytest.mark.parametrize("name, room", [("log.txt", 9), ("log.jsonl", 7), ("log.jsonl", 0)])
 def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, room):
@@ -590,7 +409,6 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, 
     if name == "log.txt":
         assert done.events[-1]["type"] == "aborted"
 
-
 def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     fromfile = np.fromfile
 
@@ -605,8 +423,7 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     assert done.lines[-1] == f"aborted after step 0: {message}" and done.events[0]["type"] == "header"
     assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
 
-
-@pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8"), ((9, 0), "fp8")])
+@pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8")])
 def test_head_precision__by_device(monkeypatch, capability, native):
     cpu = tg.Fabric(torch.device("cpu"))
     cuda = tg.Fabric(torch.device("cuda", 0))
@@ -615,5 +432,3 @@ def test_head_precision__by_device(monkeypatch, capability, native):
     monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda.device: capability}.get)
     assert (tg.head_precision(cfg, cpu), tg.head_precision(cfg, cuda)) == ("plain", native)
     assert tg.head_precision(tg.Config(head="emulated"), cpu) == "emulated"
-    refuse = functools.partial(tg.head_precision, tg.Config(head="fp8"), cpu)
-    refused(tg.ConfigError, refuse, "--head=fp8", "bfloat16", "8.9")

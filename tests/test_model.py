@@ -9,29 +9,11 @@ from reference import Reference
 
 import train_gpt as tg
 
-SPANS = tg.spans_of(short=5, long=9, max_len=12, scale=0.8)
-TABLES = {"bigram_embed", "value_embed", "embed"}
-
-
 def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
     model = tg.GPT(cfg, tg.attention_reference, rotary_len, {})
     fill_randomly(model)
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
-
-
-def losses_of(model: tg.GPT, batch: tg.Batch, weights: tuple[float, ...] = (1.0, 0.5, 0.25), rows: dict | None = None
-              ) -> torch.Tensor:
-    weights = torch.tensor(weights, dtype=torch.float64)
-    return model.losses(batch, weights, torch.ones((), dtype=torch.float64), SPANS, "plain", rows or own_rows(model))
-
-
-def gradients_of(model: tg.GPT, rows: dict) -> dict[str, torch.Tensor]:
-    """Gradients of parameters; of those whose rows are read from elsewhere, the sums that stand there."""
-    return {label: p.grad for label, p in model.named_parameters()} | {label: sums for label, (_, sums) in rows.items()}
-
-
-# ---- forward and backward -------------------------------------------------------------------------------------------
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("heads, slots, seed", [(4, 2, 0), (2, 3, 1)])
@@ -41,55 +23,18 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     values = replace(tg.Schedule(cfg).at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25),
                      rotary=tg.Schedule(cfg).rotary[1]._replace(attn_scale=0.8))
     naive, rows = Reference(cfg, dict(model.named_parameters())), own_rows(model)
-    losses = losses_of(model, batch, rows=rows)
+    weights, one = torch.tensor(values.mtp_weights, dtype=torch.float64), torch.ones((), dtype=torch.float64)
+    losses = model.losses(batch, weights, one, tg.spans_of(short=5, long=9, max_len=12, scale=0.8), "plain", rows)
     losses.sum().backward()
+    found = {label: p.grad for label, p in model.named_parameters()}
+    found |= {label: sums for label, (_, sums) in rows.items()}
     for slot in range(slots):
         want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
         np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers
     naive.forward_backward(batch, values)
-    for label, grad in gradients_of(model, rows).items():
+    for label, grad in found.items():
         assert naive.grads[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
-
-
-def test_losses__bfloat16_is_close_to_float64():
-    cfg = small()
-    exact, half = model_of(cfg), model_of(replace(cfg, dtype="bfloat16"))
-    exact.load_state_dict({label: x.double() for label, x in half.state_dict().items()})
-    batch = random_batch(cfg, 5, 2, 16)
-    error = losses_of(half, batch, (1.0,)).detach().double() - losses_of(exact, batch, (1.0,)).detach()
-    assert half.scalars.dtype == half.x0_lambdas.dtype == torch.float32 and half.attn.dtype == torch.bfloat16
-    assert float(error.abs().mean()) < 0.2                           # 8 bits through 11 layers; losses are about 10
-
-
-@pytest.mark.parametrize("precision", [pytest.param("plain", marks=pytest.mark.all), "fp8"])
-def test_losses__full_size_on_meta_tensors(precision, monkeypatch):
-    """Shapes of forward and backward with the variable-length kernel, without a number."""
-    monkeypatch.setattr(tg, "LOGITS_AT_ONCE", 1 << 40)               # one chunk, as on a GPU
-    with torch.device("meta"):
-        model = tg.GPT(preset("record", 50_257, 50_256), tg.attention_varlen, 262_144, {})
-
-        def batch_of(tokens: int) -> tg.Batch:
-            slots, columns = torch.empty(1, tokens, dtype=torch.int32), torch.empty(1, 200, dtype=torch.int32)
-            values = slots[:, None].expand(1, tg.NUM_VALUE_TABLES, tokens)
-            rows = dict(bigram_embed=slots, value_embed=values, embed=slots)
-            return tg.Batch(0, {}, slots, slots.long(), columns, rows)
-
-        caches = {label: torch.empty(100_000, 768, dtype=torch.bfloat16).requires_grad_() for label in TABLES}
-        sources = {label: (cache, torch.empty(100_000, 768)) for label, cache in caches.items()}
-        losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), tg.spans_of(640, 1408, 2048, 0.1),
-                              precision, sources)
-        assert (losses.shape, losses.dtype) == ((1, 49_152), torch.float32)
-        losses.sum().backward()
-        for label, p in model.named_parameters():
-            assert p.grad is None if label in TABLES else (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype), label
-        assert all(cache.grad is None for cache in caches.values()), "their gradients add up elsewhere"
-        with torch.no_grad():
-            y = model.hidden(batch_of(262_144), tg.spans_of(768, 2560, 262_144, 0.1), sources)
-        assert (y.shape, y.dtype) == ((1, 262_144, 768), torch.bfloat16)
-
-
-# ---- parameter table and initial values -----------------------------------------------------------------------------
 
 @pytest.mark.recipe
 def test_parameter_table__of_the_record_preset():
@@ -103,12 +48,10 @@ def test_parameter_table__of_the_record_preset():
         total += int(np.prod(row.shape))
     assert not rows and total == 543_818_890 - 4_718_592, "the recipe's total without the padding layer of the MLP"
 
-
 def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
     model = tg.GPT(preset(**changes), tg.attention_reference, 16, {})
     model.set_initial_values(seed, whole)
     return {label: p.detach() for label, p in model.named_parameters()}
-
 
 @pytest.mark.recipe
 def test_set_initial_values__are_the_recipes():
@@ -130,7 +73,6 @@ def test_set_initial_values__are_the_recipes():
     drawn = tg.initial_values(attn._replace(shape=(100_000,)), torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
-
 def test_set_initial_values__each_label_draws_from_its_own_generator():
     base = initial()
     torch.manual_seed(123)                                           # the global generator plays no part
@@ -145,7 +87,6 @@ def test_set_initial_values__each_label_draws_from_its_own_generator():
     drawn = {label for label, x in initial(seed=1).items() if not x.equal(base[label])}
     assert drawn == {"attn", "mlp", "value_embed", "lm_head", "embed"}
     assert not base["value_embed"][:512].flatten()[:16_000].equal(base["lm_head"].flatten()[:16_000] * 2)
-
 
 def test_set_rotary__cos_and_sin_of_position_times_frequency():
     cfg, frequencies = small(), (1.0, 0.125)
@@ -163,7 +104,6 @@ def test_set_rotary__cos_and_sin_of_position_times_frequency():
     half.set_rotary(frequencies)
     assert half.rotary_cos.equal(torch.from_numpy(cos).float().bfloat16()), "angles in f32, rounded once"
 
-
 def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(monkeypatch):
     cfg = small()
     model, stages = model_of(cfg), {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
@@ -172,9 +112,6 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
         found.append([(model.set_rotary(frequencies), model.rotary_cos.clone())[1] for frequencies in stages])
         monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
     assert all(map(torch.equal, *found)) and not found[0][0].equal(found[0][1])
-
-
-# ---- leaks ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("at, smear, shifting, want", [
     # Attention leaks neither over documents nor from the future; the second document is a single token.

@@ -2,8 +2,9 @@
 
 Only root may make these on Linux; elsewhere the tests are skipped.
 """
+import contextlib
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -11,65 +12,58 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import ROOT, Run, losses
+from common import ROOT, Run, launch, losses
 
 PATIENCE = 100                           # s for a whole run, on a busy machine
 TIMEOUT = 10                             # s of --comm_timeout where the link is cut
 SLACK = 10 + 20                          # s from the timeout to the end: 10 that are promised, 20 for a busy machine
 LINK = "link0"                           # the name of either end, in its node
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-TINY = (str(ROOT / "train_gpt.py"), "--preset=tiny", "--device=cpu")
 SHORT = ("--max_steps=4", "--sample_tokens=0")
 
-
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr}")
-
+def ip(*words: str) -> str:
+    """Return what the program ip says; in the test it must succeed."""
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
     """Names of two network namespaces, 10.9.8.1 and 10.9.8.2."""
     names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
-    if not shutil.which("ip"):
-        pytest.skip("two nodes: needs the program ip")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", LINK, "up")
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(remove, name)
+            ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
+            for number, name in enumerate(names, 1):
+                ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", LINK, "up")
+        except (OSError, subprocess.CalledProcessError) as why:
+            pytest.skip(f"two nodes: {why} {getattr(why, 'stderr', '')}")
         yield names
-    except OSError as why:
-        pytest.skip(f"two nodes: {why}")
-    finally:
-        for name in names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            subprocess.run(["kill", "-9", *pids], capture_output=True)
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
+def remove(name: str) -> None:
+    """End all processes of a node, and the node."""
+    for pid in ip("netns", "pids", name).split():
+        os.kill(int(pid), signal.SIGKILL)
+    ip("netns", "delete", name)
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
     """torchrun of a node with two ranks; what they say goes into a file."""
-    command = ["ip", "netns", "exec", name, *TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node - 1}",
-               "--master_addr=10.9.8.1", "--master_port=29500", *TINY, f"--run_dir={folder / 'run'}", *flags]
+    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+               "--nproc_per_node=2", f"--node_rank={node - 1}", "--master_addr=10.9.8.1", "--master_port=29500",
+               ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]
     environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
     with open(folder / f"{name}.txt", "w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
-
 
 @pytest.mark.all
 def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
     status = [launcher.wait(PATIENCE) for launcher in launchers]
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
-    subprocess.run([*TORCHRUN, "--standalone", "--nproc_per_node=4", *TINY, f"--run_dir={tmp_path / 'one'}", *SHORT],
-                   env=os.environ | dict(OMP_NUM_THREADS="1"), check=True, capture_output=True, timeout=PATIENCE)
-    assert losses(tmp_path / "run") == losses(tmp_path / "one")
-
+    one = launch(tmp_path / "one", 4, *SHORT)
+    assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
 @pytest.mark.all
 def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):

@@ -1,25 +1,271 @@
 """The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if there.
 
+The vectors are numbers that the original trainer of recipe A computed on a CPU in float64. A directory holds meta.json
+(every dimension and constant) and .npz files; which keys and steps exist is read from the files. Nothing here knows a
+size. The first array that is off fails with its key. `Vectors.finish` insists that no array was forgotten.
+
 The extract's config S has the parameters of its first layers only: there reference.py alone is compared, and the
 trainer by the trajectory. A directory with all vectors compares both, everywhere.
 """
 from __future__ import annotations
 
+import fnmatch
 import functools
-from collections.abc import Iterator
-from dataclasses import fields, replace
+import json
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
-from oracle import (CPU, EXTRACT, WHOLE, Oracle, Trajectory, Vectors, bf16, every_frequency, executor_with, gradient,
-                    slots_of, stored_weights)
+from common import executor, grad_of
 from reference import Reference
 from torch import Tensor
 
 import train_gpt as tg
+
+ROOT = Path(__file__).resolve().parent.parent
+EXTRACT = ROOT / "tests/vectors"                                     # made by make_vectors.py
+WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
+CPU = tg.Fabric(torch.device("cpu"))
+
+# Limits of the largest error over the largest absolute value of an array (over 1 if all are 0), as published with the
+# vectors: file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when stored. The first row
+# that fits counts. Integers must be equal.
+TOLERANCES = (
+    ("s_*",  "*",                 1e-10, 2e-7),
+    ("traj", "*_loss.*",          1e-11, None),
+    ("traj", "*",                 1e-9,  None),
+    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),                          # e5m2 first, then the factors by position
+    ("fp8",  "*",                 1e-10, 2e-7),
+    ("*",    "*",                 1e-11, 2e-7),
+)
+
+class Vectors:
+    """The arrays of one file, which of them were used, and the comparison."""
+
+    def __init__(self, oracle: Oracle, file: str) -> None:
+        meta = oracle.meta
+        self.file = file
+        self.unused_scalars = meta["padding"]["unused_scalars"]
+        with np.load(oracle.path / f"{file}.npz") as arrays:
+            self.arrays = dict(arrays)
+        skipped = meta["padding"]["skip_keys"] + meta["loader"]["peer_shard_end_rule"]
+        self.expected = {key for key in self.arrays if not any(fnmatch.fnmatchcase(key, glob) for glob in skipped)}
+        self.left = set(self.expected)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.arrays
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        """Return an input of the computation."""
+        self.left.discard(key)
+        return self.arrays[key]
+
+    def tensor(self, key: str) -> Tensor:
+        return torch.from_numpy(self[key].copy())
+
+    def find(self, pattern: str) -> list[tuple[str, ...]]:
+        """Return groups of the keys that match a regular expression, each once, in the order of the file."""
+        return list(dict.fromkeys(match.groups() for key in self.arrays if (match := re.fullmatch(pattern, key))))
+
+    def check(self, key: str, got: Any, label: str = "", at: np.ndarray | None = None) -> None:
+        """Compare, if there is such a key. With the label of a parameter: its entries at flat indices, or all."""
+        if key not in self.expected:
+            return
+        want = self[key]
+        got = got.detach().numpy() if isinstance(got, Tensor) else np.asarray(got)
+        if label:
+            at = np.arange(want.size) if at is None else at
+            keep = at < got.size if label == "mlp" else ~np.isin(at, self.unused_scalars) | (label != "scalars")
+            got = got.ravel()[at[keep]]
+            want = want.ravel()[keep]                                    # without the vectors' padding
+        assert got.shape == want.shape, f"{self.file}: {key}: shape {got.shape}, expected {want.shape}"
+        limit = 0.0
+        if want.dtype.kind == "f":
+            limits = next(limits for *globs, f64, f32 in TOLERANCES for limits in [(f64, f32)]
+                          if all(map(fnmatch.fnmatchcase, (self.file, key), globs)))
+            limit = limits[want.dtype == np.float32]
+        off = np.abs(got.astype(np.float64) - want)
+        error = float(off.max(initial=0) / (np.abs(want.astype(np.float64)).max(initial=0) or 1))
+        assert error <= limit, f"{self.file}: {key}: error {error:.2e}, limit {limit}"        # NaN is an error too
+
+    def finish(self) -> None:
+        """Insist that every array was compared or went into the computation."""
+        assert not self.left, f"{self.file}: nothing looks at {sorted(self.left)}"
+
+@dataclass(frozen=True)
+class Oracle:
+    """A directory of vectors."""
+    path: Path
+
+    @functools.cached_property
+    def meta(self) -> dict[str, Any]:
+        return json.loads((self.path / "meta.json").read_text())
+
+    @property
+    def files(self) -> list[str]:
+        return sorted(file.stem for file in self.path.glob("*.npz"))
+
+    def open(self, file: str) -> Vectors:
+        return Vectors(self, file)
+
+    def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
+        """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
+        recipe, sizes = self.meta["recipe"], self.meta[section]
+        num_slots = more.get("num_slots", recipe["num_slots"])
+        rows = zip(slot_tokens, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
+        untie = {**recipe, **sizes}.get("split_stage", 2)
+        stages = tuple(tg.Stage(tokens * num_slots, *windows, lr_mul, tuple(start), tuple(end), k == untie)
+                       for k, (tokens, windows, lr_mul, start, end) in enumerate(rows))
+        same = {field.name for field in fields(tg.Config)}
+        renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
+                       normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
+                       adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
+        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu", stages=stages)
+        taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
+        return tg.Config(**{**taken, **renamed, **own, **more})
+
+def bf16(words: np.ndarray) -> Tensor:
+    return torch.from_numpy((words.astype(np.uint32) << 16).view(np.float32))
+
+def every_frequency(rotary: tg.Rotary) -> np.ndarray:
+    """One of each channel of a head: neighbours share theirs, the second half does not rotate."""
+    pairs = np.repeat(rotary.frequencies, 2)
+    return np.append(pairs, np.zeros_like(pairs))
+
+def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:
+    """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
+    return [tg.Slot(np.append(inputs, last).astype(np.int32), np.unique(borders).astype(np.int32))
+            for inputs, last, borders in zip(tokens, targets[:, -1], cu_seqlens)]
+
+def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
+    """Return whole initial weights; banks are cut to the trainer's number of layers."""
+    weights = {}
+    for row in tg.parameter_table(cfg):
+        if f"zero.{row.label}" in stored:
+            weights[row.label] = torch.zeros(tuple(stored[f"zero.{row.label}"]))
+        elif f"p32.{row.label}" in stored:
+            weights[row.label] = stored.tensor(f"p32.{row.label}")
+        elif f"p16.{row.label}" in stored:
+            weights[row.label] = bf16(stored[f"p16.{row.label}"])[:row.shape[0]]
+    weights.setdefault("embed", weights["lm_head"].t())                  # tied
+    assert all(weights[row.label].shape == row.shape for row in tg.parameter_table(cfg))
+    return weights
+
+def executor_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Executor:
+    found = executor(cfg)
+    found.model.load_state_dict({**found.model.state_dict(), **weights})
+    return found
+
+def gradient(run: tg.Executor | Reference, label: str) -> Tensor:
+    return run.grads[label] if isinstance(run, Reference) else grad_of(run.optimizer, label)
+
+class Trajectory:
+    """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
+
+    def __init__(self, oracle: Oracle, naive: bool = False) -> None:
+        """naive: a run of reference.py in place of the trainer's."""
+        self.meta = oracle.meta["trajectory"]
+        assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
+        self.vectors = oracle.open("traj")
+        val_batch_tokens = self.meta["val_slot_tokens"] * oracle.meta["recipe"]["num_slots"]
+        self.cfg = oracle.config("trajectory", self.meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
+        self.schedule = tg.Schedule(self.cfg)
+        stored = oracle.open("traj_init")
+        weights = stored_weights(self.cfg, stored)
+        stored.finish()
+        self.run = Reference(self.cfg, weights) if naive else executor_with(self.cfg, weights)
+        self.planner = tg.Planner(self.cfg, CPU) if naive else self.run.planner
+        self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
+
+    def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
+        """Plan the slots of the steps together; the pattern is that of the keys of a step."""
+        of_steps = []
+        for values in steps:
+            names = [pattern.format(name, values.step) for name in ("tokens", "targets", "cu_seqlens", "bigram_ids")]
+            slots = slots_of(*(self.vectors[name] for name in names[:3]))
+            rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
+            self.vectors.check(names[3], rows)
+            of_steps.append(slots)
+        return self.planner.batches("oracle", steps, of_steps)
+
+    def cycle(self, step: int) -> list[tg.Batch]:
+        """Return batches of the step and of those that share its plans."""
+        last = min(step + self.cfg.adam_every, self.schedule.total_steps)
+        return self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)]) if step < last else []
+
+    def check(self) -> None:
+        vectors, total = self.vectors, self.schedule.total_steps
+        vectors.check("dims", [self.meta[name] for name in self.meta["dims_key_order"]])
+        vectors.check("bos", self.cfg.document_start)
+        vectors.check("split_step", self.schedule.untie_step)
+        vectors.check("boundaries", list(zip(self.schedule.starts, self.schedule.ends)))
+        validated = {str(step) for step in range(total + 1) if step == total or self.schedule.at(step).validate}
+        assert {step for step, in vectors.find(r"val_loss\.(\d+)")} == validated, "validation at other steps"
+        for step in range(total):
+            self.check_validation(step)
+            self.check_values(step, self.schedule.at(step))
+            self.check_step(step, self.schedule.at(step))
+        self.check_validation(total)
+        vectors.finish()
+
+    def check_validation(self, step: int) -> None:
+        if f"val_loss.{step}" in self.vectors:
+            values = self.schedule.at(step)
+            self.vectors.check(f"val_windows.{step}", [values.short_window, values.long_window])
+            batches = self.batches("val_{}", [values])
+            self.vectors.check(f"val_loss.{step}", self.run.evaluate(batches, values))
+
+    def check_values(self, step: int, values: tg.Values) -> None:
+        rotary = (*every_frequency(values.rotary), values.rotary.attn_scale)
+        windows = values.short_window, values.long_window
+        for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2, momentum=values.momentum,
+                              adam_step=values.adam_step, lr_mul=self.schedule.lr_factor_at(step)).items():
+            self.vectors.check(f"{name}.{step}", got)
+        for row in tg.parameter_table(self.cfg):
+            lr = values.adam_lr * row.lr_mul
+            if row.optimizer == "normuon":                               # the factor of the shape
+                height, width = row.shape[-2:]
+                lr = values.normuon_lr * (1 if row.label == "attn" else max(1, height / width) ** 0.5)
+            self.vectors.check(f"lr.{step}.{row.label}", lr)
+
+    def check_step(self, step: int, values: tg.Values) -> None:
+        vectors = self.vectors
+        vectors.check(f"slot_loss.{step}", self.run.forward_backward(self.ready.pop(0), values).slot_sums)
+        for row in tg.parameter_table(self.cfg):                         # sums over slots; the optimizer divides them
+            grad = gradient(self.run, row.label) / self.cfg.num_slots
+            vectors.check(f"grad_samp.{step}.{row.label}", grad, row.label, at=vectors[f"idx.{row.label}"])
+            vectors.check(f"grad_norm.{step}.{row.label}", grad.double().norm())
+        self.ready = self.ready or self.cycle(step + 1)
+        self.run.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
+        after = self.schedule.at(step + 1)
+        vectors.check(f"split_after.{step}", not after.tied)
+        state = self.run.whole_state(after)
+        for row in tg.parameter_table(self.cfg):
+            self.check_state(step + 1, row, after, state)
+
+    def check_state(self, done: int, row: tg.Parameter, after: tg.Values, state: dict[str, dict]) -> None:
+        """Compare a parameter and its moments after so many steps; `after` is of the next."""
+        vectors, label = self.vectors, row.label
+        at, p = vectors[f"idx.{label}"], state["weights"][label]
+        vectors.check(f"samp.{done}.{label}", p, label, at)
+        vectors.check(f"full.{done}.{label}", p, label)
+        vectors.check(f"norm.{done}.{label}", p.double().norm())
+        for name, moment in (("st_m", "m"), ("st_v", "v"), ("st_mom", "momentum")):
+            if f"{label}.{moment}" in state["moments"]:
+                vectors.check(f"{name}.{done}.{label}", state["moments"][f"{label}.{moment}"], label, at)
+        if row.optimizer == "adam":
+            updates = 0 if label == "embed" and after.tied else done // self.cfg.adam_every
+            vectors.check(f"st_step.{done}.{label}", updates)
+        elif (key := f"st_v2.{done}.{label}") in vectors:
+            at = np.arange(len(vectors[key])) * self.meta["st_v2_stride"][label]
+            vectors.check(key, state["moments"][f"{label}.second"], label, at)
 
 pytestmark = pytest.mark.recipe
 DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
@@ -78,7 +324,6 @@ def check_s_acts(oracle: Oracle) -> None:
         vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
     vectors.finish()
 
-
 def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
     """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
     rows, seen = vectors["rows16"], {}
@@ -97,7 +342,6 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
         vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
-
 def check_s_grads(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_grads")
     cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")] + [("yarn1.", "m2", s.stretched())]
@@ -108,7 +352,6 @@ def check_s_grads(oracle: Oracle) -> None:
             for label in reversed(s.trainer.model.table):
                 check_gradient(vectors, prefix, name, label, gradient(run, label))
     vectors.finish()
-
 
 def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
     """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
@@ -129,7 +372,6 @@ def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: T
 def check_traj(oracle: Oracle) -> None:
     Trajectory(oracle).check()
 
-
 def check_opt(oracle: Oracle) -> None:
     vectors = oracle.open("opt")
     for case, in vectors.find(r"pe_in\.(.*)"):
@@ -141,7 +383,6 @@ def check_opt(oracle: Oracle) -> None:
     check_mantissa(vectors)
     check_adam(oracle, vectors)
     vectors.finish()
-
 
 def check_normuon(vectors: Vectors, case: str) -> None:
     """A bank over a few steps with plain float64 weights."""
@@ -161,7 +402,6 @@ def check_normuon(vectors: Vectors, case: str) -> None:
             for name, x in (("mom", moments["momentum"]), ("v2_", moments["second"]), ("p", got)):
                 vectors.check(f"{case}.{name}{step + 1}", x)
 
-
 def check_mantissa(vectors: Vectors) -> None:
     """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
     p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
@@ -174,7 +414,6 @@ def check_mantissa(vectors: Vectors) -> None:
                               decay, 0.0)
         vectors.check(f"mt.p_out{step}", p.numpy().view(np.uint16))
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
-
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     """Some parameters in reference.py, tied and then untied."""
@@ -214,7 +453,6 @@ def check_loader(oracle: Oracle) -> None:
             check_blocks(oracle, vectors, case, int(world))
     vectors.finish()
 
-
 def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
     """(..., C) -> (..., columns): each border once, then -1. How often one is repeated is padding, at both ends."""
     rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
@@ -223,7 +461,6 @@ def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
     for row, filled in zip(found, out):
         filled[:len(row)] = row
     return out.reshape(*np.shape(cu_seqlens)[:-1], -1)
-
 
 def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
     """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
@@ -265,7 +502,6 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
             vectors.check(prefix + name, slots.reshape(count, -1, world, slots.shape[-1]))
         done += count
 
-
 def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
     def cycles() -> Iterator[list[tg.Values]]:
         """Yield cycles of a step each; the vectors change between steps what a run has once."""
@@ -280,7 +516,6 @@ def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Valu
     finally:
         loader.close()
 
-
 def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Return the rows of a table that a batch reads, as files and recipes number them."""
     plan, rows = batch.plans[label], batch.rows[label].long()
@@ -289,7 +524,6 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
         rows = plan.my_rows[rows]
         rows = rows % plan.shard_size * world + rows // plan.shard_size
     return rows
-
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, rows = oracle.open("bigram"), oracle.meta["bigram"]["rows"]
@@ -339,7 +573,6 @@ def check_schedule(oracle: Oracle) -> None:
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.entries[label].lr_muls[0]) if is_bank else row.lr_mul)
     vectors.finish()
-
 
 def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
     """Frequencies and scale at the start and after each change of the long window, and the bf16 tables at the end."""
@@ -395,7 +628,6 @@ def check_fp8(oracle: Oracle) -> None:
 CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
               schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
 
-
 def cases() -> Iterator:
     """Yield (directory, file); one skipped case for a directory that is not there."""
     for name, path in DIRECTORIES.items():
@@ -405,28 +637,19 @@ def cases() -> Iterator:
         for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
             yield pytest.param(path, file, id=f"{name}-{file}")
 
-
 @pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
 
-
-@pytest.mark.parametrize("path", [EXTRACT, pytest.param(WHOLE, marks=pytest.mark.all)], ids=DIRECTORIES)
+@pytest.mark.all
+@pytest.mark.parametrize("path", DIRECTORIES.values(), ids=DIRECTORIES)
 def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
     if not path.is_dir():
         pytest.skip(f"no directory {path}")
     Trajectory(Oracle(path), naive=True).check()
 
-
-@pytest.mark.all
-def test_vectors__a_trajectory_of_dense_rows() -> None:
-    """Other ones on several ranks: test_ranks.py."""
-    Trajectory(Oracle(EXTRACT, "dense")).check()
-
-
 def test_vectors__the_extract_is_small() -> None:
     assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
-
 
 def test_Config__defaults_are_the_recipe() -> None:
     """The vectors' constants are the defaults of Config and of the module; sizes of a run and of the tests are not."""

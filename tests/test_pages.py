@@ -16,17 +16,14 @@ FOREIGN = re.compile(r"\brecipe \d|\bshared/|\b(systems|house|style|design|table
 LINK = re.compile(r"\]\((?!https?:)([^()\s]+)\)")
 LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines of a page
 
-
 def text_of(page: Path) -> str:
     """Return a page without its code, in which brackets are no links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
-
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings, as web pages of repositories make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("records/2*/README.md"))],
                          ids=lambda page: str(page.relative_to(ROOT)))
@@ -37,7 +34,6 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{link}: no such file"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
-
 @pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_citations_are_of_this_repository(page):
     found = [line.strip() for line in page.read_text().splitlines() if FOREIGN.search(line)]
@@ -46,13 +42,11 @@ def test_citations_are_of_this_repository(page):
     cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
     assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
 
-
 def test_race_svg__follows_from_the_logs():
     spec = importlib.util.spec_from_file_location("race", ROOT / "records/guide/race.py")
     race = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(race)
     assert (ROOT / "records/guide/race.svg").read_text() == race.draw(), "run python records/guide/race.py"
-
 
 @pytest.mark.house
 @pytest.mark.parametrize("pattern", LONGEST)

@@ -2,21 +2,19 @@
 import functools
 import math
 import operator
-import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, Run, executor, fabric, launch, preset, refused, small
+from common import ROOT, Run, executor, fabric, launch, preset, refused
 
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
 from tools import read
-
 
 class Time:
     """A clock that only moves when somebody works."""
@@ -28,10 +26,8 @@ class Time:
     def work(self, seconds: float, *_: object) -> None:
         self.now += seconds
 
-
 def losses(*slot_sums: float, tokens: int = 10) -> tg.Losses:
     return tg.Losses(torch.tensor(slot_sums), tokens)
-
 
 class TextData:
     """Validation data as far as the log looks at them."""
@@ -44,7 +40,6 @@ class TextData:
 
     def batches(self, values: tg.Values) -> tg.Values:
         return values
-
 
 def racer(time: Time, evaluated: list) -> SimpleNamespace:
     """Loader and executor of a race: a first batch takes 3 s, a step 1 + 2 s, a validation 40 s."""
@@ -63,16 +58,13 @@ def racer(time: Time, evaluated: list) -> SimpleNamespace:
                            forward_backward=forward_backward, optim_step=functools.partial(time.work, 2),
                            evaluate=evaluate, plans_ahead=None)
 
-
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
     return tg.Log(tmp_path / "run", fabric(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
-
 def events(tmp_path) -> list[dict]:
     return Run(tmp_path / "run", 0, "", "").events
-
 
 def lines(tmp_path) -> list[str]:
     return Run(tmp_path / "run", 0, "", "").lines
@@ -81,20 +73,8 @@ def lines(tmp_path) -> list[str]:
 # ---- clock ----------------------------------------------------------------------------------------------------------
 
 def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
-    """With the work that the device is still at, at both ends: 4 s each time that it is waited for."""
-    time = Time(monkeypatch)
-    clock = tg.Clock(SimpleNamespace(synchronize=functools.partial(time.work, 4)))
-    for total in (7000, 14_000):
-        clock.start()
-        time.work(3)
-        assert clock.ms == pytest.approx(total - 4000)
-        clock.stop()
-        time.work(50)
-        assert clock.ms == pytest.approx(total)
-
-
-def test_Clock__read_by_another_thread_at_any_moment(monkeypatch):
-    """Also between two assignments of its stop: a jump would end a race by the clock."""
+    """With the work that the device is still at, 4 s each time that it is waited for. Another thread may read it at any
+    moment, also between two assignments of its stop: a jump would end a race by the clock."""
     time = Time(monkeypatch)
     seen = []
 
@@ -104,17 +84,18 @@ def test_Clock__read_by_another_thread_at_any_moment(monkeypatch):
             if "fabric" in vars(self) and len(vars(self)) > 1:
                 seen.append(self.ms)
 
-    clock = Watched(fabric(), 1000.0)
-    for _ in range(3):
+    clock = Watched(SimpleNamespace(synchronize=functools.partial(time.work, 4)), 1000.0)
+    for total in (8000, 15_000):
         clock.start()
-        time.work(5)
+        time.work(3)
+        assert clock.ms == pytest.approx(total - 4000)
         clock.stop()
-    assert seen == [1000, 1000, 6000, 6000, 11000, 11000, 16000]
-
+        time.work(50)
+        assert clock.ms == pytest.approx(total)
+    assert seen == [1000, 1000, 8000, 8000, 15_000]
 
 @pytest.mark.parametrize("changes, validated", [
-    (dict(val_every=2), [0, 2, 4, 5]), (dict(val_every=0), [5]), (dict(val_every=5), [0, 5]),
-    (dict(val_every=2, max_steps=3), [0, 2, 3])])
+    (dict(val_every=2), [0, 2, 4, 5]), (dict(val_every=0), [5]), (dict(val_every=2, max_steps=3), [0, 2, 3])])
 def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, changes, validated):
     evaluated, before = [], []
     runner = racer(Time(monkeypatch), evaluated)
@@ -148,8 +129,7 @@ def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path)
     assert lines(tmp_path) == [f"step:{k}/12 train_time:{100 * k}ms step_avg:100.00ms" for k in range(1, 6)] + [
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]
 
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_path, bad):
     log = make_log(tmp_path)
     log.validation(5.125, 0.0, TextData())
@@ -164,18 +144,6 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     validation = functools.partial(make_log(tmp_path / "other").validation, bad, 0.0, TextData())
     refused(tg.RunError, validation, "validation loss at step 0", str(bad), "none")
     assert events(tmp_path / "other") == []
-
-
-def test_Log__other_ranks_write_nothing_but_check_their_losses(tmp_path, capsys):
-    log = make_log(tmp_path, rank=1)
-    log.event("header")
-    log.text("text")
-    log.step(losses(1.0), 0.0)
-    assert not (tmp_path / "run").exists() and capsys.readouterr().out == ""
-    assert log.tokens == 20, "tokens of all ranks"
-    log.step(losses(math.nan), 0.0)
-    refused(tg.RunError, log.flush, "training loss of step 1")
-
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
@@ -194,21 +162,16 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     renewed = "\r\x1b[Kstep:4/100 train_time:200ms step_avg:50.00ms train_loss:2.500\r"
     assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
 
-
 def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     """Also from another thread, while this one may be stuck in a write; a log that is closed is not aborted."""
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
-    threads = [threading.Thread(target=log.aborted, args=(f"cause {k}",)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    log.aborted("too late")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(log.aborted, map("cause {}".format, range(8))))
     log.flush()
     log.text("too late")
     event, = events(tmp_path)
-    assert event["type"] == "aborted" and event["cause"] in {f"cause {k}" for k in range(8)}
+    assert event["type"] == "aborted" and event["cause"] in map("cause {}".format, range(8))
     assert len(lines(tmp_path)) == 1
     closed = make_log(tmp_path / "closed")
     closed.close()
@@ -232,9 +195,8 @@ def kind(x):
         return tuple(map(kind, x))
     return x if isinstance(x, (tg.AttentionSpan, str)) else type(x)
 
-
 @pytest.mark.parametrize("changes", [
-    dict(), dict(max_steps=5), dict(num_extension_steps=0),
+    dict(), dict(num_extension_steps=0),
     *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(slots_per_micro_batch=3), dict(max_doc_len=2)))],
     ids=str)
 def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
@@ -268,15 +230,8 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
 # ---- time budget ----------------------------------------------------------------------------------------------------
 
-def budgeted(seconds: float, places=(), **changes) -> tg.Schedule:
-    """A plan of 270 steps."""
-    plan = dict(num_scheduled_steps=260, num_extension_steps=10, adam_every=2)
-    return tg.Schedule(preset(time_budget=seconds, **plan | changes), places)
-
-
-def trained(schedule: tg.Schedule, speed) -> tuple[list[tg.Values], float]:
-    """Return the steps of a race by the clock, and its ms. speed(share of the budget used): s that a step takes."""
-    clock = SimpleNamespace(fabric=fabric(), ms=0.0)
+def trained(schedule: tg.Schedule, clock: SimpleNamespace, speed) -> list[tg.Values]:
+    """Return the steps of a race by the clock. speed(share of the budget used): s that a step takes."""
     cycles = tg.cycles_from(0, schedule, clock)
     done, ahead = [], next(cycles)
     while ahead:
@@ -284,53 +239,32 @@ def trained(schedule: tg.Schedule, speed) -> tuple[list[tg.Values], float]:
         for values in cycle:
             clock.ms += 1000 * speed(clock.ms / 1000 / schedule.cfg.time_budget)
             done.append(values)
-    return done, clock.ms
-
-
-def uneven(share: float) -> float:
-    return 0.8 + 0.4 * random.Random(share).random()
-
-
-def ripples(share: float) -> float:
-    return 1 + 0.35 * math.sin(99 * share)
-
+    return done
 
 def changing(early: float, late: float, at: float):
     def speed(share: float) -> float:
-        return early if share < at else late
+        return (early if share < at else late) + 0.1 * math.sin(1e6 * share)
     return speed
 
-
-SPEEDS = dict(slow=changing(1.9, 1.9, 0), fast=changing(0.2, 0.2, 0), ripples=ripples, uneven=uneven)
-SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.8, 0.93) for late in (0.5, 1.4)}
-
+SPEEDS = dict(slow=changing(1.8, 1.8, 0), fast=changing(0.2, 0.2, 0))
+SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) for late in (0.5, 1.3)}
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
 def test_cycles_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name, adam_every):
     """It passes through all of its plan, whatever the speed."""
-    schedule = budgeted(270.0, adam_every=adam_every)
-    steps, ms = trained(schedule, SPEEDS[name])
+    schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
+                                  adam_every=adam_every))
+    clock = SimpleNamespace(fabric=fabric(), ms=0.0)
+    steps = trained(schedule, clock, SPEEDS[name])
     longest = 1.9 if name == "slow" else 1.4
-    assert abs(ms / 1000 - 270) <= longest * adam_every
+    assert abs(clock.ms / 1000 - 270) <= longest * adam_every
     assert [values.step for values in steps] == list(range(schedule.end_step))
     assert schedule.places == sorted(schedule.places) and schedule.places[-1] >= schedule.total_steps
     stages = [values.stage for values in steps]
     assert stages == sorted(stages) and set(stages) == set(range(len(schedule.cfg.stages)))
     assert [values.step for values in steps if values.untie] == [schedule.untie_step]
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
-
-
-def test_cycles_from__places_by_hand():
-    """A plan of 270 steps in 100 s: the share of the budget that will be over when a cycle begins, in planned steps."""
-    schedule = budgeted(100.0)
-    clock = SimpleNamespace(fabric=fabric(), ms=500.0)
-    cycles = tg.cycles_from(0, schedule, clock)
-    for clock.ms in (1000.0, 3000.0, 4000.0, 4000.0):
-        next(cycles)
-    # 1,000 ms at the first look, where no cycle has been seen: the clock stood at 1,000; then + 2,000 and + 1,000
-    assert schedule.places == pytest.approx([2.7 * 1, 2.7 * 5, 2.7 * 5, 2.7 * 5]), "never backwards"
-
 
 def check_budget(folder: Path, seconds: int) -> list[float]:
     """The run has kept its budget but for a cycle, has gone through its whole plan, and says all of it."""
@@ -339,17 +273,14 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     times = [0.0, *(e["train_time_ms"] for e in steps)]
     longest = max(later - before for before, later in zip(times, times[4:]))  # two cycles, of a busy machine
     assert abs(result["train_time_ms"] - 1000 * seconds) <= longest + 1 and result["budget_s"] == seconds
-    assert log.of("budget")[-1] == dict(type="budget", seconds=float(seconds), steps=result["steps"])
-    assert len(steps) == result["steps"]
+    assert log.of("budget")[-1] == dict(type="budget", seconds=float(seconds), steps=len(steps))
     places = [e["place"] for e in steps]
     assert places == sorted(places) and places[0] < 10 and places[-1] <= 93
     tokens = {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])}
     assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
-    assert any(line.startswith(f"step:{result['steps']}/{result['steps']} val_loss:") for line in log.lines)
     told, = read.read_runs([folder / "log.jsonl"]).runs
-    assert told.finished and told.total == result["steps"] and told.loss == result["val_loss"] and not told.notes
+    assert told.finished and told.total == result["steps"] == len(steps) and not told.notes
     return places
-
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.all)])
 def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(tmp_path, ranks):
@@ -357,13 +288,11 @@ def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(tmp_path, ranks
     flags = "--time_budget=3", "--num_scheduled_steps=90", "--epochs=0", "--checkpoint_every=8", "--sample_tokens=0"
     assert launch(tmp_path / "whole", ranks, *flags)[0].status == 0
     whole = check_budget(tmp_path / "whole", 3)
-    last = max((tmp_path / "whole" / tg.CHECKPOINTS).iterdir())
     again = launch(tmp_path / "again", ranks, f"--resume={tmp_path / 'whole'}")[0]
-    first = int(last.name.removeprefix("step-"))
-    assert [e["step"] for e in again.of("resumed")] == [first] and first > 8
+    resumed, = again.of("resumed")
     places = [e["place"] for e in again.of("step")]
-    assert places == sorted(places) and places[:first + 1] == whole[:first + 1]
-    assert again.of("result")[0]["steps"] == again.of("budget")[-1]["steps"] == len(places)
+    assert places == sorted(places) and places[:resumed["step"] + 1] == whole[:resumed["step"] + 1]
+    assert resumed["step"] > 8 and again.of("result")[0]["steps"] == len(places)
 
 
 # ---- sample ---------------------------------------------------------------------------------------------------------
@@ -379,16 +308,13 @@ def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
     where = SimpleNamespace(gather=gather or fabric().gather)
     return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, fabric=where), None, pieces)
 
-
 def count_up(tokens: list[int]) -> torch.Tensor:
     """After 0 comes 1 for sure, after 4 the end of the document."""
     following = {9: 0, 4: 9}.get(tokens[-1], tokens[-1] + 1)
     return torch.where(torch.arange(10) == following, 0.0, -1e4)
 
-
 def one_or_zero(tokens: list[int]) -> torch.Tensor:
     return torch.tensor([1.0, 0.0, -1e4])
-
 
 def test_generate__text_where_the_bytes_are_known():
     pieces = [b"a", b"bc", b"\xc3", b"\xa4", b"\xff", b"x", b"", b"", b"", b""]
@@ -398,17 +324,9 @@ def test_generate__text_where_the_bytes_are_known():
     two_ranks = {0: [4, 1], 2: [3, 3]}.get
     assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "one text, however ranks round: the lowest"
 
-
 def test_generate__draws_from_the_softmax_at_its_temperature():
     drawn = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, sample_tokens=4000)
              for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
-
-
-def test_generate__a_model_uses_its_own_context():
-    cfg = small(sample_tokens=20)
-    text = tg.generate(cfg, executor(cfg), tg.Schedule(cfg).at(0), None)
-    tokens = [int(x) for x in text.rpartition(": ")[2].split()]
-    assert 0 < len(tokens) <= 20 and max(tokens) < cfg.vocab_size

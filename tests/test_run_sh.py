@@ -41,7 +41,6 @@ PYTEST = "-m pytest -q --durations=10"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
-
 @pytest.fixture
 def run_sh(tmp_path: Path):
     """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
@@ -54,28 +53,22 @@ def run_sh(tmp_path: Path):
         (programs / name).chmod(0o755)
 
     def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
-        environment = dict(os.environ, PYTHON=str(programs / "parrot"))
-        environment["PATH"] = f"{programs}:{environment['PATH']}"
-        for name in ("NPROC", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-                     "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
-            environment.pop(name, None)
-        environment |= dict(HOME=str(tmp_path / "user")) | variables
-        return subprocess.run([*script, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True,
-                              timeout=60)
+        environment = dict(PYTHON=str(programs / "parrot"), PATH=f"{programs}:{os.environ['PATH']}",
+                           HOME=str(tmp_path / "user"))
+        return subprocess.run([*script, *flags], env=environment | variables, cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60)
 
     return call
 
-
 def started(done: subprocess.CompletedProcess) -> str:
-    """The last command that the parrot was asked to run."""
+    """Return the last command that the parrot was asked to run."""
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].partition(": ")[2]
 
-
 @pytest.mark.parametrize("flags, variables, parts", [
-    *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "abc", "-1", "", "1.5", "99999")),
+    *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "", "1.5", "99999")),
     ([], dict(PYTHON="python-of-nowhere"), ("python-of-nowhere", "Python 3.11 or later", "PYTHON=")),
-    *(([flag, "pocket"], {}, (flag, f"{flag}=VALUE")) for flag in ("--preset", "--train_files", "--num_slots"))])
+    (["--preset", "pocket"], {}, ("--preset", "--preset=VALUE"))])
 def test_die__found_expected_do(run_sh, flags, variables, parts):
     done = run_sh(*flags, **variables)
     title, *lines = done.stderr.splitlines()
@@ -83,63 +76,48 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "do"]
     assert all(part in done.stderr for part in parts), done.stderr
 
-
 @pytest.mark.parametrize("flags, fetched, command", [
     (["--seed=1"], True, "train_gpt.py --preset=pocket --seed=1"),
     (["--preset=pocket_tables"], True, "train_gpt.py --preset=pocket_tables"),        # the data of its plain one
-    (["--preset=pocket", "--train_files=my folder/*.bin"], False,
-     "train_gpt.py --preset=pocket --train_files=my folder/*.bin"),
+    (["--train_files=my folder/*.bin"], False, "train_gpt.py --preset=pocket --train_files=my folder/*.bin"),
     (["--sample=w", "def"], False, "train_gpt.py --sample=w def"),
     (["--resume=logs/x"], False, "train_gpt.py --resume=logs/x"),
-    (["test"], False, f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests"),
     (["test", "--all"], False, f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests --all"),
     (["test", "-k", "x y"], False, f"{PYTEST} tests -k x y"), (["test", "run.sh"], False, f"{PYTEST} run.sh"),
     (["--help"], False, "train_gpt.py --preset=pocket --help")])
 def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, fetched, command):
     """A save or an earlier run knows its preset; tests that the user names are the only ones."""
     done = run_sh(*flags, LACKS="attention")
-    assert started(done) == command
-    assert ("data/pocket.py" in done.stdout) == fetched
+    assert started(done) == command and ("data/pocket.py" in done.stdout) == fetched
     assert "requirements-gpu.txt" not in done.stdout, "a CPU gets no faster attention"
-    if flags == ["--help"]:
-        said = ("./run.sh test", "--all", "PYTHON=", "NPROC=", "the preset is pocket")
-        assert all(part in done.stdout for part in said)
+    assert all(part in done.stdout for part in ("./run.sh test", "NPROC=")) == (flags == ["--help"])
 
-
-@pytest.mark.parametrize("slots, processes", [
-    ("8", 2), ("7", 1), ("abc", 1), ("", 1), ("1" * 30, 1), ("HOME[$(touch stranger)]", 1)])
+@pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
 def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
-    flags = ["--preset=tiny", f"--num_slots={slots}"]
-    done = run_sh(*flags, GPUS="2")
-    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py {flags[0]} {flags[1]}"
+    done = run_sh("--preset=tiny", f"--num_slots={slots}", GPUS="2")
+    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --num_slots={slots}"
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: " in done.stdout.splitlines()[-1], "cores are shared"
 
-
 @pytest.mark.parametrize("variables, said", [
     ({}, "allocator: , compiled: {}/user/.cache/train_gpt/torchinductor,"),
-    (dict(NPROC="2"), "allocator: ,"), (dict(GPUS="2"), "allocator: expandable_segments:True,"),
+    (dict(GPUS="2"), "allocator: expandable_segments:True,"),
     (dict(GPUS="2", PYTORCH_ALLOC_CONF="backend:native"), "allocator: backend:native,"),
     (dict(GPUS="2", PYTORCH_CUDA_ALLOC_CONF="backend:native"), "allocator: ,"),
-    (dict(XDG_CACHE_HOME="{}/caches"), "compiled: {}/caches/train_gpt/torchinductor,"),
     (dict(TORCHINDUCTOR_CACHE_DIR="{}/mine"), "compiled: {}/mine,"), (dict(HOME="/proc/nowhere"), "compiled: ,")])
 def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said):
     done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
     assert said.format(tmp_path) in done.stderr
 
-
-@pytest.mark.parametrize("script", [("./link",), ("sh", "./link"), ("bash", "--posix", "./link")])
-def test_a_link_to_the_script_and_other_shells(run_sh, tmp_path, script):
-    """All run in the script's own folder, in bash."""
+def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
+    """It runs in the script's own folder, in bash."""
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
-    done = run_sh("--seed=1", script=script)
+    done = run_sh("--seed=1", script=("sh", "./link"))
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
     assert f"in {tmp_path / 'a clone'}" in done.stderr
 
-
 WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
 INSTALLS = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 -r requirements-gpu.txt"
-
 
 def test_add_fast_attention__on_top_of_the_users_interpreter(run_sh):
     on_gpus = dict(GPUS="2", LACKS="attention", PIP="works")
@@ -151,28 +129,21 @@ def test_add_fast_attention__on_top_of_the_users_interpreter(run_sh):
         assert last.startswith(".venv") and LAUNCHER in last, "with the interpreter that has it now"
     assert again.returncode == 0 and "pip" not in again.stdout and "-m venv" not in again.stdout
 
-
 @pytest.mark.parametrize("pip", ["fails", "hangs"])
 def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, pip):
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="attention", PIP=pip)
     assert started(done).startswith(LAUNCHER) and "NO faster attention" in done.stdout
     assert not done.stdout.splitlines()[-1].startswith(".venv"), "with the interpreter of before"
 
-
-@pytest.mark.parametrize("flags, lacks", [
-    (WITH_GPUS, ""), (["--help"], "attention"), (["--sample=w", "x"], "attention"), (["test", "-k", "x"], "attention")])
-def test_add_fast_attention__only_for_training_and_only_if_it_is_not_there(run_sh, flags, lacks):
-    done = run_sh(*flags, GPUS="2", LACKS=lacks, PIP="works")
-    assert done.returncode == 0 and "-m pip" not in done.stdout and "-m venv" not in done.stdout
-
-
-@pytest.mark.parametrize("flags", [["--preset=tiny"], ["--sample=w"], ["--resume=logs/x"], ["--help"], ["test"]])
-def test_make_venv__packages_of_the_tests_for_tests_alone(run_sh, flags):
-    done = run_sh(*flags, LACKS="packages")
+@pytest.mark.parametrize("flags, lacks, packages", [
+    (WITH_GPUS, "", []), (["--help"], "attention", []), (["test", "-k", "x"], "attention", []),
+    (["--preset=tiny"], "packages", ["requirements.txt"]),
+    (["test"], "packages", ["requirements.txt", "tests/requirements.txt"])])
+def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages):
+    done = run_sh(*flags, GPUS="2" * (lacks != "packages"), LACKS=lacks, PIP="works")
     assert done.returncode == 0, done.stderr
-    assert "pip install --quiet --disable-pip-version-check -r requirements.txt" in done.stdout
-    assert ("-r tests/requirements.txt" in done.stdout) == (flags == ["test"])
-
+    assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
+    assert ("-m venv" in done.stdout) == (packages != [])
 
 def test_what_the_script_has_to_know_before_there_is_a_trainer():
     """Facts of other files that it repeats, since it cannot import anything yet."""

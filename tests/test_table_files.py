@@ -27,7 +27,6 @@ OFTEN = "--checkpoint_every=2"
 ROUNDING = 1e-8                          # a fork with a division by small norms passes 1e-9
 WARM_UP = tg.warm_up
 
-
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
     """Several files of each table and rank; and no warm-up, which leaves no trace."""
@@ -36,13 +35,11 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(tg, "warm_up", lambda *_: None)
         yield
 
-
 def done_well(folder: Path, world: int, *flags: str) -> Run:
     """A run of so many ranks, which ends with status 0; what rank 0 left."""
     ranks = launch(folder, world, *flags)
     assert [rank.status for rank in ranks] == [0] * world, ranks[0].err
     return ranks[0]
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
@@ -54,13 +51,11 @@ def place(tmp_path_factory) -> Path:
         done_well(folder / f"cut{world}", world, *flags, *CUT)
     return folder
 
-
 def rows_of(folder: Path, label: str) -> dict[str, Tensor]:
     """All rows in a checkpoint or a save, in the order of ids."""
     pieces = [torch.load(path) for path in folder.glob(f"rows-{label}-*.pt")]
     order = torch.cat([piece["ids"] for piece in pieces]).sort().indices
     return {name: torch.cat([piece[name] for piece in pieces])[order] for name in pieces[0]}
-
 
 def same(ours: Path, theirs: Path, limit: float = 0) -> bool:
     """Do two folders hold the same rows, to the last bit or to rounding? Ids and last updates always exactly."""
@@ -72,10 +67,8 @@ def same(ours: Path, theirs: Path, limit: float = 0) -> bool:
                 return False
     return True
 
-
 def checkpoint(run_dir: Path, step: int) -> Path:
     return run_dir / tg.CHECKPOINTS / f"step-{step:07d}"
-
 
 def validations(folder: Path) -> list[float]:
     """The losses on which all ranks agree: a step's line has the loss of one rank's slots."""
@@ -95,7 +88,6 @@ def test_row_files__every_owner_writes_its_touched_rows(place):
         assert 0 < len(rows_of(checkpoint(place / "cut2", 8), label)["ids"]) < result["touched_rows"][label]
         assert rows_of(place / "save2", label).keys() == {"ids", "rows", "v", "last"}
 
-
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("tables", [(), (f"--tables={HOST}", OFTEN)], ids=["same home", "other home"])
 def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, tables):
@@ -112,21 +104,17 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
     if tables:
         assert same(checkpoint(tmp_path / "run", 10), checkpoint(place / f"whole{world}", 10)), "with v and last"
 
-
-@pytest.mark.parametrize("before, world", [
-    (1, 2), (2, 1), pytest.param(1, 4, marks=pytest.mark.all), pytest.param(2, 4, marks=pytest.mark.all)])
+@pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.all)])
 def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world):
     done_well(tmp_path / "run", world, f"--resume={place / f'cut{before}'}", *ON, f"--tables={HOST}",
               f"--save={tmp_path / 'save'}")
     assert validations(tmp_path / "run") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(tmp_path / "save", place / "save1", ROUNDING)
 
-
 def test_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(place):
     assert validations(place / "whole2") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(place / "save2", place / "save1", ROUNDING)
     assert same(checkpoint(place / "whole2", 10), checkpoint(place / "whole1", 10), ROUNDING)
-
 
 @pytest.mark.parametrize("world, tables, home, dtype", [
     (1, HOST.replace("host", "host 4"), DEVICE.replace("stream 1", "stream 1 device 4"), "float64"),
@@ -140,10 +128,8 @@ def test_load_checkpoint__other_tables_resume_bitwise_in_another_home(tmp_path, 
     assert losses(tmp_path / "run") == losses(tmp_path / "whole") and same(tmp_path / "again", tmp_path / "save")
     assert weights(tmp_path / "again") == weights(tmp_path / "save")
 
-
 def on_rank(rank: int) -> bool:
     return os.environ.get("RANK") == str(rank)
-
 
 def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(place, tmp_path, monkeypatch):
     sha256 = tg.file_sha256
@@ -173,7 +159,6 @@ def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
         sync(path)
     patch.setattr(tg, "sync_to_disk", half_written)
 
-
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
     """Kill it with all files written."""
     rename = Path.rename
@@ -183,7 +168,6 @@ def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return rename(path, target)
     patch.setattr(Path, "rename", stopped)
-
 
 @pytest.mark.parametrize("kill", [kill_in_a_file, kill_before_the_name])
 def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, kill):
@@ -196,7 +180,6 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
     done = done_well(tmp_path / "run", 1, f"--resume={tmp_path / 'killed'}", *ON)
     assert losses(done.folder) == losses(place / "whole1")
     assert done.of("resumed")[0]["step"] == 6
-
 
 def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
@@ -219,23 +202,12 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
 
-def sampled(folder: Path, save: Path) -> str:
-    done = done_well(folder, 1, f"--sample={save}", "--sample_tokens=8")
-    return done.out.strip().splitlines()[-1]
-
-
 def test_sample_saved__is_the_runs_text(place, tmp_path):
     """Saves of one rank and of two are the same to rounding."""
-    done = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
-    text = sampled(tmp_path, place / "save1")
-    assert text in done.out and sampled(tmp_path, place / "save2") == text
-
-
-def test_sample_saved__bf16_rows_on_a_cpu(tmp_path):
-    done_well(tmp_path / "run", 1, f"--tables={HOST}", "--dtype=bfloat16", "--max_steps=4",
-              f"--save={tmp_path / 'save'}")
-    assert sampled(tmp_path, tmp_path / "save").startswith("token ids")
-
+    run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
+    one, two = (done_well(tmp_path, 1, f"--sample={place / f'save{world}'}", "--sample_tokens=8").out
+                for world in (1, 2))
+    assert one == two and one.strip().splitlines()[-1] in run.out
 
 def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
     monkeypatch.delitem(tg.HOMES, "device")

@@ -11,10 +11,8 @@ sys.path.insert(0, str(ROOT / "data"))                        # the tools import
 
 TEXT = "".join(f"line {number} of a short text\n" for number in range(200))
 
-
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
 
 def failure(tool, *arguments: object) -> str:
     """The message of a call that ends with one: found, expected, what to do."""
@@ -26,13 +24,11 @@ def failure(tool, *arguments: object) -> str:
     assert -1 not in places and places == sorted(places), message
     return message
 
-
 def wrong_flag(tool, capsys, *arguments: object) -> str:
     with pytest.raises(SystemExit) as caught:
         tool.main([str(argument) for argument in arguments])
     assert caught.value.code == 2, arguments
     return capsys.readouterr().err
-
 
 def decode(out: Path, split: str = "train") -> list[str]:
     """Documents of a data set as the trainer reads it: checked headers, tokens, hashes and vocabulary."""

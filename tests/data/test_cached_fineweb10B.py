@@ -26,15 +26,12 @@ ISOLATED = {name: value for name, value in os.environ.items() if not name.starts
 ISOLATED |= {"HF_TOKEN_PATH": os.devnull, "NO_PROXY": "*", "no_proxy": "*"}
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 
-
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
     body = np.random.default_rng(seed).integers(0, 50257, tokens).astype("<u2")
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
 
-
 # place: "hub", or "cdn" where the hub sends us for the content
 Request = namedtuple("Request", "method place name range authorization")
-
 
 class Hub(ThreadingHTTPServer):
     """Metadata and a redirect at the hub's URLs, content at another host name; both may be told to fail."""
@@ -54,7 +51,6 @@ class Hub(ThreadingHTTPServer):
 
     def handle_error(self, *args) -> None:
         """Clients that leave early are what is tested here."""
-
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -106,7 +102,6 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "stall":
             self.server.go_on.wait(10)
 
-
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     with Hub() as server:
@@ -117,7 +112,6 @@ def hub() -> Iterator[Hub]:
         server.shutdown()
         thread.join()
 
-
 @pytest.fixture
 def waits(monkeypatch) -> list[float]:
     """No proxy, small blocks, no waiting; the seconds that would have been waited."""
@@ -127,10 +121,8 @@ def waits(monkeypatch) -> list[float]:
     monkeypatch.setattr(tool, "BLOCK", 4000)
     return seconds
 
-
 def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
     tool.main([str(shards), "--out", str(out), "--endpoint", hub.url])
-
 
 def fails(hub: Hub, out: Path, *parts: str) -> None:
     message = failure(tool, "1", "--out", out, "--endpoint", hub.url)
@@ -138,11 +130,9 @@ def fails(hub: Hub, out: Path, *parts: str) -> None:
     assert -1 not in places and places == sorted(places), message
     assert not any(tool.fault(path) for path in out.glob("*.bin"))
 
-
 def assert_whole(hub: Hub, out: Path, *names: str) -> None:
     assert {path.name for path in out.iterdir()} == {*names, "manifest.json"}
     assert all((out / name).read_bytes() == hub.files[name] and not (out / name).is_symlink() for name in names)
-
 
 def test_get_shards__fetches_then_keeps_without_network(hub, waits, tmp_path, capsys):
     out = tmp_path / "a new/folder"
@@ -153,10 +143,8 @@ def test_get_shards__fetches_then_keeps_without_network(hub, waits, tmp_path, ca
     assert len(hub.requests) == before and not waits
     assert capsys.readouterr().out.endswith("2 training shards and the validation shard, whole\n")
 
-
 def flipped(content: bytes, at: int) -> bytes:
     return content[:at] + bytes([content[at] ^ 1]) + content[at + 1:]
-
 
 SHARD = make_shard(1)
 REST = ["4000-7999", "8000-9023"]
@@ -174,7 +162,6 @@ MENDED = {                               # of the hub; on disk, by ending; failu
     "no shard": ({}, {"": b"<html>not a shard"}, [], ALL, "header words"),
 }
 
-
 @pytest.mark.parametrize("name", MENDED)
 def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
     attributes, files, failures, ranges, said = MENDED[name]
@@ -187,7 +174,6 @@ def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
     assert [request.range for request in hub.of("GET", "cdn", ONE)] == ranges and not waits
     assert said in capsys.readouterr().err
 
-
 def test_receive__a_bad_network_and_a_busy_server(hub, waits, tmp_path):
     """What the library is there for: the same block again after a cut, a reset or a refusal, and waiting as asked."""
     hub.plans["HEAD hub", ONE] = [("status", 503, {}), ("status", 429, {"Retry-After": "7"})]
@@ -199,12 +185,10 @@ def test_receive__a_bad_network_and_a_busy_server(hub, waits, tmp_path):
     assert [request.range for request in hub.of("GET", "cdn", ONE)] == [first, first, second, second, second, third]
     assert waits == [1, 8, 10, 2, 1, 2]  # the library adds a second to what a server asks for
 
-
 def test_fetch__a_truncated_shard(hub, waits, tmp_path):
     hub.files[ONE] = hub.files[ONE][:5000]
     fails(hub, tmp_path, ONE, "found", "5,000 bytes", "expected 9,024", "try again later")
     assert len(hub.of("HEAD", "hub", ONE)) == 2 and not list(tmp_path.glob("*.part"))
-
 
 def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
     (tmp_path / VAL).write_bytes(hub.files[VAL])                      # by an older version: no hash of it
@@ -219,7 +203,6 @@ def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsy
     assert_whole(hub, tmp_path, VAL, ONE)
     assert shard_files.read_manifest(tmp_path) == entries
     assert f"{ONE}: found other content than manifest.json names" in capsys.readouterr().err
-
 
 def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
     content = hub.files.pop(ONE)
@@ -236,11 +219,9 @@ def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
 
-
 def start(out: Path, *flags: str, environment: dict = {}, **options) -> subprocess.Popen:
     command = [sys.executable, ROOT / "data/cached_fineweb10B.py", "1", f"--out={out}", *flags]
     return subprocess.Popen(command, env=ISOLATED | environment, text=True, stderr=subprocess.PIPE, **options)
-
 
 def test_main__environment(hub, tmp_path):
     environment = {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"}
@@ -252,7 +233,6 @@ def test_main__environment(hub, tmp_path):
     assert {r.authorization for r in hub.requests if r.place == "hub"} == {"Bearer hf_secret"}
     assert {r.authorization for r in hub.requests if r.place == "cdn"} == {""}
     assert start(tmp_path, environment=environment | {"HF_HUB_OFFLINE": "1"}).wait(20) == 0
-
 
 def test_main__ctrl_c_then_again(hub, tmp_path):
     hub.files[ONE] = make_shard(1, 5_000_000)
@@ -272,7 +252,6 @@ def test_main__ctrl_c_then_again(hub, tmp_path):
         assert process.returncode == 0
     assert_whole(hub, tmp_path, VAL, ONE)
     assert [request.range for request in hub.of("GET", "cdn", ONE)] == [f"{tool.BLOCK}-{10_001_023}"]
-
 
 def test_append__a_full_disk(hub, tmp_path):
     hub.files[ONE] = make_shard(1, 2_000_000)

@@ -10,7 +10,6 @@ from data_common import failure
 
 import ngram                                                  # noqa: E402
 
-
 def slow_probability(train: list[int], history: tuple, token: int, vocab_size: int) -> float:
     """Witten-Bell from its definition: looks through all of `train` for every history."""
     n = len(history)
@@ -18,7 +17,6 @@ def slow_probability(train: list[int], history: tuple, token: int, vocab_size: i
     after = Counter(train[i + n] for i in range(len(train) - n) if tuple(train[i:i + n]) == history)
     total, kinds = sum(after.values()), len(after)
     return (after[token] + kinds * lower) / (total + kinds) if total else lower
-
 
 @pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
 def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
@@ -28,7 +26,6 @@ def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
     slow = [slow_probability(train.tolist(), tuple(val[max(0, t - 2):t].tolist()), int(val[t]), vocab_size)
             for t in range(1, val_len)]
     np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # float64 both
-
 
 def test_main__a_stream_over_shards(tmp_path, capsys):
     rng = np.random.default_rng(1)
@@ -44,7 +41,6 @@ def test_main__a_stream_over_shards(tmp_path, capsys):
     assert math.isclose(result["trigram_nats"], -np.log(ngram.witten_bell(train[:70], val[:41], 7)).mean())
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
-
 @pytest.mark.parametrize("change, message", [
     (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
     (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
@@ -53,7 +49,6 @@ def test_read_stream__a_bad_shard(tmp_path, change, message):
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
     assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
-
 
 def test_read_stream__wrong_requests(tmp_path):
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))

@@ -15,13 +15,11 @@ from data_common import contents, failure
 import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 
-
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("pocket") / "a new folder"
     pocket.main(["--out", str(folder)])
     return folder
-
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_documents__spell_the_source_files(out, split):
@@ -49,13 +47,11 @@ def test_documents__spell_the_source_files(out, split):
     share = len(texts) / len(sources)
     assert 1 / 20 < min(share, 1 - share) < 1 / 6, "one in twelve"
 
-
 def test_cut__keeps_decorators_with_their_definition():
     parts = [b"import os\n\n", b"@a\n@b(\n)\n# why\nclass C:\n    def f(self): pass\n\n", b"async def g(): pass\n",
              b"@c\ndef h(): pass\nx = 1\n", b"def i(): pass"]
     assert pocket.cut(b"".join(parts)) == parts
     assert pocket.cut(b"def f(): pass\n") == [b"def f(): pass\n"] and pocket.cut(b"") == []
-
 
 def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(out):
     before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
@@ -66,12 +62,10 @@ def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(o
     subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
     assert contents(out) == before
 
-
 DAMAGES = {                                  # name of a file -> what it then holds; None: it is gone
     "no vocabulary": ("vocab.txt", None), "cut shard": ("pocket_val_000000.bin", bytes(1024 + 2 * 2)),
     "flipped bit": ("pocket_train_000000.bin", bytes(1033) + b"\1"), "broken report": ("pocket.json", b'{"python": "'),
     "another python": ("pocket.json", b'{"python": "p 2"}'), "no manifest": ("manifest.json", None)}
-
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_made_before__incomplete_output(tmp_path, damage):
@@ -87,7 +81,6 @@ def test_made_before__incomplete_output(tmp_path, damage):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     assert not pocket.made_before(tmp_path, {"python": "p 1"})
-
 
 def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
     monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))

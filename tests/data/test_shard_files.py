@@ -24,21 +24,17 @@ import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 import tokenize_text                                          # noqa: E402
 
-
 def tokenize(source: Path, out: Path, *flags: str) -> None:
     tokenize_text.main([str(source), f"--out={out}", *flags])
 
-
 def ngram_failure(pattern: object) -> str:
     return failure(ngram, f"--train={pattern}", f"--val={pattern}")
-
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     path = tmp_path / "source.txt"
     path.write_text(TEXT)
     return path
-
 
 @pytest.fixture
 def library(monkeypatch) -> None:
@@ -50,10 +46,8 @@ def library(monkeypatch) -> None:
     monkeypatch.setattr(pocket, "read_sources", {Path(sysconfig.get_path("stdlib")): sources}.get)
     monkeypatch.setattr(pocket, "MIN_VAL_TOKENS", 1)
 
-
 def link_to(target: str) -> Callable[[Path], None]:
     return lambda path: path.symlink_to(target)
-
 
 @pytest.mark.parametrize("make, kind", [
     (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to("/dev/zero"), "a pipe or a device"),
@@ -72,7 +66,6 @@ def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make,
     message = failure(cached_fineweb10B, 0, f"--out={tmp_path}/fetched")
     assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
 
-
 def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for tool, arguments in ((pocket, []), (tokenize_text, [source]), (cached_fineweb10B, [0])):
@@ -81,7 +74,6 @@ def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkey
         for empty in ("", "/"):
             assert "expected the name of a folder" in wrong_flag(tool, capsys, *arguments, f"--out={empty}")
     assert contents(tmp_path) == {"source.txt": TEXT.encode()}
-
 
 @contextlib.contextmanager
 def no_large_files(limit: int):
@@ -93,10 +85,8 @@ def no_large_files(limit: int):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-
 def full_disk(*_) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
-
 
 @pytest.mark.parametrize("when", ["writing", "flushing", "naming", "a signal"])
 @pytest.mark.parametrize("old", [False, True])
@@ -124,7 +114,6 @@ def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source,
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part"))
 
-
 def test_new_data_set__what_a_killed_call_left_goes_with_the_next(tmp_path, source):
     out = tmp_path / "set"
     tokenize(source, out)
@@ -138,7 +127,6 @@ def test_new_data_set__what_a_killed_call_left_goes_with_the_next(tmp_path, sour
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
 
-
 def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     out = tmp_path / "set"
@@ -147,7 +135,6 @@ def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monke
             shard_files.write_file(new / name, b"x")
     vocabulary, shard, manifest = [(out / name).stat().st_ino for name in ("vocab.txt", "set.bin", "manifest.json")]
     assert calls == [vocabulary, shard, manifest, "manifest.json", out.stat().st_ino, "set", tmp_path.stat().st_ino]
-
 
 @pytest.mark.parametrize("name, flipped", [("x_train_000000.bin", 0), ("vocab.txt", 0), ("x_train_000000.bin", 1)])
 def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped):
@@ -167,7 +154,6 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         tg.read_vocabulary(one, preset("tiny", header.vocab_size, header.document_start))
         tg.scan_shards(tg.find_shards(f"{one}/*.bin"))
 
-
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])
 def test_read_manifest__one_that_is_none(tmp_path, source, content):
@@ -179,7 +165,6 @@ def test_read_manifest__one_that_is_none(tmp_path, source, content):
     (out / "x.bin").unlink()
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
-
 
 def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
     out = tmp_path / "set"
@@ -201,13 +186,11 @@ def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
         assert "found ['vocab.txt'], expected a new folder" in failure(tool, *arguments, f"--out={other}")
     assert contents(other) == {"vocab.txt": b"mine\n"}
 
-
 def test_say__a_console_that_cannot_encode(tmp_path, source, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", console)
     tokenize(source, tmp_path / "zażółć", "--tokenizer=bytes")
     assert b"za\\u017c\xf3\\u0142\\u0107_train_*.bin: 1 shards" in console.buffer.getvalue()
-
 
 @pytest.mark.parametrize("stdout, found", [("/dev/full", "No space left on device"), (None, "'NoneType' object")])
 def test_say__a_lost_result_is_an_error_after_the_data_are_whole(tmp_path, source, library, monkeypatch, stdout, found):
@@ -219,7 +202,6 @@ def test_say__a_lost_result_is_an_error_after_the_data_are_whole(tmp_path, sourc
         assert "stdout: found " in message and found in message and "print the result there" in message
         assert len(shard_files.read_manifest(out)) >= 3
 
-
 def test_as_program__status_and_no_stack_trace(tmp_path):
     write_shard(tmp_path / "shard.bin", [0, 1, 2, 1, 2])
     program = f"{sys.executable} {ROOT}/data/ngram.py --train=shard.bin --val"
@@ -228,7 +210,6 @@ def test_as_program__status_and_no_stack_trace(tmp_path):
     one, two, result = done.stdout.splitlines()
     assert (one, two) == ("1", "1") and '"trigram_nats"' in result
     assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr and "ignored" not in done.stderr
-
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):

@@ -18,23 +18,20 @@ import train_gpt as tg
 import tokenize_text as tool                                  # noqa: E402
 
 RANKS = Path(os.environ.get("GPT2_RANKS", ROOT / "../shared/data/gpt2.ranks.gz"))
-TEXTS = ["Hello world", "  spaces\tand\n\n\nlines \n", "Żółć, naïve, Привет, שלום, 你好世界, 🙂", "e\u0301 \u00a0\u200b",
+TEXTS = ["Hello world", "  spaces\tand\n\n\nlines \n", "Żółć, naïve, Привет, שלום, 你好世界, 🙂",
+         "e\u0301 \u00a0\u200b",
          "<|endoftext|> is text here", "I'll can't 1234 ... don't\r\n", "x" * 5000, "\x00\x7f\ufeff inside"]
 BYTES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
 
-
 def run(*arguments: object) -> None:
     tool.main(list(map(str, arguments)))
-
 
 def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:
     path.write_text("".join(json.dumps({"id": n, key: text}) + "\n" for n, text in enumerate(texts)))
     return path
 
-
 def tokens_of(shard: Path) -> np.ndarray:
     return np.fromfile(shard, "<u2", offset=1024)
-
 
 @pytest.mark.parametrize("kind, vocab_size", [("bytes", 257), ("pocket", None)])
 def test_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys):
@@ -48,7 +45,6 @@ def test_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys):
     assert vocab_size in (None, len(lines) + 1)
     assert [int(line.split(b" ")[1]) for line in lines] == list(range(len(lines)))
     assert f"{len(TEXTS)} documents, {tokens:,} tokens, " in capsys.readouterr().out
-
 
 def test_gpt2_tokenizer(tmp_path):
     pytest.importorskip("tiktoken", reason="no tiktoken: GPT-2 tokens are not tested")
@@ -65,13 +61,11 @@ def test_gpt2_tokenizer(tmp_path):
     said = failure(tool, *flags, f"--out={tmp_path / 'b'}", f"--vocab={ranks}")
     assert "ranks: found 256 other pieces, expected GPT-2's 50,256" in said
 
-
 def test_tokenizer__learned_pieces_by_count_then_by_bytes(tmp_path):
     text = write_jsonl(tmp_path / "in.jsonl", ["the cat the dog\n", " the end of the cat\n"])
     run(text, f"--out={tmp_path / 'a'}", "--val_share=0", "--vocab_size=260")
     lines = (tmp_path / "a/vocab.txt").read_bytes().splitlines()[256:]
     assert [base64.b64decode(line.split()[0]) for line in lines] == [b" the", b" cat", b" dog"]
-
 
 @pytest.mark.parametrize("lines, found", [
     ([*BYTES, b"no base64! 256"], "found "), ([b"QQ==", *BYTES], "found "), (BYTES[1:], "pieces"),
@@ -82,19 +76,16 @@ def test_read_pieces__a_bad_vocabulary(tmp_path, lines, found):
     message = failure(tool, tmp_path / "in.txt", f"--out={tmp_path / 'out'}", f"--vocab={tmp_path / 'vocab.txt'}")
     assert "vocab.txt: found" in message and found in message and "give another file" in message
 
-
 FOUND = {"a.txt": b"first", "b/c.py": "zweite ö".encode(), "b/d.jsonl": b'{"text": "third"}\n', "e": b"fourth"}
 PASSED_OVER = {"f.bin": b"\x00\x01", "latin.txt": b"\xe4\n", "b/g.gz": b"x", "h.json": b"{}", "empty": b"",
                ".git/config": b"x", "b/.hidden": b"x", "log.jsonl": b'{"step": 1}\n'}
 REASONS = "8 files passed over: 1 .gz, 1 .json, 1 binary, 1 empty, 2 hidden, 1 not in UTF-8, 1 without 'text'"
-
 
 def write_tree(folder: Path) -> None:
     for name, content in (FOUND | PASSED_OVER).items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "loop").symlink_to(".")
-
 
 @pytest.mark.parametrize("pattern", [".", "text", "../work/text", "text/**", "text/*|text/b/*"])
 def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pattern):
@@ -112,7 +103,6 @@ def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pat
     run("text/b", "--out=b", "--val_files", "text/[ae]*", "--tokenizer=bytes")
     assert (decode(Path("b")), decode(Path("b"), "val")) == (["zweite ö", "third"], ["first", "fourth"])
 
-
 def test_named_files__nothing_there(tmp_path):
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
@@ -120,7 +110,6 @@ def test_named_files__nothing_there(tmp_path):
     assert "found no text (0 files passed over), expected some" in failure(tool, f"{tmp_path}/**/*.md", *flags)
     assert "no file.txt: found no file" in failure(tool, tmp_path / "no file.txt", *flags)
     assert not (tmp_path / "out").exists()
-
 
 @pytest.mark.parametrize("name, content, parts", [
     ("a.txt.gz", b"x", ["a.txt.gz: found .gz", "unpack"]), ("a.json", b"[]", ["a.json: found .json", ".jsonl"]),
@@ -140,7 +129,6 @@ def test_documents__bad_input(tmp_path, name, content, parts):
     assert all(part in message for part in parts), message
     assert not (tmp_path / "out").exists(), "no trace of it"
 
-
 def test_parquet_documents(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: Parquet is not tested")
     import pyarrow.parquet as parquet
@@ -153,7 +141,6 @@ def test_parquet_documents(tmp_path):
     assert "in.parquet: a row: found {'n': 0}" in failure(tool, *flags, "--text_key=n")
     (tmp_path / "in.parquet").write_bytes(b"PAR1 no parquet")
     assert "expected a Parquet file" in failure(tool, *flags)
-
 
 @pytest.mark.parametrize("flag", [r"\n\n", "<|endoftext|>", r"\n%%\n"])
 def test_plain_documents__with_separators(tmp_path, flag):
@@ -169,7 +156,6 @@ def test_plain_documents__with_separators(tmp_path, flag):
         assert "".join(docs) == "".join(part for part in parts if part.strip())
         assert {"one\nline", "last"} < set(docs)
 
-
 def test_drawn_split__by_the_text_alone(tmp_path):
     texts = [f"document {n}" for n in range(400)]
     for name, lines in (("y", texts), ("z", texts[::-1])):
@@ -180,9 +166,9 @@ def test_drawn_split__by_the_text_alone(tmp_path):
     assert train_texts == [text for text in texts if text in set(train_texts)], "order is kept"
     assert decode(tmp_path / "z", "val") == val[::-1], "and decides nothing"
 
-
 @pytest.mark.parametrize("text, val", [
-    ("one document", "document"), ("naïve ö", "e ö"), ("a\n\nb\n", "\nb\n"), ("\n\nab", "b"), ("ö" * 999, "ö" * 500),
+    ("one document", "document"), ("naïve ö", "e ö"), ("a\n\nb\n", "\nb\n"), ("\n\nab", "b"),
+    ("ö" * 999, "ö" * 500),
     (TEXT, None), (3 * TEXT, None), ("x" * 9999, "x" * 1024)])
 @pytest.mark.parametrize("drawn", ["train", "val"])
 def test_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypatch, text, val, drawn):
@@ -196,13 +182,11 @@ def test_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypa
     wanted = min(size / 2, max(1024, 0.05 * size))
     assert wanted - 2 <= len(end.encode()) <= wanted + 30, "to the end of a line or character"
 
-
 def test_documents__of_several_the_last_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "drawn_split", lambda text, share: "train")
     (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
     run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert (decode(tmp_path / "out"), decode(tmp_path / "out", "val")) == (["a?b", "five "], ["six seven "])
-
 
 def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "SHARD_TOKENS", 10_000)
@@ -214,7 +198,6 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
     assert all(header.tokens <= 10_000 for header in headers)
     assert max(tg.load_shard(header).doc_lengths.max() for header in headers) == 100
     assert "".join(decode(tmp_path / "out")) == (text + "short") * 3
-
 
 @pytest.mark.parametrize("size, kind, more", [
     (16_000, "bytes", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
@@ -234,7 +217,6 @@ def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, m
     assert config.num_slots == tool.SLOTS
     assert max(stage.batch_tokens for stage in config.stages) == tool.SLOTS * tool.POCKET_SLOT
 
-
 @pytest.mark.parametrize("mean", [30, 150, 220, 400])
 def test_training_line__the_trainer_can_pack_a_step_of_the_shortest_text(mean):
     for seed in range(60):
@@ -243,7 +225,6 @@ def test_training_line__the_trainer_can_pack_a_step_of_the_shortest_text(mean):
         docs = np.searchsorted(lengths.clip(max=tool.MAX_DOC_LEN).cumsum(), tool.MIN_TOKENS) + 1
         shortest = tg.Shard(tokens[:lengths[:docs].sum()], 49)
         assert tg.pack_block(shortest, 0, tool.SLOTS, tool.POCKET_SLOT, tool.MAX_DOC_LEN) is not None, seed
-
 
 def test_training_line__too_short_a_text_names_sizes(tmp_path, capsys):
     (tmp_path / "in.txt").write_text(TEXT[:2000])

@@ -10,24 +10,20 @@ CUDA = pytest.param("cuda", marks=[
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: nothing of this is known here")])
 
-
 @functools.cache
 def fabric_of(device: str) -> tg.Fabric:
     fabric = tg.Fabric(torch.device(device, 0))
     fabric.enter_thread()
     return fabric
 
-
 @pytest.fixture(params=["cpu", CUDA])
 def fabric(request: pytest.FixtureRequest) -> tg.Fabric:
     return fabric_of(request.param)
-
 
 @pytest.fixture(params=[CUDA])
 def gpu(request: pytest.FixtureRequest) -> tg.Fabric:
     """For what only a GPU has."""
     return fabric_of(request.param)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Ranks are forks of this process, and want it before it opens a GPU."""

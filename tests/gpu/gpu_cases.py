@@ -26,15 +26,14 @@ SLOT_OF_HEAD = 2048                      # tokens: of so many, logits fit in f64
 
 Call = Callable[..., list[Tensor]]
 
-
 class Sizes(NamedTuple):
     """Of one rank's slot, in the letters of the trainer."""
-    T: int                               # tokens
-    D: int                               # width
-    H: int                               # heads
-    E: int                               # width of a head
-    F: int                               # width of the MLP
-    V: int                               # vocabulary
+    T: int
+    D: int
+    H: int
+    E: int
+    F: int
+    V: int
     R: int                               # rows of the table whose gradients are summed
     squares: int                         # matrices (D, D) of the attention bank
     talls: int                           # matrices (F, D) of the MLP bank
@@ -42,12 +41,10 @@ class Sizes(NamedTuple):
     long: int
     max_doc_len: int
 
-
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # bytes
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
-
 
 class Case(NamedTuple):
     """One operation at one size."""
@@ -57,8 +54,6 @@ class Case(NamedTuple):
     bounds: tuple[float, ...]            # largest relative error of each output, in the Frobenius norm
     kernel: str = "torch.compile"        # what the trainer's way is
 
-
-# ---- Memory full of NaN
 class PoisonedAllocations(TorchDispatchMode):
     """What eager code allocates holds NaN, or the largest integer, until it is written."""
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -67,12 +62,10 @@ class PoisonedAllocations(TorchDispatchMode):
             fill_with_nan(found)
         return found
 
-
 def fill_with_nan(x: Tensor) -> None:
     """Bytes of ones: NaN in every float type, -1 in every integer. Views of other memory stay as they are."""
     if x.numel() and x.is_contiguous():
         x.view(-1).view(torch.uint8).fill_(255)
-
 
 def fill_free_memory(device: torch.device) -> bool:
     """Fill what the allocator will hand out next. Returns whether a new tensor holds NaN."""
@@ -85,7 +78,6 @@ def fill_free_memory(device: torch.device) -> bool:
     many = torch.empty(1 << 22, device=device)
     return bool(few.isnan().all() and many.isnan().all())
 
-
 @contextlib.contextmanager
 def poisoned(lab: Lab) -> Iterator[bool]:
     """Memory that nobody has written holds NaN. Yields whether that is so."""
@@ -96,7 +88,6 @@ def poisoned(lab: Lab) -> Iterator[bool]:
     else:
         with PoisonedAllocations():
             yield True
-
 
 def framed(x: Tensor) -> tuple[Tensor, Tensor]:
     """A contiguous copy of x inside of a larger tensor of NaN, and the larger one. Integers have no frame."""
@@ -109,18 +100,14 @@ def framed(x: Tensor) -> tuple[Tensor, Tensor]:
     inside.copy_(x)
     return inside, whole
 
-
 def frame_is_whole(whole: Tensor) -> bool:
     frame = torch.cat((whole[:FRAME], whole[-FRAME:]))
     return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
-
-# ---- Checks
 def relative(x: Tensor, exact: Tensor) -> float:
     """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
     exact = exact.detach().double()
     return float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-300))
-
 
 def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     """Errors of every way, and what is wrong: an empty list if nothing is."""
@@ -141,13 +128,10 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
-
-# ---- Making cases
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
     """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
     return tg.choose_attention("", cfg, fabric)
-
 
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
@@ -196,7 +180,6 @@ class Lab:
             bounds.append(min(self.sizes.T, bounds[-1] + length))
         return [*bounds, self.sizes.T]
 
-
 def and_gradients(function: Callable, wanted: int) -> Call:
     """The output of a function and the gradients of its first `wanted` inputs; its last input is the output's."""
     def call(*inputs: Tensor) -> list[Tensor]:
@@ -206,8 +189,6 @@ def and_gradients(function: Callable, wanted: int) -> Call:
         return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
     return call
 
-
-# ---- Operations
 def mlp(lab: Lab) -> Case:
     s = lab.sizes
     n = lab.normal(s.T, s.D)
@@ -221,30 +202,23 @@ def mlp(lab: Lab) -> Case:
     ways = lab.ways(relu_sq, partial(and_gradients, wanted=3))
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
-
-# ---- Attention
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
-    s = lab.sizes
-    window = getattr(s, window)
     bounds = [fold * bound for bound in lab.document_bounds()]
-    heads = s.H // fold
-    q, k, v, seed = lab.normal(4, fold * s.T, heads, s.E).unbind()
+    return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
+
+def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
+    q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionSpan(fold * (s.max_doc_len + 1), window, 0.1)
+    span = tg.AttentionSpan(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
-    def chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return lab.attention(q, k, v, cu_seqlens, span)
+    def way(attend: Callable) -> Call:
+        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return tg.attention_reference(q, k, v, cu_seqlens, span)
-
-    ways = {TRAINER: and_gradients(chosen, 3), PLAIN: and_gradients(reference, 3)}
+    ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
 
-
-# ---- The head
 def head(lab: Lab, precision: str) -> Case:
     """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
     s = lab.sizes
@@ -274,7 +248,6 @@ def head(lab: Lab, precision: str) -> Case:
         bounds = 4e-3, 6e-2, 6e-2                             # 2 bits of the logits' gradient
     return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
 
-
 def evaluation_head(lab: Lab) -> Case:
     """As many rows as evaluation takes at a time."""
     s = lab.sizes
@@ -291,8 +264,6 @@ def evaluation_head(lab: Lab) -> Case:
     ways = lab.ways(tg.next_token_losses, listed)
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
-
-# ---- Rows
 def row_sums(lab: Lab) -> Case:
     """Some rows are read thousands of times, most are not; the last one is among them."""
     s = lab.sizes
@@ -311,8 +282,6 @@ def row_sums(lab: Lab) -> Case:
 
     return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
-
-# ---- Updates
 def normuon(lab: Lab, bank: str) -> Case:
     """One update of the bank "squares" or "talls". Outputs: how the exact weight moves, both moments."""
     s = lab.sizes
@@ -346,7 +315,6 @@ def normuon(lab: Lab, bank: str) -> Case:
     return Case([p, mantissa, grad, momentum, second, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
                 (0.15, 1e-6, 0.05))
 
-
 def adam(lab: Lab) -> Case:
     """A table's update: gradients in f32, weights in bf16."""
     shape = lab.sizes.R, lab.sizes.D
@@ -364,7 +332,6 @@ def adam(lab: Lab) -> Case:
 
     ways = lab.ways(tg.adam_update, in_place)
     return Case([p, grad, m, v], ways, ways[PLAIN], (4e-3, 1e-6, 1e-6))
-
 
 CASES: dict[str, Callable[[Lab], Case]] = {
     "mlp": mlp, "attention, short window": partial(attention, window="short"),

@@ -5,19 +5,19 @@ The same tests run small on a CPU. --all adds the whole warm-up, minutes on a ca
 import contextlib
 import functools
 import itertools
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import bench_gpu
 import gpu_cases
-import gpu_steps
 import pytest
 import torch
 from common import fill_randomly, grad_of, preset, random_batch, run
-from gpu_cases import BF16, CASES, F32, F64, TRAINER, relative
+from gpu_cases import BF16, CASES, F32, F64, PLAIN, TRAINER, relative
 from torch import Tensor
 
 import train_gpt as tg
-
 
 @functools.cache
 def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
@@ -27,40 +27,32 @@ def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
         print(f"inputs of seed {seed}")
     return gpu_cases.Lab(fabric, seed=seed)
 
-
 def needs_memory(size: float) -> None:
     """Skip where fewer bytes of the device are free."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < size:
         pytest.skip("too little memory on this CUDA device")
 
+RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
+          ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
+          ("sums of rows", dict(R=5, T=33, D=5))]
 
-# ---- Operations
-@pytest.mark.parametrize("name", CASES)
-def test_operation__against_f64_in_poisoned_memory(fabric, name):
+@pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
+def test_operation__against_f64_in_poisoned_memory(fabric, name, sizes):
+    """Ragged: tiles that end at no edge; thousands of lines of one row, added in one order, to the same bits again."""
     lab = lab_of(fabric)
     if name not in lab.cases():
         pytest.skip("this CUDA device has no fp8")
-    found = gpu_cases.check(name, CASES[name](lab), lab)
+    if sizes:
+        lab = gpu_cases.Lab(fabric, gpu_cases.TINY._replace(**sizes))
+    case = CASES[name](lab)
+    found = gpu_cases.check(name, case, lab)
     print(found)
     assert found["wrong"] == []
-
-
-RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
-          ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
-          ("sums of rows", dict(R=300, T=1, D=1)), ("sums of rows", dict(R=5, T=33, D=5))]
-
-
-@pytest.mark.parametrize("name, sizes", RAGGED)
-def test_operation__ragged_and_the_same_bits_again(fabric, name, sizes):
-    """Tiles that end at no edge; thousands of lines of one row, added in one order."""
-    lab = gpu_cases.Lab(fabric, gpu_cases.TINY._replace(**sizes))
-    case = CASES[name](lab)
-    assert gpu_cases.check(name, case, lab)["wrong"] == []
-    way = next(iter(case.ways.values()))
-    first, again = (way(*(x.clone() for x in case.inputs)) for _ in range(2))
-    assert all(x.equal(y) for x, y in zip(first, again))
-
+    if sizes:
+        way = next(iter(case.ways.values()))
+        first, again = (way(*(x.clone() for x in case.inputs)) for _ in range(2))
+        assert all(x.equal(y) for x, y in zip(first, again))
 
 def test_add_rows__beyond_2_to_31_elements(gpu):
     """Of a table of 8.6 GB only the last rows are looked at."""
@@ -73,7 +65,6 @@ def test_add_rows__beyond_2_to_31_elements(gpu):
     grad = torch.randn(8, width, device=gpu.device)
     tg.add_rows(sums, last.repeat(2).int(), grad)
     assert relative(sums[last], 1 + grad[:4].double() + grad[4:].double()) < 1e-6
-
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
@@ -91,43 +82,24 @@ def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
     assert relative(squares[last], product.clamp(min=0).square()) < 1e-2
     assert relative(tg.relu_sq(x, w, squares)[last], 2 * product * squares[last].double().sqrt()) < 1e-2
 
-
-# ---- Attention
-DOCUMENTS = {                            # their ends in one flattened batch: ragged, one alone, empty ones, none cut
-    "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "one": [4096], "tokens": list(range(1, 129)),
+DOCUMENTS = {                            # their ends in one flattened batch: ragged, pairs, empty ones, none cut
+    "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "pairs": list(range(2, 257, 2)),
     "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
 }
 WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all
 HEADS = (6, 3)                           # of plain layers, of paired ones
 
-
-def attention_error(lab: gpu_cases.Lab, ends: list[int], window: int, heads: int) -> float:
-    """Largest error of output and gradients of q, k, v against the f32 reference, relative to the largest value."""
-    q, k, v, seed = lab.normal(4, ends[-1], heads, lab.sizes.E).unbind()
-    bounds = torch.tensor([0, *ends], dtype=torch.int32, device=lab.device)
-    span = tg.AttentionSpan(int(bounds.diff().max()), window, 12.8 / lab.sizes.E)
-    results = []
-    for attend, dtype in ((lab.attention, BF16), (tg.attention_reference, F32)):
-        inputs = [x.to(dtype).requires_grad_() for x in (tg.rms_norm(q), tg.rms_norm(k), v)]
-        out = attend(*inputs, bounds, span)
-        results.append([out.detach(), *torch.autograd.grad(out, inputs, seed.to(dtype))])
-    least = 0.01 * max(float(x.abs().max()) for x in results[1])              # documents of one token: no gradient of q
-    return max(float((a - b).abs().max() / b.abs().max().clamp_min(least)) for a, b in zip(*results))
-
-
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_choose_attention__against_the_reference(fabric, name):
     lab = lab_of(fabric)
-    ends = DOCUMENTS[name]
-    if not fabric.on_cuda:                                    # smaller: the reference is compared with itself
-        ends = [end // 8 for end in ends]
+    smaller = 1 if fabric.on_cuda else 8                      # a CPU has no other kernel than the reference
+    bounds = [0, *(end // smaller for end in DOCUMENTS[name])]
     for heads, window in itertools.product(HEADS, WINDOWS):
-        error = attention_error(lab, ends, window, heads)
-        print(f"{lab.attention_name}, {heads} heads, window {window}: {error:.1e}")
-        assert error < 8 * 2**-8, "a few roundings of 8 bits"
+        case = gpu_cases.attention_of(lab, bounds, window, heads)
+        found = gpu_cases.check(f"{lab.attention_name}, {heads} heads, window {window}", case, lab)
+        print(found)
+        assert found["wrong"] == []
 
-
-# ---- The head
 def test_HeadLoss__beyond_2_to_31_logits(gpu):
     """Those of the third stage, compiled."""
     needs_memory(30e9)
@@ -136,14 +108,11 @@ def test_HeadLoss__beyond_2_to_31_logits(gpu):
     case = CASES[name](lab)
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
 
-
-# ---- The model
 SUMS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")     # over all positions
 BOUNDS = {                               # relative errors of losses, gradients of matrices and of SUMS, which cancel:
     F32: (1e-6, 1e-5, 1e-5),             # about five times what a CPU shows
     BF16: (1e-3, 0.1, 0.15)}
 SPREAD = 0.25                            # of weights: larger ones make more of a rounding
-
 
 @torch.no_grad()
 def fill_alike(model: tg.GPT) -> None:
@@ -151,7 +120,6 @@ def fill_alike(model: tg.GPT) -> None:
     fill_randomly(model)
     for p in model.parameters():
         p.copy_(SPREAD * p.bfloat16())
-
 
 def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
     """Losses and gradients of two slots of random documents."""
@@ -165,7 +133,6 @@ def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tok
     losses = executor.forward_backward(batch, tg.Schedule(cfg).at(1)).slot_sums
     grads = {label: grad_of(executor.optimizer, label) for label, _ in executor.model.named_parameters()}
     return dict(grads, losses=losses)
-
 
 def test_forward_backward__bf16_and_f32_against_f64(fabric):
     """The full width with small tables; on a CPU all is small."""
@@ -183,8 +150,6 @@ def test_forward_backward__bf16_and_f32_against_f64(fabric):
         wrong = {label: x for label, x in errors.items() if not x < (of_sums if label in SUMS else of_matrices)}
         assert not wrong, dtype
 
-
-# ---- Tables of n-grams
 def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor]:
     """Rows with their state that six steps have touched, on the host. On a GPU they travel by a stream of their own."""
     tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home, rounding=rounding),)
@@ -200,7 +165,6 @@ def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor
     (places, rows), = executor.tables["trigram_embed"].home.touched()
     return [places, *rows]
 
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_HostHome__has_the_bits_of_the_device_home(fabric, rounding):
     device, again, host = (touched_by_steps(fabric, home, rounding) for home in ("device", "device", "host"))
@@ -208,43 +172,37 @@ def test_HostHome__has_the_bits_of_the_device_home(fabric, rounding):
     assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: homes cannot be compared"
     assert all(x.equal(y) for x, y in zip(device, host))
 
-
-# ---- Runs
-def test_main__a_short_run_as_on_a_cpu(fabric, tmp_path):
+def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     """Warm-up, training through all stages, validation, checkpoints, sample."""
-    flags = ["--compile=0", "--checkpoint_every=4", "--val_every=4"]
     losses = []
-    for number, device in enumerate(("cpu", fabric.device.type)):
-        done = run(tmp_path / f"{number}", f"--device={device}", *flags)
+    for device in ("cpu", "cuda"):
+        done = run(tmp_path / device, f"--device={device}", "--compile=0", "--checkpoint_every=4", "--val_every=4")
         assert done.status == 0, done.err
         losses.append([event["val_loss"] for event in done.of("val")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
-
 @functools.cache
-def started(fabric: tg.Fabric) -> gpu_steps.Started:
+def started(fabric: tg.Fabric) -> bench_gpu.Run:
     """The record preset at full size, on a CPU tiny."""
     try:
-        return gpu_steps.open_run(fabric)
+        return bench_gpu.Run(fabric)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
-
 
 def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
     """In the order of the run, the untying included; then evaluation. The peak must stay within the room that the
     estimate takes."""
     run = started(fabric)
     for stage in range(3):
-        found = gpu_steps.measure_stage(run, stage, cycles=2)
+        found = run.measure_stage(stage, cycles=2)
         print(run.figures, found)
         assert found["new_graphs"] == 0, "compiled after the first two cycles"
         assert 0 < found["last_loss"] < 1.2 * found["first_loss"], "a training step makes it worse"
         if fabric.on_cuda:
             assert 0.4 * found["estimate_mib"] < found["peak_mib"] < found["estimate_mib"] / tg.MEMORY_SHARE
-    found = gpu_steps.measure_evaluation(run)
+    found = run.measure_evaluation()
     print(found)
     assert found["new_graphs"] == 0 and found["peak_mib"] < run.figures["estimate_mib"] / tg.MEMORY_SHARE
-
 
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     """Nothing that runs on the device is left out."""
@@ -252,13 +210,9 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     restore = run.executor.snapshot()
     losses = []
     for _ in range(2):
-        steps = gpu_steps.Steps(run, 2, 1)
-        steps.seconds(run.schedule.cycle)
-        steps.loader.close()
-        losses.append(torch.cat([x.slot_sums for x in steps.losses]))
+        losses.append(torch.cat([x.slot_sums for x in run.steps(2, 1)]))
         restore()
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
-
 
 @pytest.mark.all
 def test_warm_up__no_stage_compiles_after_it(fabric):
@@ -266,4 +220,75 @@ def test_warm_up__no_stage_compiles_after_it(fabric):
     run = started(fabric)
     tg.warm_up(run.cfg, fabric, run.executor, SimpleNamespace(phase=contextlib.nullcontext))
     for stage in range(3):
-        assert gpu_steps.measure_stage(run, stage, cycles=1)["graphs"] == 0
+        assert run.measure_stage(stage, cycles=1)["graphs"] == 0
+
+def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """All operations and one that fails, which leaves the others alone; the stages; a run that does not fit."""
+    def broken(_: gpu_cases.Lab) -> gpu_cases.Case:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
+
+    flags = ["--device=cpu", f"--out={tmp_path}", "--rounds=1", "--cycles=1"]
+    monkeypatch.setitem(CASES, "broken", broken)
+    assert bench_gpu.main(flags) == 1
+    found = json.loads((tmp_path / "bench.json").read_text())
+    assert found["wrong"] == ["broken: OutOfMemoryError: Tried to allocate 20.00 GiB. More."]
+    assert [row["name"] for row in found["kernels"]] == list(CASES)
+    assert [stage["new_graphs"] for stage in found["stages"]] == [0, 0, 0] and found["evaluation"]["s_per_block"] > 0
+    assert bench_gpu.predictions("FA3")["stage 1"] < bench_gpu.predictions("FA2 of torch")["stage 1"]
+
+    def refuse(*_) -> None:
+        raise tg.RunError("memory", "1 GiB to use", "room for more", "a larger device")
+
+    monkeypatch.setattr(tg, "fit_memory", refuse)
+    assert bench_gpu.main([*flags, "--only=steps"]) == 0 and "1 GiB to use" in capsys.readouterr().out
+    if not torch.cuda.device_count():
+        assert bench_gpu.main(flags[1:]) == 2 and "sees no CUDA device" in capsys.readouterr().err
+
+    monkeypatch.undo()                                        # a step that goes wrong is no run that does not fit
+    monkeypatch.setattr(tg.Optimizer, "step", refuse)
+    with pytest.raises(tg.RunError):
+        bench_gpu.main([*flags, "--only=steps"])
+
+LAB = gpu_cases.Lab(tg.Fabric(torch.device("cpu")))
+
+def half_written(*inputs):
+    output, *gradients = CASES["mlp"](LAB).ways[PLAIN](*inputs)
+    result = torch.empty_like(output)
+    result[:-1] = output[:-1]                                 # the last row is never stored
+    return [result, *gradients]
+
+def wrong_gradient(*inputs):
+    out, grad_n, grad_up, grad_down = CASES["mlp"](LAB).ways[PLAIN](*inputs)
+    return [out, grad_n, 1.03 * grad_up, grad_down]
+
+def longer(x):
+    """With the row after the last, which is not its own."""
+    return torch.as_strided(x, (len(x) + 1, x.shape[1]), x.stride(), x.storage_offset())
+
+def reads_after(sums, index, grad):
+    tg.add_rows(sums, index, grad)
+    sums[0] += 0 * longer(grad)[-1]                           # finite but for what lies there
+    return [sums]
+
+def writes_after(sums, index, grad):
+    tg.add_rows(sums, index, grad)
+    longer(sums)[-1] = 0.0
+    return [sums]
+
+def one_line_short(sums, index, grad):
+    tg.add_rows(sums, index[:-1], grad[:-1])
+    return [sums]
+
+def wider_window(*inputs):
+    lab = gpu_cases.Lab(LAB.fabric, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
+    return CASES["attention, short window"](lab).ways[PLAIN](*inputs)
+
+@pytest.mark.parametrize("name, mistake, said", [
+    ("mlp", half_written, "output 0 is off by nan"), ("mlp", wrong_gradient, "output 2 is off"),
+    ("sums of rows", reads_after, "output 0 is off by nan"),
+    ("sums of rows", writes_after, "writes before an input or after it"),
+    ("sums of rows", one_line_short, "output 0 is off"), ("attention, short window", wider_window, "output 0 is off")])
+def test_check__a_planted_mistake(name, mistake, said):
+    case = CASES[name](LAB)._replace(ways={TRAINER: mistake})
+    wrong = gpu_cases.check(name, case, LAB)["wrong"]
+    assert wrong and f"{name}, trainer: {said}" in wrong[0]

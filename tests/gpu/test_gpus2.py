@@ -6,7 +6,7 @@ what test_faults.py shows, and is tried here with --all.
 import pytest
 import torch
 from common import preset, random_stream, write_shard
-from faults import TIMEOUT
+from faults import TIMEOUT, Job
 from ranks import COMM_TIMEOUT, Rank
 
 import train_gpt as tg
@@ -14,7 +14,6 @@ import train_gpt as tg
 LIMIT = 2 * TIMEOUT + 40                 # s from the fault to the last end; NCCL's watchdog looks only now and then
 TOKENS = 20_000
 SIZES = 512, 0                           # of the vocabulary; the token at which documents start
-
 
 def devices(*of_cpu: pytest.MarkDecorator):
     """Two ranks on the CPU, with these marks; on GPUs as many as there are."""
@@ -26,7 +25,6 @@ def devices(*of_cpu: pytest.MarkDecorator):
             marks = [pytest.mark.gpus2, pytest.mark.skipif(here < world, reason=reason)]
             places.append(pytest.param("cuda", world, marks=marks))
     return pytest.mark.parametrize("device, world", places)
-
 
 def losses_of_steps(rank: Rank, device: str) -> list[float]:
     """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying. Every token is even:
@@ -47,21 +45,18 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     loader.close()
     return found
 
-
 @devices()
 def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
     (alone,) = ranks(1, losses_of_steps, device="cpu")
     for found in ranks(world, losses_of_steps, device=device):
         assert found == pytest.approx(alone, rel=1e-4)
 
-
 @devices(pytest.mark.all)
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
-def test_main__ranks_that_lose_one(launcher, tmp_path, fault, device, world):
+def test_main__ranks_that_lose_one(tmp_path, fault, device, world):
     """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other
     ranks after the first that fails."""
-    ended = launcher.start(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault},
-                           ends=True).wait()
+    ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault}, ends=True).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}, s to the end {ended.seconds}\n{text}")
     assert None not in ended.status, "a rank hangs"

@@ -22,24 +22,19 @@ SD = 0.0008
 PAIRS = 3, 4, 5, 6, 8, 10, 16
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]
 
-
 def times(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return SD * rng.standard_normal((draws, runs))
 
-
 def drift(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return times(rng, draws, runs) + np.linspace(0, 0.02, runs)
-
 
 def step(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     """One step of 0.4 %, anywhere."""
     at = rng.integers(1, runs, (draws, 1))
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= at)
 
-
 def step_in_the_middle(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= runs // 2)
-
 
 def blocks(length: int) -> Noise:
     """A speed of its own for each block of so many runs, sd 0.3 %."""
@@ -48,32 +43,26 @@ def blocks(length: int) -> Noise:
         return times(rng, draws, runs) + np.repeat(speeds, length, axis=1)[:, :runs]
     return of_blocks
 
-
 def switching(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     """Two speeds 0.4 % apart; one run in four changes to the other."""
     return times(rng, draws, runs) + 0.004 * (np.cumsum(rng.random((draws, runs)) < 0.25, axis=1) % 2)
 
-
 def skew(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return SD * rng.exponential(size=(draws, runs))
-
 
 def spikes(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     """One run in ten is 1 % late."""
     return times(rng, draws, runs) + 0.01 * (rng.random((draws, runs)) < 0.1)
-
 
 NOISES: dict[str, Noise] = {
     "normal": times, "drift 2 %": drift, "a step of 0.4 %": step, "in the middle": step_in_the_middle,
     "blocks of 2": blocks(2), "blocks of 3": blocks(3), "blocks of 4": blocks(4), "two speeds": switching,
     "skew": skew, "spikes": spikes}
 
-
 def sides(pairs: int, order: str) -> np.ndarray:
     """1 for a run of B; order: of the first two pairs."""
     letters = (order * pairs)[:2 * pairs]
     return np.array([letter == "B" for letter in letters], float)
-
 
 def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """B's difference and p of each draw: least squares over side and order."""
@@ -84,7 +73,6 @@ def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarr
     errors = np.sqrt(left * np.linalg.inv(design.T @ design)[1, 1])
     return fit[:, 1], 2 * stats.t.sf(np.abs(fit[:, 1]) / errors, runs - 3)
 
-
 def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """Share of draws with a word; with a shift of B's times only `faster` counts."""
     rng = np.random.default_rng([seed, pairs, order == "ABBA"])
@@ -92,7 +80,6 @@ def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, 
     apart, p = p_values(noise(rng, draws, 2 * pairs) + shift * is_b, is_b)
     said = p < time_level(pairs)
     return float(np.mean(said & (apart < 0) if shift else said))
-
 
 def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """The same for a bench that stops at its first word."""
@@ -105,7 +92,6 @@ def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, s
             apart, p = p_values(values[:, :2 * pairs], sides(pairs, "ABBA"))
             said |= (p < level) & ((apart < 0) | (not shift))
     return float(np.mean(said))
-
 
 def table(draws: int) -> str:
     head = "| noise | order | " + " | ".join(f"{pairs} a side" for pairs in PAIRS)

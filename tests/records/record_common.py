@@ -27,7 +27,6 @@ CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val
 FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
              untimed_warmup_steps=16)
 
-
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
              config=(), result=(), steps: int = 10, **header) -> Path:
     """A run directory of ours, with its source; None in `header` leaves a key out. started: s since 1970."""
@@ -55,18 +54,14 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     write_text_log(folder)
     return folder
 
-
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
 
 def events_of(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
-
 def write_events(path: Path, events: list[dict]) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
-
 
 def write_text_log(folder: Path) -> None:
     """log.txt of the events in log.jsonl, as the trainer writes it."""
@@ -82,7 +77,6 @@ def write_text_log(folder: Path) -> None:
             said.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
     (folder / "log.txt").write_text("\n".join(["=" * 100, *said]) + "\n")
 
-
 def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float | None = NOON, apart: float = 2 * RUN_S,
               **settings) -> Path:
     """A pool of runs, by default with room for the other side's between two of them."""
@@ -91,16 +85,13 @@ def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float | None 
         make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
     return folder
 
-
 def make_sides(folder: Path, a=(), b=()) -> tuple[Path, Path]:
     """Two sides in turn: B's runs have another source and take 1 % less time."""
     of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
     return make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
 
-
 def compare(a: Path, b: Path, *options, **settings) -> dict:
     return report.compare(report.side_of("A", [a]), report.side_of("B", [b]), *options, **settings)
-
 
 def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400, source: str = SOURCE,
               scale: float = 1.0, less_s: float = 0.0) -> Path:
@@ -119,7 +110,6 @@ def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, to
     path.write_text("\n".join(lines) + "\n")
     return path
 
-
 def call(*argv: object) -> tuple[int, str, str]:
     """Status, stdout and stderr of a verb."""
     spec = importlib.util.spec_from_file_location("records_main", ROOT / "records/__main__.py")
@@ -128,7 +118,6 @@ def call(*argv: object) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = module.main(list(map(str, argv)))
     return status, out.getvalue(), err.getvalue()
-
 
 def edit(path: Path, old: str, new: str) -> None:
     text = path.read_text()

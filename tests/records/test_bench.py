@@ -42,24 +42,19 @@ for step, loss, ms in ((0, 10.8, 0), (9, 3.27 + random.random() / 100, ms)):
     print("step:%d/9 val_loss:%.4f train_time:%.3fms step_avg:%.2fms" % (step, loss, ms, ms / 9), flush=True)
 """
 
-
 def trainer(folder: Path, text: str = OURS, name: str = "trainer.py", body: str = "") -> Path:
     (folder / name).write_text(text.replace("{body}", body))
     return folder / name
 
-
 def lines(out: Path, kind: str) -> list[dict]:
     return [line for line in events_of(out / "manifest.jsonl") if line["type"] == kind]
-
 
 def patch_of(old: str, new: str) -> str:
     return "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "a/train_gpt.py", "b/train_gpt.py"))
 
-
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out"
-
 
 def test_race__order_manifest_and_seeds(tmp_path, out):
     a = trainer(tmp_path)
@@ -77,7 +72,6 @@ def test_race__order_manifest_and_seeds(tmp_path, out):
     assert found["loss"]["mean"] == 0, "a pair has one seed"
     assert "pair 4 of 4\n    B - A: loss +0.0000" in said and status == report.STATUS[found["verdict"]]
 
-
 @pytest.mark.parametrize("text", [OURS, PEER])
 @pytest.mark.parametrize("factor, word", [(1.05, "slower"), (0.95, "faster")])
 def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor, word):
@@ -85,7 +79,6 @@ def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor,
     status, said, _ = call("bench", a, b, f"--out={out}", "--pairs=10")
     assert f"verdict: {word}" in said and status == report.STATUS[word] and len(lines(out, "end")) == 8
     assert lines(out, "bench")[0]["pairs"] == 10
-
 
 def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
     once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
@@ -97,7 +90,6 @@ def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
     assert status == 1 and "stopped: B failed again" in said
 
-
 @pytest.mark.parametrize("body, cause", [
     ("import time; time.sleep(60)", "still running after the limit of 0.5 s"), ("sys.exit(0)", "no log of a final"),
     ("os.kill(os.getpid(), 9)", "exit status -9")])
@@ -105,7 +97,6 @@ def test_run_once__every_run_ends(tmp_path, out, body, cause):
     a = trainer(tmp_path, body=body)
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--limit=0.5")
     assert status == 1 and cause in said and [end["outcome"] for end in lines(out, "end")] == ["failed"] * 2
-
 
 def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out):
     a = trainer(tmp_path)
@@ -120,13 +111,11 @@ def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out):
     trainer(tmp_path, body="ms += 1")
     assert "other sources, flags or ranks" in call(*flags, "--pairs=4")[2]
 
-
 def test_run__a_source_that_is_edited_meanwhile(tmp_path, out):
     edits = "open('../../../b.py', 'a').write('# more')"
     a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")
     status, _, error = call("bench", a, b, f"--out={out}")
     assert status == 2 and "source of B" in error and "edited meanwhile" in error and len(lines(out, "end")) == 1
-
 
 @pytest.mark.parametrize("number, status, outcome", [
     (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 130, "interrupted"), (signal.SIGKILL, -9, "lost")])
@@ -154,7 +143,6 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", outcome, "done", "done"]
     assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3}
 
-
 def test_arm__patches_flags_and_trainers(tmp_path, out):
     a = trainer(tmp_path, name="train_gpt.py")
     (tmp_path / "slow.patch").write_text(patch_of(a.read_text(), a.read_text().replace("1e5", "2e5")))
@@ -167,7 +155,6 @@ def test_arm__patches_flags_and_trainers(tmp_path, out):
     assert "".join(end["side"][0] for end in lines(out, "end"))[:8] == "AsmoomsA"
     assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
 
-
 def test_patched__says_what_is_wrong(tmp_path, out):
     a = trainer(tmp_path, name="train_gpt.py")
     status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
@@ -177,12 +164,10 @@ def test_patched__says_what_is_wrong(tmp_path, out):
     (tmp_path / "none.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
     assert "does not touch train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
 
-
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
 def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch):
     copy = bench.patched(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
     compile(copy.read_text(), patch, "exec")
-
 
 @pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
 def test_sides_to_try(tmp_path, out, monkeypatch, case):
@@ -203,7 +188,6 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case):
         out / "sources/B/train_gpt.py").read_text()
     assert (out / "curves.png").is_file() and f"records new IdeaOne {out} --kind=comparison" in said
 
-
 @pytest.mark.parametrize("argv, said", [
     (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"),
     (["{a}", "{a}", "--pairs=0"], "at least 1")])
@@ -211,7 +195,6 @@ def test_parsed__what_cannot_work(tmp_path, out, argv, said):
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}")
     assert status == 2 and said in error
-
 
 def test_trainer__takes_a_seed_where_it_can(tmp_path):
     named = "import argparse\nparser.add_argument('--seed')\n"

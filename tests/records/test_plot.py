@@ -9,7 +9,6 @@ from record_common import GOLDEN, call, make_side, make_sides
 from tools import plot                                       # noqa: E402
 from tools.read import read_runs                             # noqa: E402
 
-
 def test_curves__training_and_validation_against_steps_and_time(tmp_path):
     pyplot = pytest.importorskip("matplotlib.image")
     a, b = make_sides(tmp_path)
@@ -27,7 +26,6 @@ def test_curves__training_and_validation_against_steps_and_time(tmp_path):
     plot.curves({"pool": read_runs([a]).runs}, same, 3.28)
     assert same.read_bytes() == (tmp_path / "show/curves.png").read_bytes(), "a record's picture has a stored hash"
 
-
 @pytest.mark.parametrize("is_val, column, last", [(False, 0, 10), (True, 0, 10), (True, 1, 79.9)])
 def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
     runs = read_runs([make_side(tmp_path / "a")]).runs
@@ -36,7 +34,6 @@ def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
     finals = [run.loss if is_val else run.steps[-1, 2] for run in runs]
     assert losses[:, -1] == pytest.approx(finals, abs=4e-3)
     assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], is_val, column)[0].size, "one point"
-
 
 def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     """Fault 11: it was a traceback."""

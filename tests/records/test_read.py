@@ -15,11 +15,9 @@ from tools.read import Point, ToolError, read_runs           # noqa: E402
 CONSOLE = [Point(1500, 3.65, 300.5), Point(2900, 3.2812, 580.5), Point(3000, 3.2785, 600.5)]
 NODE = dict(hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8)
 
-
 def only(path: Path) -> read.Run:
     run, = read_runs([path]).runs
     return run
-
 
 @pytest.mark.parametrize("name, kind, total, val, facts", [
     ("b_train_loss.txt", "text", 14, [Point(0, 16.0, None), Point(12, 5.5, 0.245), Point(14, 4.25, 0.487)],
@@ -45,7 +43,6 @@ def test_read_file__each_family(name, kind, total, val, facts):
     assert run.finished == (name != "e1_seconds.txt") and run.void is None
     assert ("timer restarts at step 11" in run.notes) == (name[0] in "bc")
 
-
 def test_read_text__steps_and_their_training_losses():
     steps = only(GOLDEN / "b_train_loss.txt").steps
     assert np.isnan(steps[:10, 1]).all() and steps[:10, 2] == pytest.approx([10 - n / 10 for n in range(1, 11)])
@@ -53,7 +50,6 @@ def test_read_text__steps_and_their_training_losses():
     run = only(GOLDEN / "d_timing.txt")
     assert run.steps[:, :2].tolist() == [[1, 0.061], [2, 0.118], [3, 0.18], [4, 0.24]]
     assert run.seconds == 0.331 and run.result["peak_memory_mib"] == {"allocated": 30573}
-
 
 def test_split__runs_of_one_file():
     runs = read_runs([GOLDEN / "g_trials.txt"]).runs
@@ -63,14 +59,12 @@ def test_split__runs_of_one_file():
     assert [run.loss for run in repeated] == [3.276, 3.277, 3.278], "blocks that repeat the end of a run are left out"
     assert not any(run.refused for run in repeated)
 
-
 def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path):
     lines = [f"step:{step}/20 val_loss:{loss} train_time:{100 * step}ms step_avg:100.00ms"
              for step, loss in ((0, 7.0), (10, 5.0), (20, 4.0), (10, 4.9), (20, 3.0))]
     (tmp_path / "log.txt").write_text("\n".join(lines) + "\n")
     first, second = read_runs([tmp_path]).runs
     assert (first.loss, first.refused) == (4.0, None) and "begins at step 10" in second.refused
-
 
 def test_read_readme__lists_are_stated_beside_logs():
     pools = {}
@@ -79,7 +73,6 @@ def test_read_readme__lists_are_stated_beside_logs():
     assert [3.2781, 3.2795, 3.277, 3.2788] in pools.values() and [3.2791, 3.2801, 3.2785] in pools.values()
     beside = read_runs([GOLDEN / "r_readme", GOLDEN / "d_timing.txt"])
     assert [run.kind for run in beside.runs] == ["text"] and len(beside.stated) == 7
-
 
 def test_read_runs__what_is_no_log_is_counted_by_reason():
     reading = read_runs([GOLDEN / "z_no_logs"])
@@ -91,7 +84,6 @@ def test_read_runs__what_is_no_log_is_counted_by_reason():
         "trainer.py": "not a log by its name"}
     words = reading.unread_in_words()
     assert words.startswith("10 files not read: 4 no validation line, 2 not a log by its name") and len(words) < 160
-
 
 def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
     """A copy, the console of a run, and its final line alone; two seeds that print the same are two runs."""
@@ -107,13 +99,11 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
     assert sorted(run.seed for run in reading.runs) == [0, 1] 
     assert "3 the same run again" in reading.unread_in_words()
 
-
 def test_read_runs__a_path_that_is_not_there(tmp_path):
     with pytest.raises(ToolError, match="a file or a directory"):
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
-
 
 def test_attempts__many_files_in_several_processes(tmp_path, monkeypatch):
     for number in range(205):
@@ -122,14 +112,12 @@ def test_attempts__many_files_in_several_processes(tmp_path, monkeypatch):
     losses = [run.loss for run in read_runs([tmp_path]).runs]
     assert losses == pytest.approx([3.27 + n / 1e4 for n in range(205)], abs=6e-5)
 
-
 def test_read_ours__a_whole_log():
     run = only(GOLDEN / "ours/done")
     assert (run.kind, run.seed, run.total, run.finished, run.void, run.notes) == ("ours", 5, 12, True, None, [])
     assert run.val == [Point(0, 7.5, 0.0205), Point(6, 4.5, 0.6205), Point(12, 3.2765432109, 1.2205)]
     assert run.steps.tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
     assert run.phases[0] == {"name": "warm-up", "ms": 1500.5, "timed": False}
-
 
 def test_read_ours__torn_aborted_void_and_resumed():
     torn, aborted, void, resumed = (only(GOLDEN / "ours" / name) for name in ("torn", "aborted", "void", "resumed"))
@@ -138,7 +126,6 @@ def test_read_ours__torn_aborted_void_and_resumed():
     assert void.void == "profiled" and void.finished and void.seconds is None
     assert resumed.finished and resumed.notes == ["resumed at step 6"]
     assert resumed.steps[:, 2].tolist() == [5 - n / 10 for n in range(1, 7)] + [1.0] * 6
-
 
 def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
     """Fault 10: no verb could read such a log."""
@@ -150,7 +137,6 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
     assert (run.reached, run.notes, run.finished) == (8, ["interrupted at step 8: Ctrl-C"], False)
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
 
-
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
 def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
@@ -158,7 +144,6 @@ def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
     budgets = [dict(type="budget", seconds=60.0, steps=steps) for steps in lines]
     write_events(folder / "log.jsonl", [*events[:-1], *budgets, events[-1]])
     assert only(folder).total == lines[-1]
-
 
 @pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
 def test_take_resumed__facts_of_both_parts(tmp_path, differs):
@@ -181,7 +166,6 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs):
     assert run.facts["source_sha256"] == both and run.seed == (4 if differs == "seed" else 3)
     assert ("resumed at step 5" in run.notes) and any(differs in note for note in run.notes) == bool(changed)
 
-
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not one of a log.jsonl"),
     ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not one of a log.jsonl"),
@@ -190,14 +174,12 @@ def test_read_ours__what_is_none(tmp_path, broken, why):
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
-
 def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path):
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     events[-1]["val_loss"] = 3.27
     write_events(folder / "log.jsonl", events)
     assert only(folder).refused == "the result says a loss of 3.27, the last validation 3.28"
-
 
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])
@@ -206,7 +188,6 @@ def test_averages_contradict__all_lines(tmp_path, change, believed):
     run = only(make_peer(tmp_path / "log.txt", 3.279, 80.0, **change))
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void
-
 
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
@@ -219,7 +200,6 @@ def test_clock_contradicts(tmp_path, where, ms, why):
     write_events(folder / "log.jsonl", events)
     run = only(folder)
     assert why in run.void and run.seconds is None and run.loss == 3.28
-
 
 def test_block__a_clock_that_is_set_back_late(tmp_path):
     path = make_peer(tmp_path / "log.txt", 3.279, 80.0)

@@ -18,18 +18,15 @@ CPU = dict(hardware="a CPU", world_size=1)
 RACE = dict(config={"val_tokens": 10_485_760, "bigram_rows": 500}, world_size=8)
 FIRST, SECOND = "2026-01-01_01_First", "2026-01-02_02_Second"
 
-
 def make_runs(folder: Path, losses=LOSSES, seconds=SECONDS, **facts) -> Path:
     for seed, (loss, s) in enumerate(zip(losses, seconds)):
         make_run(folder / f"seed{seed}", seed, loss, s, **(CPU | facts))
     return folder
 
-
 def new(root: Path, *argv: object) -> Path:
     status, out, error = call("new", "--records", root, *argv)
     assert status == 0, error
     return Path.cwd() / out.strip()
-
 
 def check(root: Path, *argv: object) -> str:
     """What check finds, "" for nothing."""
@@ -37,10 +34,8 @@ def check(root: Path, *argv: object) -> str:
     assert status == int("all numbers follow from their files" not in out), out + error
     return out if status else ""
 
-
 def result_of(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
-
 
 @pytest.fixture(scope="module")
 def two_records(tmp_path_factory) -> Path:
@@ -67,16 +62,13 @@ def two_records(tmp_path_factory) -> Path:
     assert check(root) == ""
     return place
 
-
 @pytest.fixture
 def root(two_records, tmp_path) -> Path:
     return Path(shutil.copytree(two_records, tmp_path / "copy")) / "records"
 
-
 def test_check__records_of_this_repository():
     status, out, error = call("check")
     assert status == 0, out + error
-
 
 def test_build__numbers_are_those_of_the_logs(two_records):
     result = result_of(two_records / "records" / FIRST)
@@ -93,13 +85,11 @@ def test_build__numbers_are_those_of_the_logs(two_records):
     assert second["verdicts"]["B"]["loss"]["mean"] == pytest.approx(0.2)
     assert (two_records / "records" / SECOND / "sources/B.diff").read_text().count("line_7 = 8") == 1
 
-
 def test_new__update_keeps_what_is_written_by_hand(root):
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
     before = (root / FIRST / "README.md").read_text()
     new(root, "--update=01")
     assert (root / FIRST / "README.md").read_text() == before and check(root) == ""
-
 
 @pytest.mark.parametrize("argv, said", [
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
@@ -118,10 +108,8 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     assert status == 2 and said in error, error
     assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
 
-
 def edits(name: str, old: str, new: str) -> Callable[[Path], None]:
     return lambda folder: edit(folder / name, old, new)
-
 
 def removes(name: str) -> Callable[[Path], None]:
     def remove(folder: Path) -> None:
@@ -129,10 +117,8 @@ def removes(name: str) -> Callable[[Path], None]:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     return remove
 
-
 def adds(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).write_text("more\n")
-
 
 DAMAGES = {
     "a number of the page": (edits("README.md", "2.159", "2.151"), "README.md: found"),
@@ -155,13 +141,11 @@ DAMAGES = {
     "a date": (edits("result.json", '"2026-01-01"', '"2026-01-03"'), "found this folder name"),
 }
 
-
 @pytest.mark.parametrize("name", DAMAGES)
 def test_check__damage_is_named(root, name):
     damage, said = DAMAGES[name]
     damage(root / FIRST)
     assert said in check(root)
-
 
 @pytest.mark.parametrize("damage, said", [
     (edits("sources/B.diff", "+line_7 = 8", "+line_7 = 9"), "B.diff: edited"), (removes("sources"), "B.diff: missing"),
@@ -169,7 +153,6 @@ def test_check__damage_is_named(root, name):
 def test_check__damage_of_a_comparison_is_named(root, damage, said):
     damage(root / SECOND)
     assert said in check(root)
-
 
 def sets(kind: str, *seeds: int, scale: float = 1.0, **facts) -> Callable[[Path], None]:
     """Change events of a type in log.jsonl, and all times; log.txt keeps its own."""
@@ -185,11 +168,9 @@ def sets(kind: str, *seeds: int, scale: float = 1.0, **facts) -> Callable[[Path]
             write_events(log, events)
     return launder
 
-
 def better_losses(folder: Path) -> None:
     sets("val", val_loss=2.1)(folder)
     sets("result", val_loss=2.1)(folder)
-
 
 def in_result(change: Callable[[dict], None]) -> Callable[[Path], None]:
     def launder(folder: Path) -> None:
@@ -197,7 +178,6 @@ def in_result(change: Callable[[dict], None]) -> Callable[[Path], None]:
         change(result["stated"])
         (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     return launder
-
 
 def copy_run(folder: Path) -> None:
     """A second seed from a copy, its seed changed wherever it stands."""
@@ -207,18 +187,15 @@ def copy_run(folder: Path) -> None:
     edit(copy / "log.txt", "seed 1", "seed 5")
     in_result(lambda stated: stated["groups"][""].append("seed5"))(folder)
 
-
 def link_out(folder: Path) -> None:
     log = folder / "logs/seed1/log.jsonl"
     log.rename(folder.parent / "elsewhere.jsonl")
     log.symlink_to("../../../elsewhere.jsonl")
 
-
 def future(folder: Path) -> None:
     day = str(datetime.date.today() + datetime.timedelta(days=9))
     in_result(lambda stated: stated.update(date=day))(folder)
     folder.rename(folder.with_name(f"{day}_01_First"))
-
 
 LAUNDERED = {
     "better losses": better_losses, "better result": sets("result", 2, val_loss=2.1),
@@ -233,20 +210,17 @@ LAUNDERED = {
     "stated over logged": in_result(lambda stated: stated["entry"].update(params_total=1)),
 }
 
-
 @pytest.mark.parametrize("name", LAUNDERED)
 def test_doubts__laundering_is_found(root, name):
     LAUNDERED[name](root / FIRST)
     call("new", "--records", root, "--update=01")
     assert check(root), "and update, which refuses or writes, hides nothing"
 
-
 def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root):
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
     in_result(lambda stated: stated["groups"]["B"].remove("runs/006_B"))(root / SECOND)
     status, _, error = call("new", "--records", root, "--update=02")
     assert status == 2 and "runs/006_B is done and left out" in error
-
 
 def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch):
     """Second round 9 of the hostile cases: `git log` there ran what its .git/config names."""
@@ -257,7 +231,6 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
     (root.parent / ".git").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert check(root) == "" and not (tmp_path / "ran").exists()
-
 
 def test_findings__a_sealed_record(root):
     result = result_of(root / FIRST)
@@ -274,14 +247,12 @@ def test_findings__a_sealed_record(root):
         assert said in check(root, "01")
         edit(root / FIRST / name, new_text, old)
 
-
 @pytest.mark.parametrize("settings, expected", [
     (dict(vocab_size=100, bigram_rows=1000), "plain"), (dict(vocab_size=100, bigram_rows=1001), "table"),
     (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table"), (dict(vocab_size=100), None)])
 def test_class_of__from_the_configuration(settings, expected):
     """Fault 7: it was taken from the header's table rows, which can be empty."""
     assert record.class_of(settings) == expected
-
 
 def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     root = tmp_path / "records"

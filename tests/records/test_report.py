@@ -15,7 +15,6 @@ DAY_S = 86_400
 HIGHER = [loss + 0.01 for loss in B_LOSSES]                   # above the target for sure
 LEVEL = [TARGET + off for off in (-0.0002, 0.0008, -0.0011, 0.0004, -0.0006)]
 
-
 @pytest.mark.parametrize("of_b, word", [
     (dict(), "faster"), (dict(times=[seconds + 2 for seconds in B_TIMES]), "slower"),
     (dict(), "same"),
@@ -29,7 +28,6 @@ def test_compare__the_word_of_known_pairs(tmp_path, of_b, word):
     found = compare(*make_sides(tmp_path, dict(times=times), of_b), TARGET)
     assert found["verdict"] == word, found["reason"]
 
-
 def test_compare__numbers_of_runs_in_turn(tmp_path):
     found = compare(*make_sides(tmp_path), TARGET)
     share = np.mean(np.log(B_TIMES) - np.log(A_TIMES))
@@ -37,7 +35,6 @@ def test_compare__numbers_of_runs_in_turn(tmp_path):
     assert found["time"].mean == pytest.approx(found["share"].mean * np.mean(A_TIMES))
     assert found["loss"].mean == pytest.approx(np.mean(B_LOSSES) - np.mean(A_LOSSES))
     assert "proven by 5 of 5 started" in found["reason"] and "B takes 1.2" in found["reason"]
-
 
 @pytest.mark.parametrize("of_b, why", [
     (dict(first=NOON + 5 * RUN_S, apart=RUN_S), "in the order of time they are AAAAABBBBB"),
@@ -54,7 +51,6 @@ def test_compare__no_word_where_sides_are_not_in_turn(tmp_path, of_b, why):
     assert "python records bench" in found["reason"] and found["time"].p is None
     assert found["share"] is None and found["time"].mean == pytest.approx(np.mean(B_TIMES) - np.mean(A_TIMES))
 
-
 def test_compare__fewer_steps_on_another_machine_make_no_word(tmp_path):
     """Fault 1: a program with 1 % fewer but dearer steps and no gain was `faster` in 25.7 % of draws."""
     rng = np.random.default_rng(0)
@@ -63,7 +59,6 @@ def test_compare__fewer_steps_on_another_machine_make_no_word(tmp_path):
         a, b = make_sides(tmp_path / str(draw), dict(buses="one"), dict(times=times, steps=9, buses="two"))
         found = compare(a, b, TARGET)
         assert found["verdict"] == "not measured in turn" and "another machine" in found["reason"]
-
 
 @pytest.mark.parametrize("b, first_reason", [
     (dict(hardware="NVIDIA H200 x 8", python="3.12", first=NOON + 21 * DAY_S), "-> NVIDIA H200 x 8, 21.0 days apart"),
@@ -74,14 +69,12 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason):
     assert (found["verdict"] == "not comparable") == bool(first_reason)
     assert not first_reason or found["reason"].startswith("other ") and first_reason in found["reason"], found["reason"]
 
-
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path):
     """Fault 6: a pool against itself."""
     a, b = make_sides(tmp_path)
     assert compare(a, a)["reason"] == "5 runs are on both sides"
     mixed = report.compare(report.side_of("A", [a]), report.side_of("B", [b, make_run(tmp_path / "c", 9, 3.27, 78.0)]))
     assert mixed["verdict"] == "not comparable" and "B mixes source_sha256" in mixed["reason"]
-
 
 def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
     """Second round 2 of the hostile cases: `compare` said "same program" of a run resumed with a changed source."""
@@ -95,7 +88,6 @@ def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
     found = compare(a, b, TARGET)
     assert found["verdict"] != "same program" and any("resumed with another source" in note for note in found["notes"])
 
-
 @pytest.mark.parametrize("losses, word, said", [
     ([3.2751], "not proven", "not proven by 1 of 1 started (n = 1)"), ([3.29], "not proven", "(n = 1)"),
     (A_LOSSES, "proven", "proven by 5 of 5 started (n = 5, p 0.0074)"), (HIGHER, "no record", "would not help"),
@@ -104,7 +96,6 @@ def test_proof__n_p_and_how_many_were_started(tmp_path, losses, word, said):
     """Fault 4: one run was `no record`."""
     found = report.show(report.side_of("pool", [make_side(tmp_path / "a", losses, [80.0] * len(losses))]), TARGET)
     assert found["verdict"] == word and said in found["reason"], found["reason"]
-
 
 def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path):
     """Fault 6: the word did not change when runs were left out or unfinished."""
@@ -115,7 +106,6 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path):
     found = report.show(report.side_of("pool", [pool]), TARGET)
     assert found["verdict"] == "proven" and "proven by 5 of 7 started (n = 5" in found["reason"]
     assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
-
 
 def test_proof__lists_in_a_readme_are_stated(tmp_path):
     """Fault 4: lists beside a single log were not read."""
@@ -128,7 +118,6 @@ def test_proof__lists_in_a_readme_are_stated(tmp_path):
     alone = report.show(report.side_of("pool", [tmp_path]), TARGET)
     assert alone["verdict"] == "proven" and "as stated" in alone["reason"]
 
-
 def test_verdict__systems_waives_p(tmp_path):
     """Fault 5: the rule of the board for the same mathematics."""
     a, b = make_sides(tmp_path, b=dict(losses=LEVEL))
@@ -139,19 +128,16 @@ def test_verdict__systems_waives_p(tmp_path):
     assert worse["verdict"] == "undecided" and "but losses differ by +0.0099" in worse["reason"]
     assert report.show(report.side_of("pool", [b]), TARGET, True)["verdict"] == "systems"
 
-
 @pytest.mark.parametrize("off, word", [(0.01, "higher loss"), (-0.01, "lower loss"), (0.0, "faster")])
 def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word):
     found = compare(*make_sides(tmp_path, b=dict(losses=[loss + off for loss in B_LOSSES])))
     assert found["verdict"] == word and "B takes 1.2" in found["reason"]
-
 
 def test_in_words__one_seed_a_side_gives_the_difference(tmp_path):
     """Fault 11: one seed a side gave none."""
     a, b = make_sides(tmp_path, dict(losses=[3.278], times=[80.0]), dict(losses=[3.281], times=[79.0]))
     status, out, _ = call("compare", a, b)
     assert "loss    +0.00300 nats (no test)" in out and "time    -1.000 s (no test)" in out and status == 7
-
 
 def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path):
     """Fault 11: lists of files took 700 characters."""
@@ -165,14 +151,12 @@ def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path):
         assert "65 files not read: 35 not a log by its name, 30 no validation line" in out
         assert max(map(len, out.splitlines())) < 250 and "inf" not in out.replace("info", "") and "nan" not in out
 
-
 def test_differing__of_tables_the_rows_that_differ(tmp_path):
     """Fault 11: `stages` differ row by row."""
     stages = [dict(steps=n, lr=1.0) for n in range(6)]
     others = [*stages[:3], dict(steps=3, lr=0.5), *stages[4:]]
     found = compare(*make_sides(tmp_path, dict(config=dict(stages=stages)), dict(config=dict(stages=others))))
     assert [line for line in found["differs"] if line.startswith("stages")] == ["stages[3] lr 1.0 -> 0.5"]
-
 
 def test_side_of__times_that_contradict_their_averages_do_not_count(tmp_path):
     """Fault 3: all times less 1.2 s passed as `faster`."""
@@ -188,7 +172,6 @@ def test_side_of__times_that_contradict_their_averages_do_not_count(tmp_path):
                   source=OTHER_SOURCE)
     assert compare(tmp_path / "a", tmp_path / "b", TARGET)["verdict"] == "faster"
 
-
 def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path):
     pool = make_side(tmp_path / "a")
     make_run(pool / "longer", 8, 3.1, 160.0, steps=20)
@@ -197,7 +180,6 @@ def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path):
     write_events(log, events_of(log)[:9])
     with pytest.raises(ToolError, match="at least one finished run"):
         report.side_of("pool", [tmp_path / "b"])
-
 
 @pytest.mark.parametrize("planned, looks_at", [(10, [4, 6, 10]), (6, [4, 6])])
 def test_turns_of__a_bench_counts_to_its_last_look(tmp_path, planned, looks_at):
@@ -216,7 +198,6 @@ def test_turns_of__a_bench_counts_to_its_last_look(tmp_path, planned, looks_at):
     assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5) and turns.planned == planned
     assert "".join("AB"[is_b] for is_b in turns.is_b) == "ABBAABBA"
 
-
 def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path):
     make_run(tmp_path / "runs/001_A/logs/x", 0, 3.27, 80.0)
     lines = [dict(type="start", run=n, pair=n, side="A", folder=f"runs/00{n}_A") for n in (1, 2)]
@@ -229,7 +210,6 @@ def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path):
     edit(tmp_path / "manifest.jsonl", '{"type": "start"', '{"type"; "start"')
     with pytest.raises(ToolError, match="a damaged line"):
         report.side_of("A", [tmp_path])
-
 
 def test_placed__false_alarms_by_draws():
     """Fault 8: 4.2 % of runs of the pool's own kind were outside where 1 % is stated."""
@@ -244,7 +224,6 @@ def test_placed__false_alarms_by_draws():
         outside += alarm
     assert outside <= 13, outside                             # 5 are expected
 
-
 @pytest.mark.parametrize("loss, seconds, word", [
     (3.2785, 80.02, "inside"), (3.2900, 80.02, "outside"), (3.2785, 81.0, "outside"), (3.2700, 80.0, "outside")])
 def test_place__the_last_point_decides(tmp_path, loss, seconds, word):
@@ -253,7 +232,6 @@ def test_place__the_last_point_decides(tmp_path, loss, seconds, word):
     status, out, _ = call("place", run, pool)
     assert f"verdict: {word}: " in out and status == report.STATUS[word]
     assert ("loss at step 10 is" in out) == (word == "inside" or loss != 3.2785)
-
 
 def test_place__while_a_run_goes_on(tmp_path):
     """Fault 10: interrupted runs, and runs that go on, could not be read."""
@@ -269,7 +247,6 @@ def test_place__while_a_run_goes_on(tmp_path):
     word = report.place(*read_runs([log]).runs, report.side_of("pool", [elsewhere]))
     assert word["verdict"] == "inside" and any("time is not judged" in note for note in word["notes"])
 
-
 def test_place__an_early_point_outside_is_a_remark(tmp_path):
     pool = make_side(tmp_path / "pool")
     log = make_run(tmp_path / "run", 9, 3.2785, 80.0, NOON + 9 * RUN_S) / "log.jsonl"
@@ -278,7 +255,6 @@ def test_place__an_early_point_outside_is_a_remark(tmp_path):
     write_events(log, events)
     found = report.place(*read_runs([log]).runs, report.side_of("pool", [pool]))
     assert found["verdict"] == "inside" and "loss is outside its band at steps 0" in found["notes"]
-
 
 @pytest.mark.parametrize("argv, status, said", [
     ([], 2, "try  "), (["--help"], 0, "verb"), (["shew"], 2, "one of try, bench"), (["compare"], 2, ""),

@@ -11,14 +11,12 @@ from tools import statistics                                 # noqa: E402
 
 A, B = [3.2780, 3.2795, 3.2770, 3.2788], [3.2782, 3.2791, 3.2774]
 
-
 def test_summary__of_none_of_one_and_of_equal_values():
     assert statistics.summary([]).n == 0 and math.isnan(statistics.summary([]).mean)
     n, mean, sd = statistics.summary([3.0])
     assert (n, mean) == (1, 3.0) and math.isnan(sd)
     assert statistics.summary([0.1] * 3) == (3, 0.1, 0.0), "no rounding makes a spread"
     assert statistics.summary(A) == pytest.approx((4, np.mean(A), np.std(A, ddof=1)), rel=1e-12)
-
 
 def test_difference__is_the_weaker_of_two_tests():
     found = statistics.difference(A, B)
@@ -28,7 +26,6 @@ def test_difference__is_the_weaker_of_two_tests():
     intervals = [test.confidence_interval(0.99) for test in tests]
     assert (found.low, found.high) == pytest.approx((min(i.low for i in intervals), max(i.high for i in intervals)))
 
-
 def test_difference__false_words_with_few_values_beside_many():
     """Welch alone is wrong in 3 % of draws at a nominal 1 %."""
     rng = np.random.default_rng(0)
@@ -36,11 +33,9 @@ def test_difference__false_words_with_few_values_beside_many():
         wrong = sum(statistics.difference(rng.normal(size=20), rng.normal(size=small)).p < 0.01 for _ in range(600))
         assert wrong <= 14, (small, wrong)
 
-
 def test_below__is_the_one_sided_t_test():
     assert statistics.below(A, 3.28) == pytest.approx(stats.ttest_1samp(A, 3.28, alternative="less").pvalue)
     assert math.isnan(statistics.below([3.27], 3.28)) and math.isnan(statistics.below([3.27] * 3, 3.28))
-
 
 def test_seeds_needed__prove_it_four_times_of_five():
     needed = statistics.seeds_needed(0.0015, 0.0013)
@@ -53,20 +48,17 @@ def test_seeds_needed__prove_it_four_times_of_five():
     assert statistics.seeds_needed(-0.001, 0.001) is None and statistics.seeds_needed(1e-6, 0.001) is None
     assert statistics.seeds_needed(0.001, 0.0) == 2
 
-
 @pytest.mark.parametrize("losses, expected", [
     ([3.29], False), ([3.279, 3.281, 3.2805], False), ([3.2900, 3.2901, 3.2899, 3.2902], True), ([3.27, 3.28], False),
     ([3.2801, 3.2815, 3.2790, 3.2810], False)])
 def test_hopeless__only_where_more_seeds_cannot_help(losses, expected):
     assert statistics.hopeless(losses, 3.28) == expected
 
-
 @pytest.mark.parametrize("sides, expected", [
     ("ABBAAB", [0, 1, 2, 3, 4, 5]), ("ABAB", [0, 1, 2, 3]), ("AAABBB", None), ("AABB", None), ("ABA", [0, 1]),
     ("AAB", [1, 2]), ("ABBAA", [0, 1, 2, 3]), ("AAAA", None), ("", None), ("A", None), ("ABAAAB", None)])
 def test_pairs_in_turn(sides, expected):
     assert statistics.pairs_in_turn(sides) == expected
-
 
 @pytest.mark.parametrize("order", ["ABBA", "ABAB"])
 def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order):
@@ -82,9 +74,7 @@ def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order):
         assert drifted.mean == pytest.approx(found.mean) and drifted.p == pytest.approx(found.p)
     assert statistics.in_turn([1.0, 2.0], [False, True]) is None
 
-
 DRAWS = 1000                                                  # bench_words.py makes 5,000 of each
-
 
 @pytest.mark.parametrize("noise", bench_words.NOISES)
 def test_time_level__false_words(noise):
@@ -96,14 +86,12 @@ def test_time_level__false_words(noise):
     for planned in (6, 10):
         assert bench_words.words_of_bench(bench_words.NOISES[noise], planned, DRAWS) <= 0.02, planned
 
-
 @pytest.mark.parametrize("pairs, power", [(4, 0.40), (6, 0.75), (10, 0.97)])
 def test_time_level__power(pairs, power):
     """Of a true 0.2 % at 0.08 % a run; two standard errors of the draws are taken off."""
     for order in ("ABBA", "ABAB"):
         share = bench_words.words(bench_words.times, pairs, order, DRAWS, -0.002)
         assert share >= power - 2 * math.sqrt(power * (1 - power) / DRAWS), (order, share)
-
 
 def test_time_level__by_pairs_and_looks():
     level = statistics.time_level
@@ -113,7 +101,6 @@ def test_time_level__by_pairs_and_looks():
     spent = sum(level(pairs, 10, True) for pairs in range(1000))
     assert spent <= 0.0105, "all looks of a bench together"
     assert level(3, None, True) == 0 < level(4, None, True) <= 0.001, "a bench that does not say its end"
-
 
 @pytest.mark.parametrize("test, level, word", [
     ((-0.01, -0.02, -0.001, 0.001), 0.01, "faster"), ((0.01, 0.001, 0.02, 0.001), 0.01, "slower"),

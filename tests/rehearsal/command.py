@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ TRAINER = TESTS.parent / "train_gpt.py"
 TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
 BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
-
 
 def why_not() -> str:
     """What keeps the rehearsal from running here; empty: nothing."""
@@ -43,8 +41,8 @@ def why_not() -> str:
             return f"no {package}: pip install {package}=={known}"
         if found.partition("+")[0] != known:
             return f"{package} {found}: its internals are known of {known} only"
-    if not importlib.metadata.version("torch").endswith("+cpu"):
-        return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
+        if package == "torch" and not found.endswith("+cpu"):
+            return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
     return ""
 
 
@@ -61,18 +59,15 @@ def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict
                 processes[name] = subprocess.Popen(command, env=environment, stderr=log)
         return {name: found_by(process, Path(folder, name)) for name, process in processes.items()}
 
-
 def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     status = process.wait()
-    result, log = path.with_suffix(".json"), path.with_suffix(".log")
-    last_lines = "\n".join(log.read_text().splitlines()[-LINES_OF_LOG:])
-    if status != 0 or not result.exists():
+    last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LINES_OF_LOG:])
+    if status != 0:
         return dict(error=f"the walk ended with status {status}:\n{last_lines}")
-    found = json.loads(result.read_text())
+    found = json.loads(path.with_suffix(".json").read_text())
     if "ended_by" in found:
         print(f"The walk ended before its end:\n{last_lines}")
     return found
-
 
 def timelines_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
     """What the walks of all worlds found, as one object: what a price is made of and --out writes."""
@@ -97,20 +92,16 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
     for number, world in ledger["worlds"].items():
         yield f"W = {number}: {len(world['graphs'])} graphs"
         for name, phase in world["phases"].items():
-            sums = Counter(phase["sums"])
-            if not sums["launches"]:
+            sums = phase["sums"]
+            if not sums.get("launches"):
                 continue
-            flops = []
-            for measure in sorted(sums):
-                if measure.startswith("flops "):
-                    flops.append(f"{sums[measure] / 1e12:.2f} {measure.removeprefix('flops ')}")
+            flops = [f"{sums[measure] / 1e12:.2f} {measure.removeprefix('flops ')}" for measure in sorted(sums)
+                     if measure.startswith("flops ")]
             yield (f"  {name:24}{sums['launches']:6} launches {sums['bytes'] / 1e9:8.1f} GB  "
                    f"TFLOP {' + '.join(flops) or 0}; peak {sums['peak_bytes'] / 2**20:,.0f} MiB, "
                    f"{sums['collectives']} collectives of {sums['collective_bytes'] / 1e6:,.0f} MB")
     compiled = ledger["kernels_compiled"]
-    yield (f"{compiled['number']} kernels compiled, {compiled['spilling']} spill, at most "
-           f"{compiled['most_registers']} registers")
-
+    yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
 def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
     """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
@@ -120,9 +111,7 @@ def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str,
     except price.PriceError as error:                         # a card without a rate for what it is asked
         return f"no price: {error}"
     add_prices(new, timelines, rates)
-    if old is None:
-        return price.text(now)
-    return price.text(now) + "\n" + price.difference(price.kept_prediction(old), now)
+    return price.text(now) + ("\n" + price.difference(price.kept_prediction(old), now) if old else "")
 
 
 # ---- The command
@@ -141,14 +130,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--quick walks the first stage and no more")
     return wanted
 
-
 def numbers(text: str) -> list[str]:
     """Numbers of GPUs, or of stages."""
     found = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
     return found
-
 
 def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
     """Timelines of the walks; none if one of them could not be made, which is said."""
@@ -162,7 +149,6 @@ def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
     for name, error in errors.items():
         print(f"{name} on {wanted.card}:\n{error}")
     return None if errors else timelines_of(walked, wanted.card, wanted.flags)
-
 
 def main(argv: Sequence[str]) -> int:
     reason = why_not()
@@ -179,11 +165,9 @@ def main(argv: Sequence[str]) -> int:
     if wanted.update and old is not None:
         other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
         if other or not set(old["worlds"]) <= set(wanted.gpus):
-            flags = " ".join(old["flags"]) or "no flags"
-            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
+            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, flags {old['flags']}"
             print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
             return BAD_REQUEST
-
     if old is not None and old["card"] != wanted.card:
         old = None
     timelines = rehearse(wanted)
@@ -195,13 +179,9 @@ def main(argv: Sequence[str]) -> int:
     if wanted.out:
         Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
     failures = forbidden(new)
-    grown = []
-    if old is not None:
-        grown = report(old, new)
-    elif not wanted.quick:
-        print(f"compared with nothing: {path.name} has no {wanted.card}")
+    grown = report(old, new) if old else []
     if not wanted.quick:
-        print(page)
+        print(page if old else f"compared with nothing: {path.name} has no {wanted.card}\n{page}")
     if wanted.update and not failures:
         print("\n".join(grown))
         path.write_text(written(kept(new)) + "\n")

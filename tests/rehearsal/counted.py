@@ -12,12 +12,11 @@ MATRIX = 4 * ROWS * WIDTH                # bytes
 OF_LIST = 8 * LISTED + 4 * LISTED * WIDTH                     # an index and its rows
 EXPECTED = {                             # bytes, flops
     "aten.mm": (MATRIX + 4 * WIDTH * 3 + 4 * ROWS * 3, 2 * ROWS * WIDTH * 3), "aten.exp": (2 * MATRIX, 0),
-    "aten.zero_": (MATRIX, 0), "aten.index_add_": (OF_LIST + 2 * 4 * LISTED * WIDTH, 0),      # it reads its rows, too
-    "aten.index_copy_": (OF_LIST + 4 * LISTED * WIDTH, 0), "aten.index": (OF_LIST + 4 * LISTED * WIDTH, 0),
+    "aten.zero_": (MATRIX, 0),
+    "aten.index_put_": (OF_LIST + 4 * LISTED * WIDTH, 0), "aten.index": (OF_LIST + 4 * LISTED * WIDTH, 0),
     "aten.copy_": (2 * 4 * LISTED * WIDTH, 0), "aten._to_copy": (MATRIX + MATRIX // 2, 0)}
 WAITS = ["a number of the device", "copy from the device", "copy to the device",
          "copy to the device, of memory that is not pinned"]
-
 
 def check_operations(tally: Tally) -> None:
     matrix = torch.empty(ROWS, WIDTH, device="cuda")
@@ -26,14 +25,12 @@ def check_operations(tally: Tally) -> None:
     matrix @ torch.empty(WIDTH, 3, device="cuda")
     matrix.exp()
     matrix.zero_()
-    matrix.index_add_(0, index, few)
-    matrix.index_copy_(0, index, few)
+    matrix[index] = few
     matrix[index]
     few.copy_(matrix[:LISTED])
     matrix.bfloat16()
     found = {kernel["name"]: (kernel["bytes"], kernel.get("flops", 0)) for kernel in tally.kernels.values()}
     assert found == EXPECTED, found
-
 
 def check_waits(tally: Tally) -> None:
     """The host waits for a number, for copies that are not told otherwise, and for pageable memory."""
@@ -47,9 +44,8 @@ def check_waits(tally: Tally) -> None:
     waits = [item[1].partition("# ")[2] for item in tally.phase.timeline if item[0] == "host_wait"]
     assert waits == WAITS, waits
 
-
 def check_memory(tally: Tally) -> None:
-    """Two of three buffers live at once, and a view is none."""
+    """Two of three buffers live at once, and a view keeps its buffer."""
     tally.begin("memory")
     before = tally.now
     first = torch.empty(1000, device="cuda")
@@ -60,8 +56,6 @@ def check_memory(tally: Tally) -> None:
     del second, view
     third = torch.empty(100, device="cuda")
     assert tally.phase.peak == before + 6000 and tally.now == before + third.nbytes
-    assert sorted(buffer.size for buffer in tally.phase.at_peak)[-2:] == [2000, 4000]
-
 
 def check_tiles() -> None:
     """Against all pairs of query and key, one by one."""

@@ -7,6 +7,7 @@ import linecache
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,15 +35,15 @@ ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
           "_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "resize_", "sym_size", "sym_stride", "sym_numel"}
 
-
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
 
 def text_of(x: Any) -> str:
     """A tensor as an argument is written in a key."""
     return f"{short(x.dtype)}{tuple(x.shape)}".replace(" ", "")
 
+def texts_of(tensors: list[Tensor]) -> str:
+    return " ".join(map(text_of, tensors))
 
 def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -52,25 +53,16 @@ def digest_of(text: str) -> str:
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
     """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
     if name in ("index", "gather", "embedding", "index_select"):
-        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
-        return 2 * out[0].nbytes + sum(x.nbytes for x in index)
-    if name in ("index_put_", "index_add_", "index_copy_"):
-        target = tensors[0]
-        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
-        source = [x for x in tensors[1:] if x.dtype.is_floating_point]
-        rows = max([x.numel() for x in index], default=1)
-        if name == "index_put_":
-            along = next((at for at, x in enumerate(args[1]) if x is not None), 0)
-        else:
-            along = args[1]
-        written = rows * target.nbytes // max(1, target.shape[along])
-        reads_too = name == "index_add_"
-        return written * (1 + reads_too) + sum(x.nbytes for x in index + source)
+        return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
+    if name == "index_put_":
+        target, *others = tensors
+        rows = max(x.numel() for x in args[1] if x is not None)
+        along = next(at for at, x in enumerate(args[1]) if x is not None)
+        return rows * target.nbytes // max(1, target.shape[along]) + sum(x.nbytes for x in others)
     if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
-
 
 def executed_tiles(bounds: np.ndarray, window: int) -> int:
     """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
@@ -93,7 +85,6 @@ class Buffer:
     too_much: str = ""                   # why it should not be there
     gradient_of: str = ""                # label of the weight that it is a gradient of, by its size
 
-
 class Phase:
     """A stretch of the run: what the training thread issues, in its order, and memory."""
 
@@ -111,7 +102,6 @@ class Phase:
         else:
             self.timeline.append(["run", key, 1])
 
-
 class Tally(phantom.Recorder):
     """Listens to the card and to the trainer's own calls."""
 
@@ -122,14 +112,13 @@ class Tally(phantom.Recorder):
         self.phases: dict[str, Phase] = {}
         self.failures: list[dict[str, str]] = []
         self.reasons: list[str] = []                 # of graphs that were compiled again
-        self.host_waits: dict[str, int] = {}         # in the timed loop, by line
-        self.waits_elsewhere: dict[str, int] = {}    # on another thread, at any time
+        self.host_waits = Counter()                  # in the timed loop, by line
+        self.waits_elsewhere = Counter()             # on another thread, at any time
         self.now = 0                                 # bytes on the device
         self.racing = False                          # between the start of the race and its end
         self.timed = False                           # and not in a validation or a checkpoint
         self.batch: Any = None                       # whose documents attention sees
         self.stage = 0
-        self.place = ""                              # the same in words
         self.row_grads: dict[int, str] = {}          # label of a table, by the address of its row gradients
         self.table_sizes: set[int] = set()           # numbers in a whole table
         self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
@@ -159,8 +148,7 @@ class Tally(phantom.Recorder):
 
     # ---- Told by the card
     def allocated(self, storage: Any, tensor: Tensor) -> None:
-        buffer = Buffer(storage.nbytes(), text_of(tensor))
-        self.alive[storage._cdata] = buffer
+        buffer = self.alive[storage._cdata] = Buffer(storage.nbytes(), text_of(tensor))
         self.now += buffer.size
         if self.now > self.phase.peak:
             self.phase.peak = self.now
@@ -201,7 +189,7 @@ class Tally(phantom.Recorder):
         on_card = [x for x in tensors + outputs if x.device.type == "cuda"]
         if not on_card:
             return
-        facts = dict(kind="eager", name=f"aten.{name}", shapes=" ".join(text_of(x) for x in tensors))
+        facts = dict(kind="eager", name=f"aten.{name}", shapes=texts_of(tensors))
         if name.removesuffix("_") in PRODUCTS:               # or in place
             a, b = [x for x in tensors if x.dim() >= 2][-2:]
             shape = dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
@@ -251,17 +239,16 @@ class Tally(phantom.Recorder):
         factor = tokens // (len(host) * length)
         return factor * np.unique(host + starts)
 
-    def launched(self, kernel: dict[str, Any], grid: tuple[int, ...], args: tuple) -> None:
+    def launched(self, function: str, owner: Any, warps: int, grid: tuple[int, ...], args: tuple) -> None:
+        """owner: Inductor's autotuner, if it has made the kernel."""
         tensors = [x for x in args if isinstance(x, FakeTensor)]
-        facts = phantom.binaries[kernel["function"]]
-        owner = kernel["owner"]
-        warps = kernel["metadata"].num_warps
+        facts = phantom.binaries[function]
         common = dict(programs=math.prod(grid), warps=warps, **facts)
         if owner is None and facts["tensor_core"]:
             key = self.product(common, tensors)
         elif owner is None:
             name = facts["name"]
-            common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=" ".join(map(text_of, tensors)))
+            common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=texts_of(tensors))
             place = f"{grid} {self.world}"                    # with another number of ranks it touches other rows
             key = f"{name}.{digest_of(common['shapes'] + place)}"
         else:
@@ -278,9 +265,9 @@ class Tally(phantom.Recorder):
         length = re.search(r"\br0_numel = (\d+)", source)
         if length and "R0_BLOCK" in config.kwargs:
             trips = -(-int(length[1]) // config.kwargs["R0_BLOCK"])
-        loops = [dict(loop, trips=trips) for loop in facts.pop("loops")]
+        loops = [dict(loop, trips=trips) for loop in facts["loops"]]
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops,
-                     bytes=generated_bytes(owner, tensors), shapes=" ".join(map(text_of, tensors)))
+                     bytes=generated_bytes(owner, tensors), shapes=texts_of(tensors))
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
@@ -289,14 +276,12 @@ class Tally(phantom.Recorder):
         fused_bytes: what a pass of its own over the product, in the place of its epilogue, would move.
         """
         left, right = tensors[:2]
-        product = tensors[-1]
-        in_epilogue = unique(tensors[2:])
+        in_epilogue = sum(x.nbytes for x in unique(tensors[2:]))
         m, k = left.shape
         n = len(right)
-        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k)
-        facts["bytes"] = sum(x.nbytes for x in unique(tensors))
-        facts["fused_bytes"] = product.nbytes + sum(x.nbytes for x in in_epilogue)
-        facts["shapes"] = " ".join(map(text_of, tensors))
+        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
+                     bytes=sum(x.nbytes for x in unique(tensors)), fused_bytes=tensors[-1].nbytes + in_epilogue,
+                     shapes=texts_of(tensors))
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
@@ -342,12 +327,11 @@ class Tally(phantom.Recorder):
     def host_waited(self, what: str) -> None:
         where = trainer_line()
         if self.other_thread:
-            self.waits_elsewhere[where] = self.waits_elsewhere.get(where, 0) + 1
+            self.waits_elsewhere[where] += 1
             return
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
-            self.host_waits[where] = self.host_waits.get(where, 0) + 1
-
+            self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     """What Inductor says that its kernel moves; tensors: its arguments.
@@ -360,16 +344,13 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
-
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """Those that are given twice once, for a kernel that does not read its second look."""
     return list({id(x): x for x in tensors}.values())
 
-
 def fakes(values: Iterable) -> list[FakeTensor]:
     """The tensors of the card among the values, and in lists of them."""
     return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
-
 
 def trainer_line() -> str:
     """Function and text, without its comment, of the innermost line of the trainer that is running."""

@@ -1,7 +1,7 @@
 """The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price.
 
     {"card", "flags", "attention", "steps": {stage: {parity: how many}}, "worlds": {number of GPUs: WORLD}, ...}
-    WORLD  {"graphs": {title: [hash, nodes]}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
+    WORLD  {"graphs": {title: nodes}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS, "lines": {name: AMOUNTS, kind, ms}, "price": {attention: ms by part},
             "at_peak": {buffers by shape and maker: [number, bytes]}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_of, grown, items_of, line_name, load,
                     price_steps, stages_of, tokens_at_once)
 
-FORMAT = 3
+FORMAT = 4
 ALWAYS = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
 LARGEST_LINES, LARGEST_BUFFERS = 8, 3    # of a phase, in the file
 MOST_GROWTH = 0.02
@@ -52,7 +53,6 @@ def summary_of(timelines: dict[str, Any]) -> dict[str, Any]:
         kernels_compiled=dict(number=len(compiled), spilling=sum(kernel["spills"] > 0 for kernel in compiled),
                               most_registers=max((kernel["registers"] for kernel in compiled), default=0)))
 
-
 def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
     """Of each phase with each kind of attention; of its lines with the first kind."""
     card = Card(rates, timelines["card"])
@@ -68,32 +68,33 @@ def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[st
                     facts["ms"] = round(facts.get("ms", 0.0) + ms, 6)
     ledger["attention"] = card.attention
 
-
 def played(timelines: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Step]:
     """What each phase takes: steps in their cycle, what is no step alone."""
     steps = {}
     for stage in stages_of(timelines, world):
         cycle = cycle_of(timelines, world, stage)
-        for parity, step in price_steps(timelines, world, card, attention, stage).items():
+        for parity, step in price_steps(timelines, card, world, attention, stage).items():
             steps[cycle[parity]] = step
     for name in timelines["worlds"][world]["phases"].keys() - steps.keys():
         steps[name] = Streams(timelines, world, card, attention).play(name)
     return steps
 
-
 def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
-    sums = Counter(dict.fromkeys(ALWAYS, 0))
-    for line in lines_of(items, kernels).values():
+    return dict.fromkeys(ALWAYS, 0) | added(lines_of(items, kernels).values())
+
+def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What lines have of each measure together."""
+    sums = Counter()
+    for line in lines:
         sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
     return dict(sums)
-
 
 def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
     """What is launched, sent and waited for, by name."""
     tokens = tokens_at_once(items, kernels)
     lines = {}
-    for what, *rest in items:
-        if what == "run":
+    for kind, *rest in items:
+        if kind == "run":
             key, count = rest
             kernel = kernels[key]
             name = line_name(kernel, tokens)
@@ -101,14 +102,12 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
             amounts = dict(launches=count, bytes=count * kernel["bytes"])
             if kernel.get("flops"):
                 amounts[f"flops {kernel['dtype'] if kind == 'product' else kind}"] = count * kernel["flops"]
-        elif what == "collective":
+        elif kind == "collective":
             _, collective, size, dtype, _ = rest
             name = f"{collective} of {dtype}"
-            kind = what
             amounts = dict(collectives=1, collective_bytes=size)
-        elif what == "host_wait":
+        elif kind == "host_wait":
             name, = rest
-            kind = what
             amounts = dict(host_waits=1)
         else:
             continue
@@ -133,7 +132,6 @@ def kept(ledger: dict[str, Any]) -> dict[str, Any]:
         worlds[number] = world | dict(phases=phases)
     return ledger | dict(worlds=worlds)
 
-
 def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
     """The entries, those that are dropped as one."""
     found = {name: entry for name, entry in entries.items() if name not in dropped}
@@ -141,12 +139,9 @@ def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
     if others and isinstance(others[0], list):
         found[OTHERS] = [sum(column) for column in zip(*others)]
     elif others:
-        sums = Counter()
-        for line in others:
-            sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
-        found[OTHERS] = dict(sums, kind="", ms=round(sums["ms"], 6))
+        sums = added(others)
+        found[OTHERS] = sums | dict(kind="", ms=round(sums.get("ms", 0.0), 6))
     return found
-
 
 def written(value: Any, indent: str = "") -> str:
     """Sorted JSON; an object that holds others has a line for each."""
@@ -154,7 +149,6 @@ def written(value: Any, indent: str = "") -> str:
         return json.dumps(value, sort_keys=True)
     rows = [f"{indent} {json.dumps(key)}: {written(value[key], indent + ' ')}" for key in sorted(value)]
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
-
 
 def ledger_in(path: Path) -> dict[str, Any] | None:
     """None if there is no file. Raises PriceError for one that is not a ledger."""
@@ -190,7 +184,6 @@ def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             print(f"W = {number}: other graphs: {'; '.join(titles)}")
     return too_much
 
-
 def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str]:
     """The lines or buffers that grew most; what the ledger did not keep by name counts as its others."""
     if what == "peak_bytes":
@@ -205,14 +198,12 @@ def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str
         found.append(f"({OTHERS}: no lines of the ledger; their largest are now {largest})")
     return found
 
-
 def amount_of(number: float, what: str) -> str:
     if "bytes" in what:
         return f"{number / 1e6:,.1f} MB"
     if what.startswith("flops"):
         return f"{number / 1e9:,.1f} GFLOP"
     return f"{number:,}"
-
 
 def forbidden(ledger: dict[str, Any]) -> list[str]:
     """What no update accepts."""

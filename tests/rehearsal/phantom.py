@@ -32,7 +32,6 @@ PROPERTIES = dict(                       # of every card here
     gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
 CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json").read_text())["cards"].items()}
 
-
 def load_shim(folder: Path) -> None:
     """Build phantom.cpp into the folder and load it, which has to come before torch is imported."""
     assert "torch" not in sys.modules, "phantom.py wants to be imported before torch"
@@ -49,7 +48,6 @@ def load_shim(folder: Path) -> None:
         unfinished.rename(library)
     ctypes.CDLL(str(library))
 
-
 SCRATCH = Path(os.environ.get("REHEARSAL_CACHE") or tempfile.mkdtemp(prefix="rehearsal-"))
 os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "inductor"), TRITON_CACHE_DIR=str(SCRATCH / "triton"),
                   TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_FX_GRAPH_CACHE="1")
@@ -65,7 +63,6 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 aten = torch.ops.aten
 auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
 
-
 class Recorder:
     """What is told of the card. This one listens to nothing; counts.py has one that does."""
 
@@ -75,7 +72,6 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Callable:
         return always(None)
-
 
 class Card(FakeTensorMode):
     """Tensors on "cuda" are fake; what touches the host alone is computed as ever."""
@@ -128,7 +124,10 @@ class Card(FakeTensorMode):
         finally:
             self.depth -= not composite
         self.note(out)
-        keep_host_copy(func, source, args, out)
+        if func is aten._to_copy.default and isinstance(source, Tensor) and not isinstance(source, FakeTensor):
+            out.host = source                                 # row lists and bounds of documents keep their numbers
+        elif func is aten.slice.Tensor and hasattr(source, "host"):
+            out.host = aten.slice.Tensor(source.host, *args[1:])
         if kwargs.get("pin_memory"):
             out.pinned = True
         return out
@@ -155,14 +154,12 @@ class Card(FakeTensorMode):
     def free(self, address: int) -> None:
         self.recorder.freed(address, self.sizes.pop(address))
 
-
 @functools.cache
 def is_composite(func: Any) -> bool:
     """Made of other operations on every device: these are what is launched."""
     if func.namespace != "aten":
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
-
 
 def flat(args: Any, kwargs: dict) -> Iterator:
     """Arguments, and what is in lists of them: all that an operation takes."""
@@ -172,35 +169,24 @@ def flat(args: Any, kwargs: dict) -> Iterator:
         else:
             yield x
 
-
 def on_card(x: Any) -> bool:
     return isinstance(x, FakeTensor) or is_device(x)
-
-
-def keep_host_copy(func: Any, source: Any, args: tuple, out: Any) -> None:
-    """What the host has sent to the card, and slices of it, keep its numbers: row lists, bounds of documents."""
-    if func is aten._to_copy.default and isinstance(source, Tensor) and not isinstance(source, FakeTensor):
-        out.host = source
-    elif func is aten.slice.Tensor and hasattr(source, "host"):
-        out.host = aten.slice.Tensor(source.host, *args[1:])
-
 
 def is_device(x: Any) -> bool:
     return isinstance(x, torch.device) and x.type == "cuda"
 
-
 bodies: dict[Any, Callable] = {}         # custom operation -> its code, which runs on fake tensors as on others
-
 
 class Event:
     """Of torch.cuda: everything has happened already."""
+    name = "an event"
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    record = wait = __init__
+    record = wait = wait_event = __init__
 
     def synchronize(self) -> None:
-        mode.recorder.host_waited("an event of the device")
+        mode.recorder.host_waited(f"{self.name} of the device")
 
     def query(self) -> bool:
         self.synchronize()
@@ -209,20 +195,11 @@ class Event:
     def elapsed_time(self, _: Event) -> float:
         return 0.0
 
-
-class Stream:
-    """Of torch.cuda: what is put on it has happened already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    wait_event = __init__
+class Stream(Event):
+    name = "a stream"
 
     def record_event(self) -> Event:
         return Event()
-
-    def synchronize(self) -> None:
-        mode.recorder.host_waited("a stream of the device")
-
 
 def always(value: Any) -> Callable:
     """A function that returns this value, whatever it is given: an object of its own each time, as Dynamo wants it."""
@@ -230,23 +207,19 @@ def always(value: Any) -> Callable:
         return value
     return constant
 
-
 mode: Card
 
-
-def install(card: str, recorder: Recorder, rank: int = 0, world: int = 1) -> Card:
+def install(card: str, recorder: Recorder, world: int = 1) -> Card:
     """Make torch, Inductor and Triton see `world` cards of this kind. Returns the mode to run the trainer in."""
     global mode
     install_cuda(CARDS[card], world)
     install_inductor()
     install_triton(CARDS[card])
-    if world > 1:
-        install_collectives(rank, world)
+    install_collectives(world)
     mode = Card(recorder)
     auto_functionalized_v2.py_impl(Card)(auto_functionalized_v2.python_key_table[FakeTensorMode])    # by exact class
     torch._C._set_only_lift_cpu_tensors(True)                 # as without CUDA: torch.tensor() must not open a device
     return mode
-
 
 def install_cuda(card: dict[str, Any], world: int) -> None:
     """The CUDA API: queries are answered, waits are noted, nothing else happens."""
@@ -290,7 +263,6 @@ def install_cuda(card: dict[str, Any], world: int) -> None:
         setattr(CudaInterface, name, staticmethod(getattr(torch.cuda, name)))
     for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream"):
         setattr(CudaInterface, name, staticmethod(always(0)))
-
 
 def install_inductor() -> None:
     """What Inductor would ask of the device, time on it or compute on it while it compiles."""
@@ -342,10 +314,8 @@ def install_inductor() -> None:
     guards.assert_size_stride = always(None)
     guards.assert_alignment = always(None)
 
-
 capability = 90                     # of the card, for its machine code
 running: list[Any] = []                  # the autotuner whose kernel is being launched
-
 
 class OnHost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -361,7 +331,6 @@ TOOLS = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidi
 loading: dict[str, int] = {}             # what is known of a kernel before it is loaded
 binaries: dict[str, dict[str, Any]] = {}             # by hash: what the machine code says
 
-
 def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[None, str, int, int, int]:
     """What the driver says of a kernel: its module, function, registers, spills, largest number of threads."""
     digest = hashlib.sha256(code).hexdigest()[:16]
@@ -370,12 +339,10 @@ def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[None,
     facts = binaries[digest]
     return None, digest, facts["registers"], facts["spills"], 1024
 
-
 def count_tensor_cores(module: Any, function: Any, name: str, files: dict[str, str], digest: str) -> None:
     """Instructions of tensor cores, by their names in the text that machine code is made from."""
     text, = [Path(path).read_text() for file, path in files.items() if file.endswith(".ptx")]
     loading["tensor_core"] = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
-
 
 def machine_facts(code: bytes) -> dict[str, Any]:
     """Registers, bytes of spills and instructions of machine code; the first two by NVIDIA's own tool."""
@@ -386,22 +353,16 @@ def machine_facts(code: bytes) -> dict[str, Any]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     words = machine_words(code)
-    loops = []
-    for at, word in enumerate(words):
-        if word & OPCODE == BRANCH and (first := at + 1 + branch_distance(word)) < at:
-            loops.append(counts_of(words[first:at + 1]))
+    loops = [counts_of(words[first:at + 1]) for at, first in branches(words) if first < at]
     return dict(registers=usage["REG"], spills=usage["STACK"] + usage["LOCAL"], **counts_of(words), loops=loops)
-
 
 # An instruction has 128 bits, its name in the lowest 12 (seen in disassemblies of 8.0 to 10.0 by nvdisasm).
 OPCODE, BRANCH, NOTHING = 0xFFF, 0x947, 0x918
 MULTIFUNCTION = 0x108                    # of the lowest 9: exponential, logarithm, root, reciprocal, sine
 
-
 def counts_of(words: list[int]) -> dict[str, int]:
-    special = sum(word & 0x1FF == MULTIFUNCTION for word in words)
-    return dict(instructions=sum(word & OPCODE != NOTHING for word in words), special=special)
-
+    return dict(instructions=sum(word & OPCODE != NOTHING for word in words),
+                special=sum(word & 0x1FF == MULTIFUNCTION for word in words))
 
 def machine_words(code: bytes) -> list[int]:
     """The instructions of the one kernel in an ELF file."""
@@ -409,32 +370,26 @@ def machine_words(code: bytes) -> list[int]:
     entry, count, names_at = struct.unpack_from("<HHH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", code, table + entry * at) for at in range(count)]
     names = sections[names_at][4]
-    for name, _, _, _, offset, size in sections:
-        if code.startswith(b".text.", names + name):
-            return [int.from_bytes(code[at:at + 16], "little") for at in range(offset, offset + size, 16)]
-    raise ValueError("no kernel in the machine code")
+    (offset, size), = [section[4:] for section in sections if code.startswith(b".text.", names + section[0])]
+    return [int.from_bytes(code[at:at + 16], "little") for at in range(offset, offset + size, 16)]
 
+def branches(words: list[int]) -> Iterator[tuple[int, int]]:
+    """Places of branches and of their targets, which are counted from the instruction after a branch."""
+    for at, word in enumerate(words):
+        if word & OPCODE == BRANCH:
+            distance = (word >> 34) & (2**30 - 1)
+            distance -= (distance >> 29) << 30                # signed
+            if capability >= 90:
+                distance = distance * 256 + (word >> 16 & 0xFF)
+            yield at, at + 1 + distance // 4
 
-def branch_distance(word: int) -> int:
-    """Instructions from the one after a branch to its target."""
-    upper = (word >> 34) & (2**30 - 1)
-    upper -= (upper >> 29) << 30                              # signed
-    if capability >= 90:
-        return (upper * 256 + (word >> 16 & 0xFF)) // 4
-    return upper // 4
-
-
-@dataclass
-class Launcher:
-    """Puts a compiled kernel on a stream."""
-    source: Any
-    metadata: Any
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+def launcher(source: Any, metadata: Any) -> Callable:
+    """What puts a compiled kernel on a stream."""
+    def launch(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         args = rest[4:]                                       # after metadata and hooks
         owner = running[-1] if running else None
-        mode.recorder.launched(dict(function=function, metadata=self.metadata, owner=owner), (x, y, z), args)
-
+        mode.recorder.launched(function, owner, metadata.num_warps, (x, y, z), args)
+    return launch
 
 def install_triton(card: dict[str, Any]) -> None:
     """A driver of Triton's that needs no library of NVIDIA's."""
@@ -450,9 +405,8 @@ def install_triton(card: dict[str, Any]) -> None:
     driver = types.SimpleNamespace(
         get_current_target=always(GPUTarget("cuda", capability, 32)), get_current_device=always(0),
         get_current_stream=always(0), get_active_torch_device=always(torch.device("cuda", 0)),
-        launcher_cls=Launcher, utils=utils)
+        launcher_cls=launcher, utils=utils)
     triton.runtime.driver.set_active(driver)
-
 
 @dataclass
 class Work:
@@ -463,8 +417,7 @@ class Work:
         mode.recorder.awaited(self.recorded)
         return True
 
-
-def install_collectives(rank: int, world: int) -> None:
+def install_collectives(world: int) -> None:
     """Every other rank does as this one, and sends what this one sends to itself. Devices send nothing."""
 
     def collective(name: str) -> Callable:
@@ -474,7 +427,7 @@ def install_collectives(rank: int, world: int) -> None:
             if not isinstance(out, FakeTensor):               # lists of rows: (what arrives, what leaves) by rank
                 source, = inputs
                 _, leaving = splits
-                torch.cat([source.split(leaving)[rank]] * world, out=out)
+                torch.cat([source.split(leaving)[0]] * world, out=out)
                 return None
             work = Work(mode.recorder.communicated(name, out, inputs))
             return work if async_op else work.wait()

@@ -1,16 +1,16 @@
 """A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
 
-    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN]
+    python tests/price.py [FILE] [--measured=logs/RUN]
 
 Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
 waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
 instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
-`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets a real
-run's times beside them. The record tools load this file by its path: it imports nothing of ours.
+`rehearse.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
 """
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -32,13 +32,11 @@ DEAREST = 10                             # lines that a page shows
 SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
 LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
 
-
 class PriceError(Exception):
     """What was found, what was expected, and what to do about it."""
 
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
-
 
 def load(path: Path) -> dict[str, Any]:
     """A JSON object."""
@@ -61,9 +59,7 @@ class Card:
             known = ", ".join(rates["cards"])
             raise PriceError("card", name, f"one of {known}", "add it to tests/rehearsal/rates.json")
         self.name = name
-        self.rates = {}
-        for kind, rate in rates["cards"][name]["rates"].items():
-            self.rates[kind] = rate["peak"] * rate["share"]
+        self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
@@ -79,7 +75,6 @@ class Card:
                              "a rate for all that the ledger does",
                              f"rehearse for this card: python tests/rehearse.py --card={self.name}")
         return amount / self.rates[kind]
-
 
 def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
     """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
@@ -101,7 +96,6 @@ def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[st
         asked["issue"] = card.seconds("issue", warps * issued(kernel, "instructions"))
     return asked
 
-
 def issued(kernel: dict[str, Any], what: str) -> int:
     """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
     total = kernel[what]
@@ -119,7 +113,6 @@ class Step:
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
 
-
 def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
     """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
     for item in timeline:
@@ -130,7 +123,6 @@ def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]
                 yield from items_of(walked, item[2])
         else:
             yield item
-
 
 class Streams:
     """A compute stream and a stream of collectives, in s since the first step."""
@@ -177,10 +169,8 @@ class Streams:
         self.step.parts[part] += 1000 * seconds
         self.compute += seconds
 
-    def start_collective(self, label: int, name: str, size: int, dtype: str, group: str) -> None:
+    def start_collective(self, label: int, name: str, size: int, *_: str) -> None:
         """It starts when all kernels before it and all collectives before it have ended."""
-        if group != "nccl":
-            return                                                            # of the loader thread: on the host
         crossings = 2 if name.startswith("all_reduce") else 1                 # there to sum, and back
         crossing = crossings * size * (self.ranks - 1) / self.ranks
         start = max(self.link, self.compute)
@@ -195,11 +185,9 @@ class Streams:
             self.spend("exposed communication", exposed)
             self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
 
-
 def part_of(kind: str) -> str:
     """All kinds but these move memory."""
     return PART_OF_KIND.get(kind, "memory-bound kernels")
-
 
 def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
     """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
@@ -209,29 +197,22 @@ def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
             seen.add(kernels[item[0]]["tokens"])
     return min(seen, default=0)
 
-
 def line_name(kernel: dict[str, Any], tokens: int) -> str:
     """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
     if kernel["kind"] != "product":
         return kernel["name"]
     sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
-    repeated = ""
-    if kernel["batch"] > 1:
-        repeated = f"{kernel['batch']} x "
+    repeated = f"{kernel['batch']} x " if kernel["batch"] > 1 else ""
     return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
 
 
 # ---- The prediction
-def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
+def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
-    target = Card(rates, card or ledger["card"])
-
-    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
-        return price_steps(ledger, world, target, attention, stage)
-    return predicted(ledger, target.name, target.attention, steps_of)
-
+    card = Card(rates, ledger["card"])
+    return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
     """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
@@ -247,10 +228,9 @@ def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
                     lines[line, facts["kind"]] = facts.get("ms", 0.0)
             steps[parity] = Step(sum(parts.values()), parts, lines)
         return steps
-    return predicted(ledger, ledger["card"], ledger["attention"], steps_of)
+    return predicted(ledger, ledger["attention"], steps_of)
 
-
-def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Callable) -> dict[str, Any]:
+def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> dict[str, Any]:
     """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
     worlds = {}
     for world in sorted(ledger["worlds"], key=int, reverse=True):
@@ -260,10 +240,9 @@ def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Cal
             for stage in stages_of(ledger, world):
                 stages[stage] = of_stage(steps_of(world, attention, stage), ledger["steps"].get(stage, {}))
             worlds[world][attention] = dict(stages=stages) | of_run(stages)
-    return dict(kind="prediction", card=card, walked_for=ledger["card"], worlds=worlds)
+    return dict(card=ledger["card"], worlds=worlds)
 
-
-def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
+def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, stage: str) -> dict[str, Step]:
     """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
     cycle = cycle_of(ledger, world, stage)
@@ -271,18 +250,15 @@ def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, 
         streams.play(name)
     return {parity: streams.play(name) for parity, name in cycle.items()}
 
-
 def cycle_of(ledger: dict[str, Any], world: str, stage: str) -> dict[str, str]:
     """Phases of a stage by parity."""
     names = {parity: f"{stage} {parity} step" for parity in PARITIES}
     return {parity: name for parity, name in names.items() if name in ledger["worlds"][world]["phases"]}
 
-
 def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
     """Those of which the ledger has a step, in their order."""
     names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in ledger["worlds"][world]["phases"]]
     return sorted({match[1] for match in names if match})
-
 
 def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
     """Even and odd steps, and their mean by how many a run has of each."""
@@ -300,7 +276,6 @@ def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
     parts = {part: mean.parts[part] for part in PARTS}
     lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
     return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
-
 
 def of_run(stages: dict[str, Any]) -> dict[str, Any]:
     """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
@@ -333,86 +308,63 @@ def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
-
 def cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
-
 def text(prediction: dict[str, Any]) -> str:
     """The page of a prediction."""
-    card = prediction["card"]
-    walked_for = prediction["walked_for"]
-    pages = [f"Prediction for {card}, from the ledger and the table of rates: no GPU has run anything."]
-    if walked_for != card:
-        pages.append(f"The ledger that is predicted from is of {walked_for}: {card} may run other code.")
+    pages = [f"Prediction for {prediction['card']}, from the ledger and the table of rates: no GPU has run anything."]
     for world, by_attention in prediction["worlds"].items():
-        pages.append(f"World size {world}, predicted:")
-        pages.append(times_table(by_attention))
+        first, *_ = by_attention
+        columns = " | ".join([*by_attention[first]["stages"], "s per run"])
+        rows = []
         for attention, found in by_attention.items():
-            pages.append(f"Where the time goes with {attention}, ms per mean step, predicted:")
-            pages.append(parts_table(found))
-        attention = next(iter(by_attention))
-        pages.append(f"The {DEAREST} dearest lines with {attention}, predicted:")
-        pages.append(dearest_table(by_attention[attention]))
+            for step in (*PARITIES, "mean"):
+                times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
+                rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
+        pages += [f"World size {world}, predicted:", table(f"ms | {columns}", rows)]
+
+        for attention, found in by_attention.items():
+            rows = []
+            for part, seconds in found["run_parts_s"].items():
+                times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
+                rows.append([part, *times, seconds])
+            pages += [f"Where the time goes with {attention}, ms per mean step, predicted:",
+                      table(f"ms | {columns}", rows)]
+
+        rows = []
+        for line in by_attention[first]["dearest"]:
+            times = [line["ms"].get(stage) for stage in by_attention[first]["stages"]]
+            rows.append([line["name"], line["part"], *times, line["s"]])
+        pages += [f"The {DEAREST} dearest lines with {first}, predicted:", table(f"line | part | {columns}", rows)]
     return "\n\n".join(pages) + "\n"
-
-
-def times_table(by_attention: dict[str, Any]) -> str:
-    rows = []
-    for attention, found in by_attention.items():
-        for step in (*PARITIES, "mean"):
-            times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
-            rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
-    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
-
-
-def parts_table(found: dict[str, Any]) -> str:
-    rows = []
-    for part in PARTS:
-        times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
-        rows.append([part, *times, found["run_parts_s"][part]])
-    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
-
-
-def dearest_table(found: dict[str, Any]) -> str:
-    rows = []
-    for line in found["dearest"]:
-        times = [line["ms"].get(stage) for stage in found["stages"]]
-        rows.append([line["name"], line["part"], *times, line["s"]])
-    return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
 
 
 # ---- What a change costs
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Two predictions side by side, in the worlds, attentions and stages that both have."""
     pages = []
-    for world in after["worlds"]:
-        if world not in before["worlds"]:
-            continue
+    for world in [world for world in after["worlds"] if world in before["worlds"]]:
         was, now = before["worlds"][world], after["worlds"][world]
-        both = [attention for attention in now if attention in was]
-        if not both:
-            continue
-        stages = [stage for stage in now[both[0]]["stages"] if stage in was[both[0]]["stages"]]
+        first, *others = [attention for attention in now if attention in was]
+        stages = [stage for stage in now[first]["stages"] if stage in was[first]["stages"]]
         rows = []
-        for attention in both:
+        for attention in (first, *others):
             times = [times_in(found[attention], stages) for found in (was, now)]
             rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
             rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
         pages += [f"World size {world}, predicted before and now:",
                   table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
-                  f"The {DEAREST} lines that changed most with {both[0]}, predicted:",
-                  table("line | part | more s per run in these", changed_lines(was[both[0]], now[both[0]], stages))]
+                  f"The {DEAREST} lines that changed most with {first}, predicted:",
+                  table("line | part | more s per run in these", changed_lines(was[first], now[first], stages))]
     return "\n\n".join(pages) + "\n"
-
 
 def times_in(found: dict[str, Any], stages: list[str]) -> list[float]:
     """ms of each stage's mean step, and s of a run in these stages."""
     times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
     return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
-
 
 def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -> list[list]:
     """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
@@ -428,7 +380,6 @@ def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -
     shown = [name for name in more if abs(more[name]) >= LEAST_CHANGE]
     shown.sort(key=lambda name: (-abs(more[name]), name))
     return [[name, parts.get(name, ""), f"{more[name]:+.2f}"] for name in shown[:DEAREST]]
-
 
 def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
     """What each line has more now; a line that `was` does not keep counts among its others."""
@@ -475,7 +426,6 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         title += f" its times do not count ({run.void})"
     return f"{title}\n\n{table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
-
 def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
     """Mean of a step inside a stage; None where the log has no times."""
     first = span.start + min(SETTLING_STEPS, len(span) // 4)
@@ -490,18 +440,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("price", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=LEDGER)
-    parser.add_argument("--card", default="", help="[that of the file]")
     parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
     args = parser.parse_args(argv)
     try:
         found = load(args.file)
-        if "kernels" in found:
-            prediction = price(found, load(RATES), args.card)
-        elif args.card in ("", found.get("card")):
-            prediction = kept_prediction(found)
-        else:
-            raise PriceError(f"prices of {args.file.name}", found["card"], args.card,
-                             f"rehearse for it: python tests/rehearse.py --card={args.card}")
+        prediction = price(found, load(RATES)) if "kernels" in found else kept_prediction(found)
         print(text(prediction))
         if args.measured:
             print(measured_page(args.measured, found, prediction))
