@@ -45,7 +45,7 @@ def hub_in_words(url: str) -> Iterator[None]:
     """Raise DataError for what the library could not get in spite of its retries."""
     try:
         yield
-    except Exception as error:               # the library lets those of its HTTP client through, another one each time
+    except Exception as error:               # also those of the library's HTTP client, which have no name in its own
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(url, repr(found), "the shard",
                         f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
@@ -129,6 +129,7 @@ def main(argv: list[str] | None = None) -> None:
     with locked(args.out):
         get_shards(names, args.out, args.endpoint)
     say(f"{args.out}: {args.shards} training shards and the validation shard, whole")
+
 
 if __name__ == "__main__":
     sys.exit(as_program(main))

@@ -4,7 +4,6 @@ Everything here runs on a CPU; what needs a GPU is in gpu/test_gpu.py.
 """
 import functools
 import json
-import math
 import platform
 import resource
 import subprocess

@@ -234,9 +234,11 @@ def test_print_result__a_full_console(text, tmp_path, monkeypatch):
 
 def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    done = run(Path(), "--max_steps=1", "--val_every=0", "--run_dir=")
+    process = Forked(["--preset=tiny", "--device=cpu", "--max_steps=1", "--val_every=0"])
+    assert process.wait() == 0
     folder, = (tmp_path / "logs").iterdir()
-    assert json.loads(done.out.splitlines()[-1])["run_dir"] == f"logs/{folder.name}" and (folder / "log.txt").exists()
+    result = json.loads(process.texts()[0].splitlines()[-1])
+    assert result["run_dir"] == f"logs/{folder.name}" and (folder / "log.txt").exists()
 
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------

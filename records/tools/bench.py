@@ -198,8 +198,6 @@ class Bench:
                 continue
             found = self.compared()
             print(f"pair {len(self.complete())} of {self.args.pairs}", *told(found), sep="\n    ", flush=True)
-        if self.args.plot:
-            plot.curves({name: self.side(name).runs for name in self.sides}, self.args.plot, self.args.target)
         if len(found) > 1:
             print(f"after {len(self.complete())} pairs", *told(found), sep="\n    ")
             return 0
@@ -207,6 +205,12 @@ class Bench:
             print(report.compare_in_words(report_of_b))
             (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
         return status_of(found)
+
+    def draw(self) -> None:
+        """Draw the runs of complete pairs, if a picture is wanted."""
+        groups = {name: self.side(name).runs for name in self.sides}
+        if self.args.plot and plot.curves(groups, self.args.plot, self.args.target):
+            print(f"picture: {self.args.plot}")
 
     def compared(self) -> dict[str, Facts]:
         """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
@@ -326,11 +330,15 @@ def main(argv: list[str]) -> int:
     if args.data is None:
         args.data = home / DATA
     try:
-        status = Bench(args, sides).race()
+        bench = Bench(args, sides)
+        status = bench.race()
     except KeyboardInterrupt:
         print(f"interrupted; the same command with --out={args.out} continues")
         return 130
-    if argv[0] == "try" and status != 1:
+    if status == 1:
+        return status
+    bench.draw()
+    if argv[0] == "try":
         name = re.sub(r"\W|_", "", args.patch.stem.title())
-        print(f"picture: {args.plot}\na record of it: python records new {name} {args.out} --kind=comparison")
+        print(f"a record of it: python records new {name} {args.out} --kind=comparison")
     return status

@@ -1,15 +1,16 @@
 """Pictures of runs: training loss (smoothed) and validation loss, against steps and against time.
 
 One file for light and dark pages: the background is transparent, all ink has a middle tone, and letters are large
-enough for a thumbnail. Raises ToolError without matplotlib."""
+enough for a thumbnail."""
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-from tools.read import Run, ToolError
+from tools.read import Run
 
 INK = "#7d8590"                        # readable on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
@@ -18,14 +19,16 @@ SMOOTHING = 0.04                       # share of the run over which training lo
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
-def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
-    """Draw each group's mean, with the band of its runs; the first group stands behind the others."""
+def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
+    """Draw each group's mean, with the band of its runs; the first group stands behind the others. Returns False, and
+    says why, without matplotlib."""
     try:
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        raise ToolError("--plot", "no matplotlib", "a library that draws", "pip install matplotlib") from None
+        print("no picture: pip install matplotlib", file=sys.stderr)
+        return False
     figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
     figure.patch.set_alpha(0)
     limits: list[float] = []
@@ -60,6 +63,7 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
+    return True
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
     """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""

@@ -366,7 +366,8 @@ def write(folder: Path, stated: Facts) -> None:
         diff = diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
         (folder / DIFF).write_bytes(diff.encode())
     result = build(folder, stated, sides)
-    plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
+    if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
+        raise ToolError(f"picture {PLOT}", "no matplotlib", "a record with its picture", "pip install matplotlib")
     result["files"] = hashes(folder)
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     by_hand, _, _ = text(folder / PAGE).partition(MARK)

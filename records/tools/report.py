@@ -232,7 +232,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         said = "not comparable", refused[0]
     elif same_program(a, b):
         said = "same program", "source, settings and software are equal: what differs is of machines or chance"
-    report["notes"] = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
+    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *refused[1:]]
     return {"verdict": said[0], "reason": said[1], **report}
 
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
@@ -403,7 +403,7 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
         report["more_seeds"] = max(1, needed - n)
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
-    return report | {"notes": [*mixed[1:], *notes_of(side)]}
+    return report | {"notes": [*notes_of(side), *mixed[1:]]}
 
 class Placed(NamedTuple):
     """A number of a run beside the band of a pool."""

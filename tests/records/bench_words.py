@@ -1,6 +1,6 @@
 """How often a word on time is false, and how often a true difference gets one, by draws.
 
-    python tests/records/bench_words.py [--draws=5000]
+    python tests/records/bench_words.py [--draws=50000]
 
 Made-up times of n runs a side in turn (sd 0.08 % a run, as on one quiet node) go through the test and the levels of
 records/tools/statistics.py. Without a difference any of faster and slower is false; with 0.2 % the share of `faster` is
@@ -111,5 +111,5 @@ def table(draws: int) -> str:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=5000)
+    parser.add_argument("--draws", type=int, default=50_000)
     print(table(parser.parse_args().draws))

@@ -74,7 +74,7 @@ def test_in_turn__equals_a_regression_and_a_straight_drift_cancels(order):
         assert drifted.mean == pytest.approx(found.mean) and drifted.p == pytest.approx(found.p)
     assert statistics.in_turn([1.0, 2.0], [False, True]) is None
 
-DRAWS = 1000                                                  # bench_words.py makes 5,000 of each
+DRAWS = 1000                                                  # bench_words.py makes 50,000 of each
 
 @pytest.mark.parametrize("noise", bench_words.NOISES)
 def test_time_level__false_words(noise):
