@@ -83,7 +83,7 @@ class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
     status = 2                           # that the process exits with
 
-    def __init__(self, what: str, found: object, expected: object, do: str):
+    def __init__(self, what: str, found, expected, do: str):
         super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
     def __str__(self):
@@ -100,12 +100,12 @@ class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
 
-def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
+def need(ok, what: str, found, expected, do: str, kind: type = ConfigError):
     """Raise an error of this kind unless ok."""
     if not ok:
         raise kind(what, found, expected, do)
 
-def need_all(rules: dict, what: str, found: object, do: str):
+def need_all(rules: dict, what: str, found, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
@@ -184,6 +184,7 @@ def knob(group: str, default, unit: str, about: str, choices: tuple = (), least:
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
 
+_often = functools.partial(knob, "often set")
 _data = functools.partial(knob, "data")
 _model = functools.partial(knob, "model")
 _schedule = functools.partial(knob, "schedule")
@@ -197,14 +198,22 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
-    # What is read and how documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
-    train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
-    val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
+    """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
+    # --help begins with these. Of them preset and seed alone decide about the numbers of a run.
+    preset: str = _often("record", "name", "of values: record, record_tables, pocket, pocket_tables or tiny")
+    train_files: str = _often("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
+    val_files: str = _often("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
+    epochs: int = _often(1, "passes", "over the training shards; 0: cycle without end")
+    seed: int = _often(0, "integer", "initial values; each parameter draws from (seed, label)")
+    runs: int = _often(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
+    max_steps: int = _often(0, "steps", "stop early, then validate; 0: the whole schedule")
+    save: str = _often("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
+    sample: str = _often("", "folder", "generate from the weights that --save left there instead of training")
+    resume: str = _often("", "folder", "run directory to continue from its last checkpoint, with its flags")
+    # How documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
     val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
     max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", least=2)
-    epochs: int = _data(1, "passes", "over the training shards; 0: cycle without end")
     num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", least=1)
     vocab_size: int = _data(0, "tokens", "0: from the shard header")
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
@@ -239,8 +248,7 @@ class Config:
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
-    # Of these the seed alone decides about the numbers of a run: a resumed run may change the others.
-    seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
+    # None of these decides about the numbers of a run: a resumed run may change them.
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
     attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
@@ -248,24 +256,20 @@ class Config:
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
-    max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
-    resume: str = _run("", "folder", "run directory to continue from its last checkpoint, with its flags")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count")
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", least=1)
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
-    save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
+    temperature: float = _run(0.8, "1", "of a sample: the lower, the more it takes the likeliest token", least=0.01)
     prompt: str = _run("", "text", "with which a sample begins")
 
 # A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def numbers(word: str):
+def numbers(word):
     return tuple(map(float, word.split(",")))
 
-def place_of(word: str):
+def place_of(word):
     return None if word == "stream" else int(word)
 
 ROW_COLUMNS = dict(
@@ -296,7 +300,7 @@ TINY = POCKET | dict(
     stages=read_rows("stages",           # its own: a fork that changes STAGES keeps this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
-PRESETS: dict[str, dict[str, Any]] = dict(
+PRESETS = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 nearest 70; "
                                                  "trigram_embed 3 21000000 stream 1 device 2 nearest 70")),
@@ -305,11 +309,11 @@ PRESETS: dict[str, dict[str, Any]] = dict(
     tiny=TINY)
 
 # What may differ from the settings of a saved model or earlier run.
-NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
-    name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
+NOT_MATHEMATICS = {
+    spec.name for spec in fields(Config) if spec.metadata["group"] in ("often set", "run")} - {"preset"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "profile"}                      # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
-SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
+SETTINGS = "settings.json"               # of a run directory and of a save: {field: text of its flag}
 
 def row_text(row: Stage | NgramTable):
     """Return the text of a row as `read_rows` reads it."""
@@ -351,23 +355,24 @@ def parse_value(name: str, text: str):
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
 
-def make_config(preset: str, values: dict):
-    """Return the settings of a preset and these fields, checked. Raises ConfigError."""
+def make_config(values: dict):
+    """Return the settings that these fields and their preset give, checked. Raises ConfigError."""
+    preset = values.get("preset", Config.preset)
+    need(preset in PRESETS, "--preset", preset, f"one of {list(PRESETS)}", "for example --preset=pocket")
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
     return cfg
 
 def read_settings(folder: Path):
-    """Return the preset and the settings that a run directory or a save has kept. Raises DataError."""
+    """Return the settings that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     try:
         need(path.is_file() or not path.exists(), str(path), "no regular file", "settings of a run or of a save",
              "name the folder of one", DataError)
         settings = json.loads(path.read_bytes())      # another trainer may have had other flags
-        values = {name: parse_value(name, text) for name, text in settings["flags"].items()}
-        return settings["preset"], make_config(settings["preset"], values)
+        return make_config({name: parse_value(name, text) for name, text in settings.items()})
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
+        raise DataError(str(path), f"{type(error).__name__}: {error}", "flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
 
@@ -386,9 +391,8 @@ def flag_parser(preset: str):
         allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
         "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
     parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("--preset", choices=list(PRESETS), help=f"[{preset}]")
     parser.add_argument("prompt", nargs="?", help="the same as --prompt")
-    values = vars(Config(**PRESETS[preset]))
+    values = vars(make_config(dict(preset=preset)))
     for group, specs in itertools.groupby(fields(Config), lambda spec: spec.metadata["group"]):
         listed = parser.add_argument_group(group)
         for spec in specs:
@@ -397,10 +401,10 @@ def flag_parser(preset: str):
                                 type=functools.partial(parse_value, spec.name))
     return parser
 
-def read_flags(argv: list):
-    """Return the preset, or None, and {field: value} of given flags. --help prints and exits. Raises ConfigError."""
+def read_flags(argv):
+    """Return {field: value} of the given flags. --help prints and exits. Raises ConfigError."""
     try:
-        flags, unknown = flag_parser("record").parse_known_args(argv)
+        flags, unknown = flag_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError("flags", error, "--field=value", "see --help") from None
     if unknown:
@@ -409,9 +413,8 @@ def read_flags(argv: list):
         raise ConfigError("unknown flag", repr(unknown[0]), "--field=value with a field that exists, or one prompt in "
                           "quotes", f"nearest: {', '.join(close)}" if close else "see --help")
     given = vars(flags)
-    preset = given.pop("preset", None)
     if "help" in given:
-        print_result(flag_parser(preset or "record").format_help())
+        print_result(flag_parser(given.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
     # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
@@ -419,7 +422,7 @@ def read_flags(argv: list):
         need(given.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
     need("sample" in given or not given.get("prompt"), "a word without a flag", given.get("prompt"), "--field=value",
          "a prompt needs --sample=DIR")
-    return preset, given
+    return given
 
 def decisive_settings(cfg: Config):
     """Return the settings on which a run's numbers depend, as texts."""
@@ -427,30 +430,27 @@ def decisive_settings(cfg: Config):
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
-def parse_flags(argv: list):
-    """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
+def parse_flags(argv):
+    """Return the settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
-    preset, given = read_flags(argv)
+    given = read_flags(argv)
     if "sample" in given:
         may_vary = NOT_MATHEMATICS - {"resume"}
-        need(preset is None and given.keys() <= may_vary, "--sample", " ".join(argv),
-             f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
-        return "record", Config(**given)
+        need(given.keys() <= may_vary, "--sample", " ".join(argv), f"beside it only {sorted(may_vary)}",
+             "leave the others out: the folder says what was trained")
+        return Config(**given)
     if "resume" not in given:
-        preset = preset or "record"
-        return preset, make_config(preset, given)
+        return make_config(given)
 
     # A flag may repeat what decides about the numbers of a run, and change the rest.
-    earlier_preset, earlier = read_settings(Path(given["resume"]))
-    need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
-         "leave --preset out")
+    earlier = read_settings(Path(given["resume"]))
     inherited = {name: value for name, value in vars(earlier).items() if name not in NOT_INHERITED}
-    cfg = make_config(earlier_preset, inherited | given)
+    cfg = make_config(inherited | given)
     before = decisive_settings(earlier)
     for name, text in decisive_settings(cfg).items():
         need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
              f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
-    return earlier_preset, cfg
+    return cfg
 
 def check_layers(layers: tuple):
     """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
@@ -537,7 +537,7 @@ class Fabric:
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
 
     @property
-    def on_cuda(self) -> bool:
+    def on_cuda(self):
         return self.device.type == "cuda"
 
     def synchronize(self):
@@ -549,8 +549,8 @@ class Fabric:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def host_tensor(self, x: np.ndarray | Tensor):
-        # Beside a GPU it is pinned: torch uses a block again after its last copy.
+    def host_tensor(self, x):
+        """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
@@ -782,7 +782,7 @@ class ShardHeader(NamedTuple):
     document_start: int
 
     @property
-    def vocabulary(self) -> tuple[int, int]:
+    def vocabulary(self):
         return self.vocab_size, self.document_start
 
 class Shard:
@@ -857,7 +857,7 @@ def read_manifest(folder: Path):
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
-def check_manifest(path: Path, content: bytes | np.ndarray):
+def check_manifest(path: Path, content: bytes):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -926,16 +926,21 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
     have = cfg.epochs * sum(header.tokens for header in train)
     need(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
          f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
-         "more shards (FineWeb: python data/cached_fineweb10B.py N), fewer --num_scheduled_steps, or --epochs=0",
-         DataError)
+         "--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), or "
+         "fewer --num_scheduled_steps", DataError)
     # A block never crosses a border of shards.
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
     largest_shard = max(header.tokens for header in train)
+    unit = SLOT_UNIT * cfg.num_slots
     need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens",
-         f"{largest_block} for a step's batch", "larger shards, or smaller batches in --stages", DataError)
+         f"{largest_block} for a step's batch", "larger shards, or batches in --stages of at most "
+         f"{(largest_shard - cfg.num_slots) // unit * unit} tokens", DataError)
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
+    fits = tokens or max(whole_blocks(header.tokens, unit) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
-         cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
+         cfg.val_tokens, f"more text; as much as this gives is --val_tokens={fits} "
+         f"--val_batch_tokens={min(fits, cfg.val_batch_tokens)}, and {unit + 2} tokens in a shard are the fewest",
+         DataError)
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
     """Deal documents to the slots of a block in stream order (RECIPE 5.2).
@@ -3372,7 +3377,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
+UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
     with open(path, "rb") as file:
@@ -3501,15 +3506,13 @@ def load_rows(folder: Path, manifest: dict, executor: Executor):
             with damaged(folder):                             # rows of another width, type or table
                 table.home.load(own_rows(label, table.shard.dtype))
 
-def settings_json(preset: str, cfg: Config):
+def settings_json(cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
-    flags = {name: flag_text(value) for name, value in vars(cfg).items()}
-    return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
+    return json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
-def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
-         vocabulary: list[bytes] | None):
+def save(folder: Path, run_id: str, cfg: Config, executor: Executor, values: Values, vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = {"weights.pt": executor.whole_weights(values), SETTINGS: settings_json(preset, cfg)}
+    files = {"weights.pt": executor.whole_weights(values), SETTINGS: settings_json(cfg)}
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files[VOCABULARY] = b"".join(lines)
@@ -3541,7 +3544,6 @@ def load_checkpoint(run_dir: Path, executor: Executor):
 
 # ====== Room 9: Race ==================================================================================================
 LOGS = ("log.txt", "log.jsonl")
-SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
 
@@ -3553,7 +3555,7 @@ class Clock:
         self.state = before, None
 
     @property
-    def ms(self) -> float:
+    def ms(self):
         before, since = self.state
         return before if since is None else before + (time.perf_counter() - since) * 1000
 
@@ -3600,12 +3602,11 @@ class Log:
     def event(self, kind: str, **fields):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def text(self, line: str, console: bool = True):
-        """Write a line of log.txt, and show it on the console unless that gets only a selection."""
+    def text(self, line: str):
+        """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
-        if console:
-            self.show("")
-            self.fabric.say(line)
+        self.show("")
+        self.fabric.say(line)
 
     def show(self, progress: str):
         """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
@@ -3658,8 +3659,13 @@ class Log:
             self.check(loss, f"training loss of step {step - 1}")
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
-            self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
-            self.show(f"{line} train_loss:{loss:.3f}")
+            self._write("log.txt", (line + "\n").encode())
+            # The console gets a selection, with more for people.
+            seconds_left = (min(self.total, self.schedule.end_step) - step) * ms / step / 1000
+            line += f" train_loss:{loss:.3f} (all predicted tokens), {max(seconds_left, 0):.0f} s left"
+            self.show(line)
+            if not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0:
+                self.fabric.say(line)
 
     def check(self, loss: float, what: str):
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -3788,7 +3794,7 @@ def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights of a run that ended well",
              "sample from another save, or train again at a lower learning rate", RunError)
 
-        probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
+        probability = torch.softmax(logits / cfg.temperature, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
         token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
         if token == cfg.document_start:
@@ -3807,6 +3813,7 @@ OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal t
 END_PATIENCE = 5.0                       # s that an end may take
 LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 KEPT_CHECKPOINTS = 2
+BUSY_CORES = 0.3                         # that work for others, and are worth a word
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
@@ -3908,7 +3915,7 @@ def version_of(package: str):
         return importlib.metadata.version(package)
     return None
 
-def choose_attention(preset: str, cfg: Config, fabric: Fabric):
+def choose_attention(cfg: Config, fabric: Fabric):
     """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
         return attention_reference, "reference"
@@ -3934,9 +3941,10 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
-    need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
-         refusal, "a kernel that runs and agrees with the reference", "pip install -r requirements-gpu.txt, or "
-         "--attention=reference, whose time and memory grow with the windows")
+    need(cfg.attention == "auto" and not cfg.preset.startswith("record"),
+         f"--attention={cfg.attention} of preset {cfg.preset}", refusal, "a kernel that runs and agrees with the "
+         "reference", "pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with "
+         "the windows")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
@@ -3948,14 +3956,22 @@ def hardware(fabric: Fabric):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
-                 resumed: dict):
+def seconds_of_others(fabric: Fabric):
+    """Return s of this machine's cores that other processes have used so far; negative where it does not say.
+    Collective."""
+    busy = 0.0
+    with contextlib.suppress(OSError, ValueError):
+        ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
+        busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return busy - sum(fabric.gather(time.process_time()))
+
+def write_header(log: Log, given: Config, executor: Executor, attention: str, decisive: dict, resumed: dict):
     """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
     resumed: what `check_resumed` returns; {} for a new run."""
     # What another needs to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     fabric = log.fabric
-    of_preset = vars(Config(**PRESETS[preset]))
+    of_preset = vars(make_config(dict(preset=cfg.preset)))
     changed = {name: flag_text(value) for name, value in vars(replace(given, seed=cfg.seed)).items()
                if value != of_preset[name]}
     config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
@@ -3971,7 +3987,7 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
     params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
     facts = dict(
-        preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
+        preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
         git_commit=commit, source_sha256=decisive["source_sha256"], data_sha256=decisive["data_sha256"],
@@ -3985,15 +4001,17 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
     for line in (
             "=" * 100,
             f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
             f"with world_size {fabric.world}",
-            f"preset {preset}, {params_total:,} parameters in {cfg.dtype}, attention {attention}, head "
-            f"{executor.precision}, {facts['grad_accum_steps']} micro-batches a step, seed {cfg.seed}",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, seed {cfg.seed}, attention kernel "
+            f"{attention}, products of the head in {executor.precision} precision",
             f"changed from the preset: {changes or 'nothing'}",
-            "=" * 100,
-            *(f"resumed with another {name}: {then} then, {now} now"
-              for name, (then, now) in resumed.get("differs", {}).items())):
+            "=" * 100):
         log.text(line)
+    if resumed:
+        log.text(f"goes on after step {log.done} of {resumed['source']}, whose lines stand above in the log")
+        for name, (then, now) in resumed["differs"].items():
+            log.text(f"resumed with another {name}: {then} then, {now} now")
 
 def open_data(given: Config, fabric: Fabric, source: bytes):
     """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
@@ -4065,8 +4083,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
-def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float,
-           graphs: int):
+def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int):
     """Write the last lines of a run's log, and the weights. graphs: compiled before the race. Collective.
     Returns the result, and why --save failed, if it did."""
     cfg = log.schedule.cfg
@@ -4091,11 +4108,11 @@ def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: V
         result["void"] = "profiled"
     elif log.done < log.schedule.end_step:
         result["void"] = "the data ended early"
+    if "void" in result:
+        log.text(f"this time does not count: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
-        log.text(f"time budget {cfg.time_budget:g} s: used {ms / 10 / cfg.time_budget:.2f} %")
-    remark = f" (void: {result['void']})" if "void" in result else ""
-    log.text(f"training time {ms / 1000:.2f} s{remark}, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
+    log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = executor.traffic()
@@ -4109,7 +4126,7 @@ def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: V
     fate = "lost"
     for folder in (Path(cfg.save), log.run_dir / FALLBACK) if cfg.save else ():
         try:
-            save(folder, run_id, preset, cfg, executor, log.schedule.at(log.done), validation.vocabulary)
+            save(folder, run_id, cfg, executor, log.schedule.at(log.done), validation.vocabulary)
             fate = f"in {folder}"
             break
         except RunError as error:
@@ -4121,23 +4138,15 @@ def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: V
     return result, failure
 
 def report(log: Log, executor: Executor, validation: ValidationSet, results: list[dict]):
-    """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
+    """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
     cfg = log.schedule.cfg
-    lines = []
     if cfg.sample_tokens:
         sample = generate(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
-        lines += [f"{' sample ':-^100}", sample, "-" * 100]
-    last = dict(type="result", **results[-1])
-    if len(results) > 1:
-        losses = [result["val_loss"] for result in results]
-        seconds = [result["train_time_ms"] / 1000 for result in results]
-        last = dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
-                    target_loss=cfg.target_loss, runs=results)
-        lines.append(f"{len(losses)} runs: validation loss {last['mean']:.4f} (standard deviation {last['sd']:.4f}), "
-                     f"training {np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s); "
-                     "`python records show` tests them against a target")
+        executor.fabric.say(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
+    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], axis=0).tolist()
+    last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
     if executor.fabric.rank == 0:
-        print_result("\n".join([*lines, json.dumps(last)]))
+        print_result(json.dumps(last))
 
 def make_profile(cfg: Config, first: int, end_step: float):
     """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
@@ -4150,12 +4159,13 @@ def make_profile(cfg: Config, first: int, end_step: float):
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
 
-def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
+def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # What would end the run after hours of work is looked at first, before data are read and anything is written.
     began = time.perf_counter()
+    before = seconds_of_others(fabric)
     run_id = fabric.gather(os.urandom(4).hex())[0]
-    root = Path(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{run_id}")
+    root = Path(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")
     seeds = range(given.seed, given.seed + given.runs)
     folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
     check_start(given, run_id, folders, fabric)
@@ -4166,7 +4176,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Memory depends on the attention kernel, and slots at once on memory. Packages may compile now: be patient.
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
-    kernel, attention = choose_attention(preset, cfg, fabric)
+    kernel, attention = choose_attention(cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
                         report=lambda **traffic: ending.log.event("comms", **traffic))
@@ -4183,14 +4193,17 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Each run has a log of its own, which the process closes however it ends.
     def open_log(folder: Path):
-        settings = settings_json(preset, replace(given, seed=cfg.seed, slots_per_micro_batch=slots_at_once))
+        settings = settings_json(replace(given, seed=cfg.seed, slots_per_micro_batch=slots_at_once))
         beside = {Path(__file__).name: source, SETTINGS: settings}
         log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
-        write_header(log, preset, given, executor, attention, decisive, resumed)
+        write_header(log, given, executor, attention, decisive, resumed)
         return log
 
     # Set-up and warm-up stand in the log of the first run.
+    busy = (seconds_of_others(fabric) - before) / (time.perf_counter() - began)
     log = open_log(folders[0])
+    if busy > BUSY_CORES:
+        log.text(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
 
@@ -4254,7 +4267,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             log.text(profile.key_averages().table(sort_by, 12, max_name_column_width=60))
 
         # The result is the last line of a log: after it only the sample can fail.
-        result, failure = finish(log, preset, run_id, executor, validation, clock.ms, loss, graphs)
+        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs)
         results.append(result)
         problem = problem or data_ended or failure
 
@@ -4268,7 +4281,7 @@ def sample_saved(flags: Config):
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
     weights = folder / "weights.pt"
-    _, saved = read_settings(folder)
+    saved = read_settings(folder)
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
@@ -4280,8 +4293,8 @@ def sample_saved(flags: Config):
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     tables = tuple(table._replace(home="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables,
-                  time_budget=0.0, max_steps=0)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
+                  temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
     pieces = read_vocabulary(folder, cfg)
     try:
         if pieces is None and cfg.vocab_size == GPT2_VOCAB:
@@ -4304,7 +4317,8 @@ def sample_saved(flags: Config):
     load_rows(folder, manifest, executor)
 
     schedule = Schedule(cfg)
-    print_result(flags.prompt + generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt))
+    sample = generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt)
+    print_result(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def describe(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
@@ -4363,7 +4377,7 @@ class Ending:
                 signal.signal(number, lambda *_: None)                        # the thread reads its number
         threading.Thread(target=lambda: self.end(signal.Signals(self.listener.recv(1)[0])), daemon=True).start()
 
-    def end(self, error: BaseException | signal.Signals):
+    def end(self, error):
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
@@ -4387,18 +4401,18 @@ class Ending:
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
-def main(argv: list):
+def main(argv):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
     ending = Ending()
     try:
         source = Path(__file__).read_bytes()                                  # before anybody edits it
         sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        preset, cfg = parse_flags(argv)
+        cfg = parse_flags(argv)
         if cfg.sample:
             sample_saved(cfg)
         else:
-            train(preset, cfg, make_fabric(cfg), ending, source)
+            train(cfg, make_fabric(cfg), ending, source)
     except SystemExit:                                                        # --help was shown
         pass
     except BaseException as error:

@@ -48,7 +48,7 @@ def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
 
 def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511, **changes) -> tg.Config:
     """A checked preset with the sizes filled in that a shard's header would decide."""
-    cfg = tg.Config(**tg.PRESETS[name] | changes)
+    cfg = tg.Config(preset=name, **tg.PRESETS[name] | changes)
     tg.check_config(cfg)
     header = [tg.ShardHeader("shard", 1, vocab_size, document_start)]
     return tg.resolve(cfg, header, header)

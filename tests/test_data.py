@@ -531,12 +531,16 @@ def test_check_enough_data__training_tokens():
     for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
         refused(tg.DataError, lambda: check(have, epochs=epochs), "too few training tokens", "--epochs=0",
                 f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps", "cached_fineweb10B.py")
-    refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for")
+    fits = (largest - 1 - cfg.num_slots) // 128 * 128
+    refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for", f"at most {fits} tokens")
 
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
     refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
-            "too few validation tokens", "128", "256", "--val_tokens=128")
+            "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128")
+    short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
+    refused(tg.DataError, lambda: tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258)),
+            "too few validation tokens", "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard")
 
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),

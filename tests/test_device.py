@@ -69,7 +69,7 @@ def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
     """Return the kernel chosen on a card with this one as torch's own and no packages, and what was said."""
     registry = Registry(monkeypatch, varlen=kernel)
     cards = Cards()
-    _, title = tg.choose_attention("tiny", preset(**WIDE | changes), cards)
+    _, title = tg.choose_attention(preset(**WIDE | changes), cards)
     assert not registry.active
     return title.partition(" ")[0], cards.said
 
@@ -178,7 +178,7 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
                                                                          words):
     registry = Registry(monkeypatch, capability, **kernels)
     cards = Cards()
-    kernel, title = tg.choose_attention("tiny", preset(attention=asked, **WIDE), cards)
+    kernel, title = tg.choose_attention(preset(attention=asked, **WIDE), cards)
     assert title.partition(" ")[0] == taken and len(cards.said) == len(words)
     assert all(word in line for word, line in zip(words, cards.said)), cards.said
     assert (kernel, registry.current() or "varlen") in ((tg.attention_varlen, taken),
@@ -188,13 +188,13 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
 def test_choose_attention__right_on_every_rank(monkeypatch):
     cards = Cards(others=({}, {"": "RuntimeError no kernel image"}))
     Registry(monkeypatch, **ALL)
-    assert tg.choose_attention("tiny", preset(**WIDE), cards) == (tg.attention_reference, "reference")
+    assert tg.choose_attention(preset(**WIDE), cards) == (tg.attention_reference, "reference")
     assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
     Registry(monkeypatch, varlen=WINDOW_MORE)
-    choose = functools.partial(tg.choose_attention, name, preset(attention=asked, **WIDE), Cards())
+    choose = functools.partial(tg.choose_attention, replace(preset(attention=asked, **WIDE), preset=name), Cards())
     refused(tg.ConfigError, choose, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt")
 
 
@@ -276,7 +276,7 @@ def with_table(name: str, columns: str) -> tg.Config:
 
 def record(*flags: str) -> tg.Config:
     """The record preset on GPT-2 shards."""
-    _, given = tg.parse_flags(["--preset=record", *flags])
+    given = tg.parse_flags(["--preset=record", *flags])
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
     return tg.resolve(given, shards, shards)
 

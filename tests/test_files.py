@@ -75,7 +75,7 @@ def change(path: Path, edit) -> None:
     seal(path.parent)
 
 def sample(folder: Path) -> None:
-    tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"])[1])
+    tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"]))
 
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
@@ -392,6 +392,7 @@ def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
     assert sorted(resumed["differs"]) == ["adam_lr", "seed", "source_sha256"]
     assert resumed["differs"]["seed"] == ["7", "0"]
     assert "resumed with another adam_lr: 0.5 then, 0.008 now" in done.lines
+    assert any(line.startswith(f"goes on after step 4 of {source}") for line in done.lines)
     for flag, parts in (("--train_files=formula:512:511:50000:2", ["data to resume"]),
                         ("--max_steps=3", ["--max_steps", "4 or more"])):
         other = run(tmp_path / "other", f"--resume={source}", flag)

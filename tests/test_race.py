@@ -159,7 +159,9 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     assert shown.out.endswith("a line of text\n") and len(lines(tmp_path)) == 101, "the log has every step"
     plain = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
     assert plain == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
-    renewed = "\r\x1b[Kstep:4/100 train_time:200ms step_avg:50.00ms train_loss:2.500\r"
+    for_people = "step_avg:50.00ms train_loss:2.500 (all predicted tokens), 5 s left"
+    renewed = f"\r\x1b[Kstep:4/100 train_time:200ms {for_people}\r"
+    assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms {for_people}\n")
     assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
 
 def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
@@ -330,3 +332,5 @@ def test_generate__draws_from_the_softmax_at_its_temperature():
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
+    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, temperature=0.01)
+    assert likeliest == "a" * 5

@@ -82,7 +82,7 @@ def whole_state(executor: tg.Executor, values: tg.Values) -> Arrays:
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
 def tiny(**changes: Any) -> tg.Config:
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(device="cpu", comm_timeout=COMM_TIMEOUT) | changes)
+    cfg = tg.Config(preset="tiny", **tg.PRESETS["tiny"] | dict(device="cpu", comm_timeout=COMM_TIMEOUT) | changes)
     tg.check_config(cfg)
     return cfg
 
@@ -143,7 +143,7 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         patch.setattr(tg.Executor, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
         patch.setattr(tg, "finish", seen_finish)
-        tg.train("tiny", cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
+        tg.train(cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
     return found | dict(printed=printed.getvalue(), slot_losses=np.stack(losses), validations=np.array(validations))
 
 def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[dict[str, Any]]:

@@ -213,7 +213,7 @@ def test_sample_saved__is_the_runs_text(place, tmp_path):
 def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
     monkeypatch.delitem(tg.HOMES, "device")
     monkeypatch.setattr(tg, "Optimizer", None)
-    tg.sample_saved(tg.parse_flags([f"--sample={place / 'save1'}", "--sample_tokens=4"])[1])
+    tg.sample_saved(tg.parse_flags([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
     assert capsys.readouterr().out.startswith("token ids")
     cfg = preset(tables=tg.parse_value("tables", HOST))
     table = tg.Executor(cfg, fabric(), tg.attention_reference, precision=None).tables["trigram_embed"]

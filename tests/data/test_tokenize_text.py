@@ -213,7 +213,7 @@ def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, m
     done = train(tmp_path / "run", *flags, "--max_steps=2", "--num_scheduled_steps=3", "--model_dim=48",
                  "--head_dim=8", "--val_every=0", "--sample_tokens=0")
     assert done.status == 0, done.err
-    config = tg.parse_flags(flags)[1]
+    config = tg.parse_flags(flags)
     assert config.num_slots == tool.SLOTS
     assert max(stage.batch_tokens for stage in config.stages) == tool.SLOTS * tool.POCKET_SLOT
 

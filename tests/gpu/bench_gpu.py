@@ -115,7 +115,7 @@ class Run:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
         began = time.perf_counter()
         name = "record" if fabric.on_cuda else "tiny"
-        cfg = tg.Config(**tg.PRESETS[name], epochs=0)
+        cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
         if fabric.on_cuda:
             gc.collect()
             torch.cuda.empty_cache()                          # what is cached does not count as free
@@ -127,7 +127,7 @@ class Run:
         cfg = tg.resolve(replace(cfg, val_tokens=cfg.val_batch_tokens), self.headers, self.val_headers)
 
         precision = tg.head_precision(cfg, fabric)
-        kernel, attention = tg.choose_attention(name, cfg, fabric)
+        kernel, attention = tg.choose_attention(cfg, fabric)
         slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
         self.cfg = cfg
         self.schedule = tg.Schedule(cfg)

@@ -131,7 +131,7 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
     """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
-    return tg.choose_attention("", cfg, fabric)
+    return tg.choose_attention(cfg, fabric)
 
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""

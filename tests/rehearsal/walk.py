@@ -300,7 +300,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            _, cfg = tg.parse_flags(["--preset=record", *options.flags])
+            cfg = tg.parse_flags(["--preset=record", *options.flags])
             last = len(cfg.stages)
             if any(int(stage) > last for stage in options.stages.split(",") if stage):
                 raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of 1 to {last}",
@@ -308,13 +308,13 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             flags = flags_of_walk(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
-            preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+            given = tg.parse_flags(["--preset=record", *options.flags, *flags])
         except tg.TrainerError as error:
             return dict(error=str(error))
         ended = {}
         try:
             with mode, contextlib.redirect_stdout(sys.stderr):
-                tg.train(preset, given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
+                tg.train(given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
         except tg.TrainerError as error:                      # a card on which the preset does not fit
             return dict(error=str(error))
         except Exception as error:
