@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -76,8 +77,7 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
 @pytest.mark.parametrize("others, said", [(0.0, False), (1e6, True)])
 def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch, others, said):
     monkeypatch.setattr(tg, "warm_up", nothing)
-    answers = iter((0.0, others))
-    monkeypatch.setattr(tg, "seconds_of_others", lambda _: next(answers))
+    monkeypatch.setattr(tg, "seconds_of_others", Mock(side_effect=[0.0, others]))
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("cores work for others" in line for line in done.lines[:8]) == said
 

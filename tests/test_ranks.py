@@ -126,11 +126,11 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         losses.clear()
         validations.clear()
 
-    def seen_finish(log, preset, run_id, executor, *rest):
+    def seen_finish(log, run_id, executor, *rest):
         found["state"] = whole_state(executor, log.schedule.at(log.done))
         found["tables"] = table_state(executor)
         found["final"] = state_hashes(executor)
-        return finish(log, preset, run_id, executor, *rest)
+        return finish(log, run_id, executor, *rest)
 
     ending = SimpleNamespace(log=None, report_rows=lambda **facts: ending.log.event("comms", **facts))
     with contextlib.ExitStack() as stack:
