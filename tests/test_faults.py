@@ -60,7 +60,7 @@ OF_TWO = {                               # status of both ranks, parts of the me
 LOGS = {"kill in the data check": "", "kill in warm-up": 0}
 TWO = {f"{fault}, of two": of_two(fault, *ending, log=LOGS.get(fault, 2)) for fault, ending in OF_TWO.items()}
 ALONE = {
-    "Ctrl-C in set-up": alone(130, "interrupted", log=""),
+    "Ctrl-C when stuck in set-up": alone(130, "interrupted", log=""),    # else the main thread may begin the log
     "Ctrl-C in warm-up": alone(130, "interrupted", log=0),
     "Ctrl-C in forward": alone(130, "interrupted"),
     "Ctrl-C in the loader": alone(130, "interrupted"),
