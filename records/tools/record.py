@@ -32,9 +32,9 @@ LOG, TEXT_LOG = "log.jsonl", "log.txt"
 DIGITS = 9                             # of numbers in result.json: libraries change the last ones
 SHOWN_LINES = 12                       # of a file that does not follow
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this many times the vocabulary
-TRIGRAM = "01", 2.806                  # a record, and the loss of a trigram model on its data, by data/ngram.py
+TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # whose page has the loss of a trigram model on its data; rounded
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two are of the data
-T_95 = 12.71, 4.303, 3.182, 2.776, 2.571             # two-sided, of Student's t with 1, 2, ..., and 5 or more, degrees
+T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # two-sided, of Student's t with 1, 2, ..., and 5 or more, degrees
 BUDGET_OFF = 0.03                      # a run that ends further off its time budget is no entry
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
@@ -500,7 +500,7 @@ def stand(args: argparse.Namespace, root: Path) -> int:
             continue
         facts = result["machine"] | result["entry"]
         alike = [facts[key] == value(side.runs[0], key) for key in SAME_RUN]
-        if all(alike[:2]) and stated["number"] == TRIGRAM[0]:
+        if all(alike[:2]) and folder.name == TRIGRAM[0]:
             said.append(f"a trigram model has {TRIGRAM[1]}")
         n, mean, sd = main_pool(result)["loss"].values()
         if not all(alike) or n < 2:
