@@ -176,9 +176,10 @@ choose_processes() {
 
 print_follower() {  # a program. Its arguments: a run directory, and the command that leaves it
     cat <<'FOLLOW'
-import ctypes, signal, subprocess, sys
+import signal
 heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
 before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+import ctypes, subprocess, sys
 
 def follow(command, limit_s=0, **options):
     def as_if_alone():

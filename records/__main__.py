@@ -4,12 +4,12 @@ try       a patch of the trainer: run with and without it in turn, on the pocket
 bench     two trainers, or arms made by patches and flags, in turn on this machine
 compare   A against B: is B faster, or its loss lower? Logs of this trainer and of its relatives
 show      one pool of runs: its numbers, and whether it proves the target
-stand     where a run stands among the records, and its picture; run.sh prints that
 place     is my one run inside the band of a pool? Also while it is still going
+stand     the loss of a run beside a record and a trigram model of its data, and its picture; after a run of run.sh
 new       makes a record folder from runs
 check     computes every number of every record again
 table     prints the records by track
-Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of try to show and place the verdict."""
+Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of the first five the verdict."""
 from __future__ import annotations
 
 import importlib

@@ -314,7 +314,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "try":
         home = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        args.plot = args.plot or args.out / "curves.png"
+        args.plot = args.out / "curves.png" if args.plot is None else args.plot
         sides = sides_to_try(args)
     else:
         home = args.scripts[0].resolve().parent
