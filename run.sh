@@ -11,7 +11,7 @@
 set -euo pipefail
 
 say() { printf '== %s\n' "$*"; }
-die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  do:       %s\n' "$@" >&2; exit 1; }
+die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  do:       %s\n' "$@" >&2; exit 2; }
 
 usage() {
     cat <<TEXT
@@ -109,8 +109,8 @@ run_tests() {
     exec "$python" -m pytest -q --durations=10 $processes ${folder:+"$folder"} "$@"
 }
 
-read_flags() {  # what this script must know of the trainer's flags
-    local arg
+read_flags() {  # what this script must know of the trainer's flags; and slips, before data are prepared for them
+    local arg name before='' word=''
     for arg in "$@"; do
         case $arg in
             --help | -h)
@@ -118,15 +118,25 @@ read_flags() {  # what this script must know of the trainer's flags
                 return ;;
             --sample | --sample=*) task=sample ;;
             --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
-            --preset | --train_files | --num_slots)
+            --preset | --train_files | --run_dir | --num_slots)
                 die "$arg" "no value" "$arg=VALUE" "write the value after a =, without a blank" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
+            --run_dir=*) folder=${arg#*=} ;;
             --num_slots=*)
                 slots=${arg#*=}
                 [[ $slots =~ ^[1-9][0-9]{0,5}$ ]] || slots=1 ;;   # one process will say what is wrong
+            -*)
+                name=${arg%%=*}
+                grep -qF "    ${name#--}: " train_gpt.py ||   # a field of its Config
+                    die "unknown flag" "$name" "--field=value with a field that exists" "./run.sh --help lists them" ;;
+            *)
+                [[ $before == -* && $before != *=* ]] || word=$arg ;;         # not the value of the flag before it
         esac
+        before=$arg
     done
+    [[ -z $word || $task == sample ]] ||
+        die "a word without a flag" "$word" "--field=value" "./run.sh --help lists them; a prompt needs --sample=DIR"
 }
 
 get_data() {
@@ -164,19 +174,54 @@ choose_processes() {
     [[ -n ${TORCHINDUCTOR_CACHE_DIR-} ]] || ! mkdir -p "$caches" 2>/dev/null || export TORCHINDUCTOR_CACHE_DIR=$caches
 }
 
+print_follower() {  # a program. Its arguments: a run directory, and the command that leaves it
+    cat <<'FOLLOW'
+import signal
+heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+import ctypes, subprocess, sys
+
+def follow(command, limit_s=0, **options):
+    def as_if_alone():
+        signal.alarm(limit_s)                                 # ends it; 0: never
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG: so does the end of this process
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    child = subprocess.Popen(command, preexec_fn=as_if_alone, **options)
+    while child.poll() is None:
+        caught = signal.sigwaitinfo(heard)
+        if caught.si_signo != signal.SIGCHLD and caught.si_code <= 0:         # else the terminal has told it, too
+            child.send_signal(caught.si_signo)
+    return child.returncode
+
+folder, *command = sys.argv[1:]
+status = follow(command)
+if status == 0 and sys.stderr:                                # nothing from here on changes the status
+    sys.stderr.flush()
+    follow([sys.executable, "records", "stand", folder], limit_s=60, stdout=sys.stderr)
+sys.exit(status if status >= 0 else 128 - status)
+FOLLOW
+}
+
 train() {  # $1 says what
     choose_processes
     local what=$1 place="the CPU"
     shift
     [[ $gpus == 0 ]] || place="$NPROC GPU(s)"
     say "training: $what on $place"
-    if [[ $NPROC == 1 ]]; then                                # needs no launcher, and ends with its own status
-        exec "$python" train_gpt.py "$@"
+    local command=("$python")
+    [[ $NPROC == 1 ]] || command+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
+    if [[ ! -e records/__main__.py || $OSTYPE != linux* ]]; then
+        exec "${command[@]}" train_gpt.py "$@"
+    elif [[ -z $folder ]]; then                               # the run gets a name that is known here
+        [[ $task != resume ]] || preset=resumed
+        folder=logs/$(date +%Y%m%d-%H%M%S)-$preset-$(printf '%04x%04x' $RANDOM $RANDOM)
+        set -- "$@" --run_dir="$folder"
     fi
-    exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"
+    exec "$python" -c "$(print_follower)" "$folder" "${command[@]}" train_gpt.py "$@"
 }
 
-task=train preset='' files='' slots=8
+task=train preset='' files='' folder='' slots=8
 if [[ ${NPROC+set} && ! ${NPROC} =~ ^[1-9][0-9]{0,3}$ ]]; then
     die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "NPROC=1 ./run.sh, or leave it unset"
 fi

@@ -3972,7 +3972,7 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
     cfg = log.schedule.cfg
     fabric = log.fabric
     of_preset = vars(make_config(dict(preset=cfg.preset)))
-    changed = {name: flag_text(value) for name, value in vars(replace(given, seed=cfg.seed)).items()
+    changed = {name: flag_text(value) for name, value in vars(replace(given, seed=cfg.seed, run_dir="")).items()
                if value != of_preset[name]}
     config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}

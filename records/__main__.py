@@ -5,6 +5,7 @@ bench     two trainers, or arms made by patches and flags, in turn on this machi
 compare   A against B: is B faster, or its loss lower? Logs of this trainer and of its relatives
 show      one pool of runs: its numbers, and whether it proves the target
 place     is my one run inside the band of a pool? Also while it is still going
+stand     the loss of a run beside a record and a trigram model of its data, and its picture; after a run of run.sh
 new       makes a record folder from runs
 check     computes every number of every record again
 table     prints the records by track
@@ -15,7 +16,7 @@ import importlib
 import sys
 
 VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report", "place": "report", "new": "record",
-         "check": "record", "table": "record"}
+         "check": "record", "table": "record", "stand": "record"}
 
 def main(argv: list[str]) -> int:
     """Run a verb; what is wrong with its input goes to stderr, with status 2."""

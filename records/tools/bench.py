@@ -206,12 +206,6 @@ class Bench:
             (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
         return status_of(found)
 
-    def draw(self) -> None:
-        """Draw the runs of complete pairs, if a picture is wanted."""
-        groups = {name: self.side(name).runs for name in self.sides}
-        if self.args.plot and plot.curves(groups, self.args.plot, self.args.target):
-            print(f"picture: {self.args.plot}")
-
     def compared(self) -> dict[str, Facts]:
         """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
         base, *others = self.sides
@@ -320,8 +314,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "try":
         home = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        if args.plot is None:
-            args.plot = args.out / "curves.png"
+        args.plot = args.out / "curves.png" if args.plot is None else args.plot
         sides = sides_to_try(args)
     else:
         home = args.scripts[0].resolve().parent
@@ -337,7 +330,9 @@ def main(argv: list[str]) -> int:
         return 130
     if status == 1:
         return status
-    bench.draw()
+    groups = {name: bench.side(name).runs for name in sides}
+    if args.plot and plot.curves(groups, args.plot, args.target):
+        print(f"picture: {args.plot}")
     if argv[0] == "try":
         name = re.sub(r"\W|_", "", args.patch.stem.title())
         print(f"a record of it: python records new {name} {args.out} --kind=comparison")

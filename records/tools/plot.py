@@ -16,6 +16,7 @@ INK = "#7d8590"                        # readable on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
 GRID = 200                             # places on the x axis at which runs are averaged
 SMOOTHING = 0.04                       # share of the run over which training losses are averaged
+COLUMNS, ROWS = 60, 10                 # of a curve of characters
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
@@ -89,3 +90,15 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
     curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
     return places, np.array(curves_there)
 
+
+def characters(runs: Sequence[Run]) -> str:
+    """The validation loss of our runs against steps, for a terminal."""
+    steps, losses = sampled(runs, True, 0)
+    places = np.linspace(SHOWN_FROM * GRID, GRID - 1, COLUMNS).astype(int)
+    curve = losses.mean(0)[places]
+    heights = np.linspace(curve.max(), curve.min(), ROWS)
+    canvas = np.full((ROWS, COLUMNS), " ")
+    canvas[np.abs(heights[:, None] - curve).argmin(0), np.arange(COLUMNS)] = "o"
+    lines = [f"{height:7.3f} |{''.join(row)}" for height, row in zip(heights, canvas)]
+    lines.append(f"validation loss (nats per token), steps {steps[places[0]]:.0f} to {steps[-1]:.0f}")
+    return "\n".join(lines)

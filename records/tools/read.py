@@ -10,7 +10,6 @@ import calendar
 import hashlib
 import json
 import math
-import multiprocessing
 import os
 import re
 import time
@@ -42,7 +41,6 @@ LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
 LOSS_RANGE = 1.0, 4.0                  # of lists in a README
 BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
-MANY_FILES, READING_TIMEOUT_S = 200, 300.0     # that several processes share, and how long they may take
 # A log against itself
 RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
@@ -139,10 +137,10 @@ class Reading(NamedTuple):
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
     not read. Lists in a README are runs where nothing else was found, else `stated`."""
-    named = list(dict.fromkeys(file for path in map(Path, paths) for file in files(path)))
     runs: list[Run] = []
     unread = []
-    for (path, _), (found, reason) in zip(named, attempts(named)):
+    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in files(path)):
+        found, reason = attempt(path, by_name)
         runs += found
         if reason is not None:
             unread.append((path, reason))
@@ -168,16 +166,8 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             yield Path(folder, name), False
 
-def attempts(named: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
-    """The result of `attempt` for each file, in order; several processes share many files."""
-    if len(named) < MANY_FILES:
-        return list(map(attempt, named))
-    with multiprocessing.get_context("fork").Pool() as pool:
-        return pool.map_async(attempt, named, chunksize=20).get(READING_TIMEOUT_S)
-
-def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
+def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """The runs of one file, or why there are none."""
-    path, by_name = named
     if not path.is_file():
         return [], "not a regular file"
     if not by_name and path.suffix.lower() not in LOG_SUFFIXES:
@@ -200,11 +190,8 @@ def read_file(path: Path) -> list[Run]:
 
 def without_duplicates(runs: list[Run]) -> set[int]:
     """The `id` of each run once, where most is known of it; a log of one line is matched by its last validation."""
-    def known(run: Run) -> tuple[bool, int, int]:
-        return run.kind == "ours", len(run.val), len(run.facts)
-
     kept: dict[Any, int] = {}
-    for run in sorted(runs, key=known, reverse=True):
+    for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
         if not any(point.step for point in run.val):
@@ -288,8 +275,6 @@ def take_resumed(run: Run, event: Facts) -> None:
     """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
     before = run.facts
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
-    if "config" not in after:                                                 # a log of an older trainer
-        return
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
     differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
     for key, (then, now) in differs.items():
@@ -441,8 +426,7 @@ def read_readme(path: Path, data: bytes) -> list[Run]:
     for name, body in LIST.findall(data.decode(errors="replace")):
         losses = [float(number) for number in DECIMAL.findall(body)]
         if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
-            for loss in losses:
-                runs.append(Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}))
+            runs += [Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}) for loss in losses]
     if not runs:
         raise NotALog("a page without a list of losses")
     return runs

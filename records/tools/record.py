@@ -1,4 +1,4 @@
-"""Verbs `new`, `check`, `table`: a record is a folder of logs, and pages made from them that `check` makes again.
+"""Verbs `new`, `check`, `table`, `stand`: a record is logs, and pages made from them, which `check` makes again.
 
 Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
 page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -31,6 +32,9 @@ LOG, TEXT_LOG = "log.jsonl", "log.txt"
 DIGITS = 9                             # of numbers in result.json: libraries change the last ones
 SHOWN_LINES = 12                       # of a file that does not follow
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this many times the vocabulary
+TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # whose page has the loss of a trigram model on its data; rounded
+SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two are of the data
+T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # two-sided, of Student's t with 1, 2, ..., and 5 or more, degrees
 BUDGET_OFF = 0.03                      # a run that ends further off its time budget is no entry
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
@@ -58,9 +62,7 @@ TRACKS = {
 
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
-    if not path.is_file():
-        return ""
-    return path.read_bytes().decode("utf-8")
+    return path.read_bytes().decode("utf-8") if path.is_file() else ""
 
 def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
@@ -78,10 +80,8 @@ def folders(root: Path) -> list[Path]:
 
 def find(root: Path, name: str) -> Path:
     """A record by its path, folder name, number or name."""
-    fits = []
-    for path in folders(root):
-        if Path(name).name in (path.name, *path.name.split("_", 2)[1:]):
-            fits.append(path)
+    wanted = Path(name).name
+    fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
     if len(fits) != 1:
         raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
     return fits[0]
@@ -485,6 +485,39 @@ def board(entries: list[Facts]) -> list[Facts]:
 def main_pool(result: Facts) -> Facts:
     return result["groups"][result["stated"]["main"]]
 
+def stand(args: argparse.Namespace, root: Path) -> int:
+    """Print where the mean loss of finished runs stands: beside a trigram model of their data, and beside the latest
+    entry of their preset, data and number of tokens. Needs no scipy; without matplotlib a terminal gets the picture."""
+    side = report.side_of("run", [args.folder])
+    mine = statistics.summary(side.losses())
+    said = []
+    beside = "no record has this preset, these data and as many tokens"
+    groups = {}
+    for folder in folders(root):
+        result = load(folder)
+        stated = result["stated"]
+        if stated["kind"] != "entry":
+            continue
+        facts = result["machine"] | result["entry"]
+        alike = [facts[key] == value(side.runs[0], key) for key in SAME_RUN]
+        if all(alike[:2]) and folder.name == TRIGRAM[0]:
+            said.append(f"a trigram model has {TRIGRAM[1]}")
+        n, mean, sd = main_pool(result)["loss"].values()
+        if not all(alike) or n < 2:
+            continue
+        half = T_95[:n - 1][-1] * sd * math.sqrt(1 / n + 1 / mine.n)
+        where = "inside" if abs(mine.mean - mean) <= half else "outside"
+        name = f"record {stated['number']}"
+        beside = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
+        groups = {name: grouped(folder, stated)[stated["main"]].runs}
+    several = f", mean of {mine.n} runs" if mine.n > 1 else ""
+    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*said, beside])}")
+    if plot.curves(groups | {"this run": side.runs}, args.folder / PLOT):
+        print(f"picture: {args.folder / PLOT}")
+    elif sys.stdout.isatty():
+        print(plot.characters(side.runs))
+    return 0
+
 def main(argv: list[str]) -> int:
     """argv: the verb and its arguments."""
     verb = argv[0]
@@ -495,6 +528,8 @@ def main(argv: list[str]) -> int:
         parser.add_argument("chosen", nargs="*", metavar="RECORD")
     elif verb == "table":
         parser.add_argument("--json", action="store_true")
+    elif verb == "stand":
+        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a folder of several")
     else:
         parser.add_argument("name", nargs="?", help="letters, digits, underscores")
         parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
@@ -505,4 +540,4 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--parent", help="a record")
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
-    return {"new": new, "check": check, "table": table}[verb](args, args.records.resolve())
+    return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, args.records.resolve())

@@ -276,7 +276,7 @@ def time_in_words(report: Facts) -> str:
 def proof(side: Side, target: float) -> tuple[str, str]:
     """proven, not proven or no record, and the words: by how many of the runs that were started."""
     losses = side.losses()
-    n, mean, _ = summary(losses)
+    n, mean, sd = summary(losses)
     if not n:
         return "not proven", "the losses are not said"
     p = below(losses, target)
@@ -289,7 +289,11 @@ def proof(side: Side, target: float) -> tuple[str, str]:
         return "proven", f"{against} proven {by} {known}"
     if hopeless(losses, target):
         return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
-    return "not proven", f"{against} not proven {by} {known}"
+    needed = seeds_needed(target - mean, sd)
+    said = f"{against} not proven {by} {known}"
+    if needed:
+        said += f"; at this mean and spread {max(1, needed - n)} more seeds prove it four times of five"
+    return "not proven", said
 
 def target_of(*sides: Side) -> float | None:
     """The target that all logs state; None if there is none."""
@@ -388,7 +392,6 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
     """All that `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
-    n, mean, sd = summary(side.losses())
     said = "no target", "none was named (--target), and the logs state none"
     if mixed:
         said = "not comparable", mixed[0]
@@ -397,13 +400,10 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
     elif target:
         said = proof(side, target)
     report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
-    report["more_seeds"] = None
-    needed = seeds_needed((target or 0) - mean, sd)
-    if needed is not None:
-        report["more_seeds"] = max(1, needed - n)
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
-    return report | {"notes": [*notes_of(side), *mixed[1:]]}
+    report["notes"] = [*notes_of(side), *mixed[1:]]
+    return report
 
 class Placed(NamedTuple):
     """A number of a run beside the band of a pool."""
@@ -521,10 +521,8 @@ def compare_in_words(report: Facts) -> str:
     return in_words(report, (report["a"], report["b"]), lines)
 
 def show_in_words(report: Facts) -> str:
-    lines = [f"machine: {listed(report['machine'], 5) or 'not said'}"]
-    if report["verdict"] == "not proven" and report["more_seeds"]:
-        lines.append(f"at this mean and spread {report['more_seeds']} more seeds prove it four times of five")
-    return in_words(report, [report], lines)
+    machine = listed(report["machine"], 5) or "not said"
+    return in_words(report, [report], [f"machine: {machine}"])
 
 def place_in_words(report: Facts) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]

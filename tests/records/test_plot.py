@@ -4,7 +4,7 @@ import sys
 import numpy as np
 import pytest
 
-from record_common import GOLDEN, call, make_side, make_sides
+from record_common import A_LOSSES, GOLDEN, call, make_side, make_sides
 
 from tools import plot                                       # noqa: E402
 from tools.read import read_runs                             # noqa: E402
@@ -40,3 +40,14 @@ def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 0 and "verdict: " in said and error == "no picture: pip install matplotlib\n"
+
+def test_characters__the_validation_loss_falls_to_the_right(tmp_path):
+    *rows, last = plot.characters(read_runs([make_side(tmp_path / "a")]).runs).splitlines()
+    heights = [float(row[:8]) for row in rows]
+    columns = list(zip(*(row[9:] for row in rows)))
+    places = [column.index("o") for column in columns]
+    assert (len(heights), len(columns)) == (plot.ROWS, plot.COLUMNS)
+    assert all(column.count("o") == 1 for column in columns)
+    assert places == sorted(places) and (places[0], places[-1]) == (0, plot.ROWS - 1)
+    assert heights == sorted(heights, reverse=True) and heights[-1] == pytest.approx(np.mean(A_LOSSES), abs=6e-4)
+    assert last == "validation loss (nats per token), steps 2 to 10"

@@ -105,13 +105,6 @@ def test_read_runs__a_path_that_is_not_there(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
 
-def test_attempts__many_files_in_several_processes(tmp_path, monkeypatch):
-    for number in range(205):
-        make_peer(tmp_path / f"{number:03}.txt", 3.27 + number / 1e4, 80.0 + number / 100)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
-    losses = [run.loss for run in read_runs([tmp_path]).runs]
-    assert losses == pytest.approx([3.27 + n / 1e4 for n in range(205)], abs=6e-5)
-
 def test_read_ours__a_whole_log():
     run = only(GOLDEN / "ours/done")
     assert (run.kind, run.seed, run.total, run.finished, run.void, run.notes) == ("ours", 5, 12, True, None, [])

@@ -2,12 +2,15 @@
 import datetime
 import json
 import math
+import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from record_common import OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
 
@@ -270,3 +273,33 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2} and len(lists) == 2
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
+
+@pytest.mark.parametrize("losses, facts, words", [
+    ([2.21], {}, "2.210 nats per token: record 01 2.159 +- 0.014: inside its spread, 2.09 to 2.23"),
+    ([2.24], {}, "2.240 nats per token: record 01 2.159 +- 0.014: outside its spread, 2.09 to 2.23"),
+    ([2.2, 2.22], {}, "2.210 nats per token, mean of 2 runs: record 01 2.159 +- 0.014: inside its spread, 2.10 to"),
+    ([2.21], dict(data_sha256="e" * 64), "2.210 nats per token: no record has this preset, these data and"),
+    ([2.21], dict(config={"val_tokens": 131_072}), "2.210 nats per token: no record has"),
+    ([2.21], dict(preset="pocket_tables"), "2.210 nats per token: no record has"),
+    ([2.21], dict(result={"tokens": 1024}), "2.210 nats per token: no record has")])
+def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words):
+    """Without scipy; whether it stands inside is Student's t: 0.0137 x 4.303 x sqrt(1/3 + 1/runs) about 2.159."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    runs = make_runs(tmp_path / "runs", losses, SECONDS, **facts)
+    status, out, error = call("stand", "--records", root, runs)
+    assert status == 0 and out.startswith(words) and "trigram" not in out, out + error
+    assert f"picture: {runs / 'loss.png'}" in out and (runs / "loss.png").exists()
+
+def test_stand__a_run_that_is_not_finished(root, tmp_path):
+    run = make_run(tmp_path / "run", 0, 2.2, 9.0)
+    write_events(run / "log.jsonl", events_of(run / "log.jsonl")[:-1])
+    status, out, error = call("stand", "--records", root, run)
+    assert (status, out) == (2, "") and "no result yet" in error
+
+def test_stand__what_it_knows():
+    """The trigram's loss is that of the page named, which the picture of races draws; t is scipy's."""
+    named, nats = record.TRIGRAM
+    stated, = re.findall(r"Witten-Bell trigram.* \| (\d\.\d{4}) \|", (record.RECORDS / named / "README.md").read_text())
+    drawn, = re.findall(r"^TRIGRAM_NATS = (\S+)", (record.RECORDS / "guide/race.py").read_text(), re.M)
+    assert float(stated) == pytest.approx(nats, abs=5.1e-4) and float(drawn) == nats
+    assert record.T_95 == pytest.approx([stats.t.isf(0.025, free) for free in range(1, 6)], rel=2e-4)
