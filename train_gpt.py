@@ -80,7 +80,7 @@ from torch import Tensor, nn
 
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
-    """What was found, what was expected, and what to do about it."""
+    """An error that says what was found, what was expected, and what to do about it."""
     status = 2                           # that the process exits with
 
     def __init__(self, what: str, found: object, expected: object, do: str):
@@ -1420,7 +1420,7 @@ def rotate(x, cos, sin):
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
+    """Reach and scale of attention: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
