@@ -80,7 +80,7 @@ from torch import Tensor, nn
 
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
-    """What was found, what was expected, and what to do about it."""
+    """An error that says what was found, what was expected, and what to do about it."""
     status = 2                           # that the process exits with
 
     def __init__(self, what: str, found, expected, do: str):
@@ -584,8 +584,8 @@ class Fabric:
 
     @contextlib.contextmanager
     def failing_together(self):
-        """Raise the TrainerError of any rank's body on every rank, after the body, so that none waits for that one.
-        Collective; the body waits for no other rank."""
+        """If the body raises a TrainerError on any rank, raise it on every rank, once all bodies have ended.
+        Collective; the body must not wait for another rank."""
         failure = None
         try:
             yield
@@ -708,8 +708,8 @@ class Schedule:
         return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float):
-        """Return NorMuon's momentum: up at the plan's start, down at its end."""
-        # Ramps that are not set keep their share of the record's steps.
+        """Return NorMuon's momentum at a place of the plan: it rises at the start and falls at the end."""
+        # A ramp that is not set (-1) has as large a share of the steps as in the record.
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
@@ -996,8 +996,8 @@ def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
 def bigram_hash(tokens: np.ndarray, rows: int):
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
-    # Two quirks are part of the published losses: pairs cross documents, and position 1 takes the number of the last
-    # row for its previous token, because the peer overwrites position 0 before it multiplies.
+    # Two quirks of the peer are part of its published losses. Pairs cross documents. And position 0 is overwritten with
+    # no_pair before the products, so that position 1 finds no_pair as its previous token.
     no_pair = rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1009,7 +1009,7 @@ class Table(NamedTuple):
     rows: int                            # R
     reads: int                           # rows that a token reads
     ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
-    tied: bool = False                   # to the head until they are untied
+    tied: bool = False                   # its weights are the head's until the two are untied
     is_rowwise: bool = False             # an update moves the rows that were asked for; else all rows of a slice
     home: str = "device"                 # where an owner keeps its rows
     cadence: int = 2                     # steps between updates
@@ -1017,7 +1017,7 @@ class Table(NamedTuple):
     signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
-    """Return the tables, with the functions that say which rows a token reads."""
+    """Return the row tables, recipe A's three and those of n-grams, with their functions from tokens to rows."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
@@ -1425,7 +1425,7 @@ def rotate(x, cos, sin):
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
+    """Reach and scale of attention: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
@@ -1637,10 +1637,10 @@ DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple 
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
-    """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
+    """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares), for x a gradient and squares what forward returned.
     x (count, depth), w (columns, depth), out and squares (count, columns)."""
-    # A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves shared
-    # memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
+    # Each program takes many tiles, and loads for the next one while it stores. It stores a tile in two halves, which
+    # leaves more shared memory to the loads. Descriptors address in 64 bits; beyond the edges they read 0.
     HALF: tl.constexpr = COLUMNS // 2
     x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
     w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
@@ -1873,7 +1873,8 @@ def sign_vectors(width: int):
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
+    # There is a program for each i. That of a row's first line adds all lines of the row, LINES at a time; the others
+    # end at once.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -2208,8 +2209,8 @@ def gate_of(features: Tensor, weight: Tensor):
 # from owner to reader before a cycle, their gradients from reader to owner after it.
 Wait = Callable[[], object]              # returns when what was launched is complete
 
-def no_wait(**_):
-    """Do nothing: the wait, report, restore or plans_ahead where there is none."""
+def do_nothing(**_):
+    """Stand for a wait, report, restore or plans_ahead where there is none."""
 
 def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
@@ -2260,7 +2261,7 @@ class RowTable:
         self.head = head                                                      # (D, V): rows of `embed`, while tied
         self.table = table
         self.fabric = fabric
-        self.report = report
+        self.report = report                                                  # called with what each plan has moved
         self.debug = cfg.debug_rows
         self.home = self.grad = None
         if table.is_rowwise:
@@ -2284,12 +2285,12 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
-        self.arrival = no_wait                                                # of the rows that are on their way
+        self.arrival = do_nothing                                             # of the rows that are on their way
         self.reset()
 
     def reset(self):
         """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
-        self._settle()
+        self._await_rows()
         self.cached = None                                                    # the plan whose rows are in the cache
         self.live = None                                                      # rows that the next update changes
         self.pending = []                                                     # plans with gradients in row_grads
@@ -2308,7 +2309,7 @@ class RowTable:
     @torch.no_grad()
     def fetch(self, plan: TablePlan):
         """Launch the plan's rows into the cache: after the owners' update, never before."""
-        self._settle()
+        self._await_rows()
         if plan.update is None:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
@@ -2330,12 +2331,11 @@ class RowTable:
             self.pending.append(plan)
         if self.cached is not plan:
             self.fetch(plan)
-        self._settle()
+        self._await_rows()
         return self.cache, self.row_grads
 
     def read(self, plan: TablePlan):
-        """Return the plan's rows in a new tensor, or the shard if the rank is alone; and None for row_grads.
-        For validation and sampling."""
+        """Return the plan's rows in a new tensor, or the shard if the rank is alone, and None for the row_grads."""
         plan.change_lists(self._on_device)
         out = self.shard
         if not self.alone:
@@ -2351,7 +2351,7 @@ class RowTable:
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
-            return self.grad, no_wait
+            return self.grad, do_nothing
         # They travel in the type of the weights, and are added in that of row_grads.
         plan, = self.pending
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
@@ -2369,14 +2369,14 @@ class RowTable:
         return grad, add_in_rank_order
 
     def add_to_head(self, head_grad: Tensor):
-        """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
+        """Move row_grads to the gradient of the head, (D, V), while head and embedding are tied; drop the plans."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
             self.row_grads[at] = 0                                            # a row in two of the plans counts once
         self.clear()
 
-    def updated(self):
+    def put_back(self):
         """Put the rows that a row-wise update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
@@ -2418,9 +2418,9 @@ class RowTable:
     def _in_row_grads(self, plan: TablePlan):
         return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
-    def _settle(self):
+    def _await_rows(self):
         self.arrival()
-        self.arrival = no_wait
+        self.arrival = do_nothing
 
     def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
         """Launch a plan's rows into `out`, and return the wait. This rank sends rows[places], or all rows for None."""
@@ -2429,7 +2429,7 @@ class RowTable:
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
             arriving.copy_(self.head.t()[plan.head_columns])                  # every rank has the head
-            return no_wait
+            return do_nothing
         if places is not None:
             rows = rows.index_select(0, places)
         return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
@@ -2440,7 +2440,7 @@ class RowTable:
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
             out.copy_(rows)
-            return no_wait
+            return do_nothing
         return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
 
 
@@ -2503,7 +2503,7 @@ class DeviceHome:
     def put(self, update: RowUpdate, changed: RowState):
         self.stored.put(update.places, changed)
 
-    settle = staticmethod(no_wait)       # `put` has stored everything already
+    settle = staticmethod(do_nothing)    # waits for what `put` has begun: here nothing
 
     def read(self, places: Tensor):
         """Return rows on the device, as the last update has left them."""
@@ -2548,7 +2548,7 @@ class HostHome(DeviceHome):
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.writeback = None                                 # of what was put last
+        self.writeback = None                                 # the mover's copy to the host of what was put last
         super().__init__(table, cfg, fabric)
 
     def invalidate(self):
@@ -2605,7 +2605,8 @@ class HostHome(DeviceHome):
         return live
 
     def put(self, update: RowUpdate, changed: RowState):
-        self.settle()                                         # of rows put a cycle ago; raises what went wrong there
+        """Begin to copy the changed rows to the host. Raises what went wrong with those of the update before."""
+        self.settle()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
@@ -2629,7 +2630,7 @@ class HostHome(DeviceHome):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed):
-        """Store rows once the CUDA event `computed` is over; runs on the mover."""
+        """Store rows in host memory once the CUDA event `computed` is over; runs on the mover."""
         if computed is not None:
             staging = self._staging(len(places))
             self.stream.wait_event(computed)
@@ -2791,7 +2792,7 @@ def bank_matrices(row: Parameter, weight):
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
-    """All that every rank updates alike, in one sum over ranks."""
+    """All parameters that every rank updates alike; one all-reduce sums their gradients."""
     def __init__(self, optimizer: Optimizer, rows: list):
         self.optimizer = optimizer
         self.rows = rows
@@ -2812,7 +2813,7 @@ class Small:
         grads = self.grad.split([p.numel() for p in self.weights])
         for row, p, grad in zip(self.rows, self.weights, grads):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
-        return no_wait
+        return do_nothing
 
     def clear(self):
         for p in self.weights:
@@ -2895,7 +2896,7 @@ class Sharded:
         self.weight.writes.zero_()
 
 class TableEntry:
-    """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
+    """A table: its RowTable brings the gradients of the rows that this rank owns, and takes rows to their readers."""
     def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
         self.optimizer = optimizer
         self.row = row
@@ -2916,7 +2917,7 @@ class TableEntry:
         table = self.table
         if table.home is None:
             optimizer.adam(row, table.shard, self.grad, values)
-            return no_wait
+            return do_nothing
         number, step_size, decay = optimizer.adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=self.grad.device)  # made there: a copy would wait
         changing = [*table.live, self.grad]
@@ -2932,12 +2933,12 @@ class TableEntry:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         optimizer.rowwise_update(*table.live, self.grad, optimizer.grad_scale, number, row.betas[1],
                                  optimizer.cfg.adam_eps, step_size, decay, bits)
-        table.updated()
-        return no_wait
+        table.put_back()
+        return do_nothing
 
     def clear(self):
         self.grad = None
-        self.wait = no_wait                                                   # the old one keeps `arrived` alive
+        self.wait = do_nothing                                                # the old one keeps `arrived` alive
         self.table.clear()
 
 class Optimizer:
@@ -2975,8 +2976,8 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
     def launch(self, collective: Callable, *tensors: Tensor):
-        """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-        return no_wait if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
+        """Launch a collective of all ranks, unless this rank is alone. Returns the wait."""
+        return do_nothing if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
 
     def add_zeros(self):
         """Begin a gradient of zeros where there is none: a rank with nothing to add still joins the reductions."""
@@ -3073,8 +3074,8 @@ class Losses(NamedTuple):
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0, report: Callable = no_wait):
-        """precision: of the head, "plain", "fp8" or "emulated"; None: for reading only. slots_at_once: 0 for all."""
+                 slots_at_once: int = 0, report: Callable = do_nothing):
+        """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. slots_at_once: 0 for all."""
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
@@ -3096,7 +3097,7 @@ class Executor:
             self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report,
                                                 self.model.lm_head)
 
-        # What is compiled is called often, and with few sets of shapes.
+        # Only what is called often, and with few sets of shapes, is compiled.
         self.compiling = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3158,7 +3159,7 @@ class Executor:
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values, plans_ahead: Callable = no_wait):
+    def optim_step(self, values: Values, plans_ahead: Callable = do_nothing):
         """Update what this step updates with the gradients so far, and clear these. plans_ahead: see Loader."""
         self.optimizer.step(values, plans_ahead)
 
@@ -3271,8 +3272,8 @@ class Executor:
         return rows[:self.tables[label].table.rows]
 
     def whole_weights(self, values: Values):
-        """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
-        values: of the next step, or of the end; they say whether the embedding is still the head."""
+        """Return all weights except row-wise tables, in logical shapes, on rank 0's host; elsewhere tables are None.
+        Collective. values: of the next step to train, which say whether the embedding is still the head."""
         weights = {label: self._whole(label, p) for label, p in self.model.state_dict().items()}
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
@@ -3310,20 +3311,20 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
-    """Return a run's largest memory, bytes by part. All are counted but activations, which the constants above give."""
+    """Return the most memory that a rank takes, bytes by part: activations by the constants above, all else counted."""
     W = fabric.world
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
-    exact = accum_dtype(dtype).itemsize
+    accum_item = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts = Counter()
     for row in parameter_table(cfg):
         table = row.rows
         kept = math.prod(row.shape)                           # numbers that have a gradient here
-        gradient = exact
+        gradient = accum_item                                 # bytes of each
         if table:
-            # A shard, and a cache of the most that a cycle may read. A row-wise table has a copy of an update's rows on
-            # the device, and with a host home of the next one's. (Their state is 8 bytes a row: left out.)
+            # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
+            # on the device, with a host home those of two. (Their state is left out: 8 bytes a row.)
             shard = kept // W
             read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
             cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
@@ -3336,8 +3337,8 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
                 kept = shard + cache
         elif row.optimizer == "normuon" and slots_at_once * W >= cfg.num_slots:
             gradient = item                                   # written once, and sent as it is
-        elif W > 1 and exact > item:
-            gradient += item                                  # of what is sent
+        elif W > 1 and accum_item > item:
+            gradient += item                                  # the copy that is sent
         parts["weights"] += kept * item
         parts["gradients"] += kept * gradient
         if row.optimizer != "rowwise":
@@ -3345,15 +3346,15 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
             owners = W if row.rows or row.parts else 1
             parts["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
-    # are many and short.
+    # Activations of a step of the largest stage. Evaluation, whose logits come in chunks, and updates of rows take
+    # less, unless slots are many and short.
     saved_rows = SAVED_ROWS
     logit_bytes = LOGIT_COPIES * item
     if kernel is not attention_varlen:
         saved_rows = SAVED_ROWS_PLAIN
-        logit_bytes = LOGIT_COPIES_PLAIN * exact
-    of_token = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
-    parts["working"] = slots_at_once * largest_batch * of_token // cfg.num_slots
+        logit_bytes = LOGIT_COPIES_PLAIN * accum_item
+    token_bytes = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
+    parts["working"] = slots_at_once * largest_batch * token_bytes // cfg.num_slots
     return parts
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
@@ -3391,7 +3392,7 @@ def sync_to_disk(path: Path):
 
 @contextlib.contextmanager
 def refused(path: Path, kind: type = RunError):
-    """Turn a refusal of the system in the body into an error of that kind, with the path."""
+    """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
@@ -3545,7 +3546,7 @@ def load_checkpoint(run_dir: Path, executor: Executor):
 # ====== Room 9: Race ==================================================================================================
 LOGS = ("log.txt", "log.jsonl")
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
-NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
+NEW_LOG = dict(tokens=0, done=0, last_good="none", lines={})     # `Log.state` of a run that begins
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
@@ -3570,16 +3571,16 @@ class Clock:
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
-    content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict, earlier: dict = NOTHING_SEEN):
+    content of further files of the run directory; earlier: what `state` gave to a checkpoint."""
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict, earlier: dict = NEW_LOG):
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
-        self.total = schedule.total_steps                     # of the plan, or as the clock foresees it
+        self.total = schedule.total_steps                     # steps of the run; a forecast if there is a time budget
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending = []                # steps whose loss is not read yet: (fields, sums, tokens, event of the copy)
+        self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
         self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
         if fabric.rank == 0:
@@ -3593,7 +3594,7 @@ class Log:
         for name, text in earlier["lines"].items():
             self._write(name, text.encode())
 
-    def seen(self):
+    def state(self):
         """Return what a checkpoint needs to go on with this log."""
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
@@ -3649,7 +3650,7 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0):
-        """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
+        """Write pending lines but for the last `keep` steps'. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
@@ -3732,8 +3733,8 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock):
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race."""
-    # With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be
-    # over when the cycle begins, if the one before it takes as long as the last.
+    # With a time budget the clock of rank 0 decides a cycle's place in the plan. Its share of the plan is the share of
+    # the budget that will be over when the cycle begins, if the cycle before it takes as long as the last.
     budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
@@ -4053,7 +4054,7 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
                 part_of(folder, run_id).rmdir()
 
 def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
-    """Return dict(step, source, differs): differs has what the run of the checkpoint had other, name -> (then, now).
+    """Return dict(step, source, differs). differs: facts that have changed since the checkpoint, name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
     before = earlier["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
@@ -4084,8 +4085,8 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
             shutil.rmtree(old, ignore_errors=True)
 
 def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int):
-    """Write the last lines of a run's log, and the weights. graphs: compiled before the race. Collective.
-    Returns the result, and why --save failed, if it did."""
+    """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
+    Returns the result, and the error of --save or None."""
     cfg = log.schedule.cfg
     fabric = log.fabric
     if fabric.on_cuda:                                                        # since the race began
@@ -4099,7 +4100,7 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
 
-    # What a reader of the time has to know beside it.
+    # Facts without which the training time would mislead.
     recompiled = sum(fabric.gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs))
     if recompiled:
         result["recompiles"] = recompiled
@@ -4183,7 +4184,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
 
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
-    earlier = dict(log=NOTHING_SEEN, places=(), train_time_ms=0.0)
+    earlier = dict(log=NEW_LOG, places=(), train_time_ms=0.0)
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
     schedule = Schedule(cfg, earlier["places"])
@@ -4218,7 +4219,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     if not cfg.checkpoint_every and not cfg.save:                             # else all wait for the slowest disk
         fabric.set_timeout(cfg.comm_timeout)
 
-    restore = executor.snapshot() if cfg.runs > 1 else no_wait
+    restore = executor.snapshot() if cfg.runs > 1 else do_nothing
     results = []
     problem = None
     for seed, folder in zip(seeds, folders):
@@ -4242,7 +4243,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
             if cfg.checkpoint_every and step % schedule.cycle == 0 and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                    content = dict(log=log.state(), train_time_ms=clock.ms, places=schedule.places,
                                    facts=decisive | dict(seed=str(seed)))
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()

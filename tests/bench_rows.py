@@ -108,7 +108,7 @@ class Timed:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
         self.planner = planner_of(cfg, fabric, spec)
         shard = None if spec.is_rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
-        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.no_wait)
+        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.do_nothing)
         self.moments = [] if spec.is_rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.number = 0
 
@@ -134,7 +134,7 @@ class Timed:
         else:
             number = torch.tensor(self.number, dtype=torch.int32)
             tg.rowwise_update(*table.live, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay, None)
-            table.updated()
+            table.put_back()
             table.home.settle()
         times.append(time.perf_counter())
         table.clear()

@@ -309,7 +309,7 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
     """
     write_shards(tmp_path, 400, 4000)
     calls, release = [], threading.Event()
-    right = getattr(tg, where, tg.no_wait)
+    right = getattr(tg, where, tg.do_nothing)
 
     def wrong(*arguments):
         calls.append(where)

@@ -48,7 +48,7 @@ def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     whole = fill_randomly(model, where=where)
     with torch.no_grad():
         model.embed.copy_(owned(whole["lm_head"].t(), where))
-    rows = {table.label: tg.RowTable(table, cfg, where, model.get_parameter(table.label), 64, tg.no_wait)
+    rows = {table.label: tg.RowTable(table, cfg, where, model.get_parameter(table.label), 64, tg.do_nothing)
             for table in tables}
     return tg.Optimizer(cfg, where, model, lambda call: call, rows)
 
@@ -60,7 +60,7 @@ def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     """A backward pass adds random gradients, then the update."""
     for label, grad in random_grads(optimizer, values.step).items():
         add_grad(optimizer, label, grad, values)
-    optimizer.step(values, tg.no_wait)
+    optimizer.step(values, tg.do_nothing)
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
@@ -101,7 +101,8 @@ def test_step__a_missing_gradient_is_refused(missing):
         if label != missing:
             add_grad(optimizer, label, grad, values)
     named = "small" if missing == "smear_gate" else missing              # one sum for all that every rank updates
-    refused(tg.RunError, lambda: optimizer.step(values, tg.no_wait), f"no gradient of ['{named}']", "forward_backward")
+    refused(tg.RunError, lambda: optimizer.step(values, tg.do_nothing), f"no gradient of ['{named}']",
+            "forward_backward")
     assert all(x.equal(before[label]) for label, x in weights_of(optimizer).items())
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])

@@ -84,7 +84,7 @@ def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable
     values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
     shard = torch.nn.Parameter(owned(values, fabric))
-    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.no_wait)
+    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
 
 def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
     """A plan of this rank for these rows, exchanged."""
