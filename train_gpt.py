@@ -1206,6 +1206,8 @@ def bounded(future: Future, cfg: Config, what: str):
     try:
         return future.result(timeout=cfg.comm_timeout)
     except TimeoutError:
+        if future.done():                                     # the work's own, of a network's disk
+            raise
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
@@ -4166,7 +4168,8 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     began = time.perf_counter()
     before = seconds_of_others(fabric)
     run_id = fabric.gather(os.urandom(4).hex())[0]
-    root = Path(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")
+    # Each rank would have a time of its own.
+    root = Path(fabric.gather(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")[0])
     seeds = range(given.seed, given.seed + given.runs)
     folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
     check_start(given, run_id, folders, fabric)
@@ -4260,8 +4263,8 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
         gc.unfreeze()
         loader.close()
         if profile and profile.profiler:                                      # else the run ended before those steps
-            # Each rank's trace goes into the run directory of rank 0; a table of the dearest operations into the log.
-            trace = Path(fabric.gather(str(log.run_dir))[0]) / f"trace_rank{fabric.rank}.json.gz"
+            # Each rank writes a trace; a table of the dearest operations goes into the log.
+            trace = log.run_dir / f"trace_rank{fabric.rank}.json.gz"
             with refused(trace):
                 profile.export_chrome_trace(str(trace))
             sort_by = f"self_{fabric.device.type}_time_total"

@@ -1,6 +1,7 @@
 """Room 3: shards, packing, hashes, loader and plans against plain loops; every kind of bad data is named."""
 import base64
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -9,6 +10,7 @@ import random
 import threading
 import time
 from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -541,6 +543,14 @@ def test_check_enough_data__validation_tokens(tmp_path):
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
     refused(tg.DataError, lambda: tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258)),
             "too few validation tokens", "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard")
+
+def test_bounded__its_own_timeout_and_that_of_the_work():
+    cfg = preset(comm_timeout=1.0)
+    stuck, failed = Future(), Future()
+    refused(tg.RunError, lambda: tg.bounded(stuck, cfg, "waiting"), "waiting", "nothing after 1.0 s", "--comm_timeout")
+    failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))
+    with pytest.raises(TimeoutError, match="a shard"):
+        tg.bounded(failed, cfg, "waiting")
 
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),

@@ -256,6 +256,17 @@ def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     result = json.loads(process.texts()[0].splitlines()[-1])
     assert result["run_dirs"] == [f"logs/{folder.name}"] and (folder / "log.txt").exists()
 
+def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch):
+    """Also where their clocks differ: a checkpoint has files of all of them."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg.time, "strftime", lambda _: os.environ["RANK"])
+    done = launch(tmp_path, 2, "--run_dir=", "--tables=trigram_embed 3 1000", "--checkpoint_every=2", "--max_steps=4",
+                  "--val_every=0", "--sample_tokens=0")
+    assert [rank.status for rank in done] == [0, 0], done[0].err
+    names = {path.name.rpartition("-")[0] for path in tmp_path.glob("logs/0-*/checkpoints/step-0000002/rows-*")}
+    assert names == {"rows-trigram_embed-0of2", "rows-trigram_embed-1of2"}
+
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------
 
