@@ -1,22 +1,24 @@
 """records/tools/record.py: `new` makes records, `check` finds each kind of damage and laundering, `table` ranks."""
+import contextlib
 import datetime
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from record_common import OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
+from record_common import NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
 
 from tools import record                                     # noqa: E402
 
-LOSSES, SECONDS = (2.171, 2.144, 2.162), (99.1, 97.7, 95.7)
+LOSSES = (2.171, 2.144, 2.162)
+SECONDS = (99.1, 97.7, 95.7)
 CPU = dict(hardware="a CPU", world_size=1)
-RACE = dict(config={"val_tokens": 10_485_760, "bigram_rows": 500}, world_size=8)
-FIRST, SECOND = "2026-01-01_01_First", "2026-01-02_02_Second"
+FIRST = "2026-01-01_01_First"
+SECOND = "2026-01-02_02_Second"
 
 def make_runs(folder: Path, losses=LOSSES, seconds=SECONDS, **facts) -> Path:
     for seed, (loss, s) in enumerate(zip(losses, seconds)):
@@ -44,17 +46,20 @@ def two_records(tmp_path_factory) -> Path:
     root = place / "records"
     root.mkdir()
     new(root, "First", make_runs(place / "runs"), "--track=pocket", "--date=2026-01-01")
-    lines = [dict(type="bench", pairs=3, sides={"A": {"flags": []}, "B": {"flags": []}})]
-    for number in range(1, 8):
-        name = "ABBAABB"[number - 1]
+    lines = [dict(type="bench", pairs=3, sides=NO_FLAGS)]
+    for number, name in enumerate("ABBAABB", 1):
         pair = (number + 1) // 2
         folder = f"runs/{number:03}_{name}"
-        source = OTHER_SOURCE if name == "B" else SOURCE
+        end = dict(type="end", run=number, pair=pair, side=name, folder=folder, cause="", outcome="failed")
         if number < 7:
-            make_run(place / "bench" / folder / "logs/x", pair, 2.15 + pair / 100 + (name == "B") / 5,
-                     90.0 + number / 10, source=source, **CPU)
-        lines.append(dict(type="end", run=number, pair=pair, side=name, folder=folder, cause="",
-                          outcome="done" if number < 7 else "failed"))
+            loss = 2.15 + pair / 100
+            source = SOURCE
+            if name == "B":
+                loss += 0.2
+                source = OTHER_SOURCE
+            make_run(place / "bench" / folder / "logs/x", pair, loss, 90 + number / 10, source=source, **CPU)
+            end["outcome"] = "done"
+        lines.append(end)
     write_events(place / "bench/manifest.jsonl", lines)
     new(root, "Second", place / "bench", "--kind=comparison", "--parent=01", "--date=2026-01-02")
     (root / "README.md").write_text(f"[one]({FIRST}/README.md) and `[no link](here)`\n")
@@ -74,16 +79,20 @@ def test_build__numbers_are_those_of_the_logs(two_records):
     result = result_of(two_records / "records" / FIRST)
     group = result["groups"][""]
     assert group["losses"] == list(LOSSES) and group["times"] == list(SECONDS)
-    assert (group["loss"]["mean"], group["loss"]["sd"]) == pytest.approx((np.mean(LOSSES), np.std(LOSSES, ddof=1)))
+    assert group["loss"]["mean"] == pytest.approx(np.mean(LOSSES))
+    assert group["loss"]["sd"] == pytest.approx(np.std(LOSSES, ddof=1))
     assert result["class"] == "plain" and result["entry"]["params_total"] == 1000
     page = (two_records / "records" / FIRST / "README.md").read_text()
-    assert "2.159" in page and "losses = [2.171, 2.144, 2.162]" in page and "[seed1](logs/seed1/log.jsonl)" in page
-    second = result_of(two_records / "records" / SECOND)
-    assert second["verdicts"]["B"]["verdict"] == "higher loss"
-    assert [line["folder"] for line in second["unfinished"]] == ["runs/007_B"] and "007_B" in (
-        two_records / "records" / SECOND / "README.md").read_text()
-    assert second["verdicts"]["B"]["loss"]["mean"] == pytest.approx(0.2)
-    assert (two_records / "records" / SECOND / "sources/B.diff").read_text().count("line_7 = 8") == 1
+    for part in ("2.159", "losses = [2.171, 2.144, 2.162]", "[seed1](logs/seed1/log.jsonl)"):
+        assert part in page
+    second = two_records / "records" / SECOND
+    result = result_of(second)
+    verdict = result["verdicts"]["B"]
+    assert verdict["verdict"] == "higher loss"
+    assert verdict["loss"]["mean"] == pytest.approx(0.2)
+    assert [line["folder"] for line in result["unfinished"]] == ["runs/007_B"]
+    assert "007_B" in (second / "README.md").read_text()
+    assert (second / "sources/B.diff").read_text().count("line_7 = 8") == 1
 
 def test_new__update_keeps_what_is_written_by_hand(root):
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
@@ -99,26 +108,39 @@ def test_new__update_keeps_what_is_written_by_hand(root):
     (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its folder's name or its number"),
     (["X", "{runs}", "{other}", "--track=pocket"], "source_sha256")])
 def test_new__what_is_no_record(root, tmp_path, argv, said):
-    places = dict(root=root / "none", runs=make_runs(tmp_path / "runs"),
-                  other=make_runs(tmp_path / "other", (2.2, 2.3, 2.4), source=OTHER_SOURCE))
-    for number, run in enumerate(sorted((tmp_path / "other").iterdir())):
+    other = make_runs(tmp_path / "other", (2.2, 2.3, 2.4), source=OTHER_SOURCE)
+    for number, run in enumerate(sorted(other.iterdir())):
         run.rename(run.with_name(f"other{number}"))
+    places = dict(root=root / "none", runs=make_runs(tmp_path / "runs"), other=other)
     before = sorted(root.rglob("*"))
-    status, _, error = call("new", "--records", root, *[word.format(**places) for word in argv])
+    words = [word.format(**places) for word in argv]
+    status, _, error = call("new", "--records", root, *words)
     assert status == 2 and said in error, error
     assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
 
 def edits(name: str, old: str, new: str) -> Callable[[Path], None]:
-    return lambda folder: edit(folder / name, old, new)
+    def damage(folder: Path) -> None:
+        edit(folder / name, old, new)
+    return damage
 
 def removes(name: str) -> Callable[[Path], None]:
-    def remove(folder: Path) -> None:
+    def damage(folder: Path) -> None:
         path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return remove
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return damage
 
 def adds(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_text("more\n")
+    def damage(folder: Path) -> None:
+        (folder / name).write_text("more\n")
+    return damage
+
+def is_renamed(name: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        folder.rename(folder.with_name(name))
+    return damage
 
 DAMAGES = {
     "a number of the page": (edits("README.md", "2.159", "2.151"), "README.md: found"),
@@ -136,8 +158,8 @@ DAMAGES = {
     "another source": (edits("train_gpt.py", "= 7", "= 6"), "not the source"),
     "a stranger's file": (adds("logs/notes.txt"), "notes.txt: added"), "a hidden file": (adds(".hidden"), "added"),
     "a picture": (adds("loss.png"), "loss.png: edited"),
-    "a name": (lambda folder: folder.rename(folder.with_name("2026-01-01_01_Best")), "found this folder name"),
-    "a number twice": (lambda folder: folder.rename(folder.with_name("2026-01-01_02_First")), "several records"),
+    "a name": (is_renamed("2026-01-01_01_Best"), "found this folder name"),
+    "a number twice": (is_renamed("2026-01-01_02_First"), "several records"),
     "a date": (edits("result.json", '"2026-01-01"', '"2026-01-03"'), "found this folder name"),
 }
 
@@ -172,12 +194,24 @@ def better_losses(folder: Path) -> None:
     sets("val", val_loss=2.1)(folder)
     sets("result", val_loss=2.1)(folder)
 
-def in_result(change: Callable[[dict], None]) -> Callable[[Path], None]:
-    def launder(folder: Path) -> None:
-        result = result_of(folder)
-        change(result["stated"])
-        (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    return launder
+@contextlib.contextmanager
+def stated_in(folder: Path) -> Iterator[dict]:
+    """Yield what result.json states; it is written back."""
+    result = result_of(folder)
+    yield result["stated"]
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+def ungroup_a_run(folder: Path) -> None:
+    with stated_in(folder) as stated:
+        stated["groups"][""].remove("seed2")
+
+def move_to_another_track(folder: Path) -> None:
+    with stated_in(folder) as stated:
+        stated["track"] = "8xGPU"
+
+def state_fewer_parameters(folder: Path) -> None:
+    with stated_in(folder) as stated:
+        stated["entry"]["params_total"] = 1
 
 def copy_run(folder: Path) -> None:
     """A second seed from a copy, its seed changed wherever it stands."""
@@ -185,7 +219,8 @@ def copy_run(folder: Path) -> None:
     lines = (copy / "log.jsonl").read_text()
     (copy / "log.jsonl").write_text(lines.replace('"seed": 1', '"seed": 5'))
     edit(copy / "log.txt", "seed 1", "seed 5")
-    in_result(lambda stated: stated["groups"][""].append("seed5"))(folder)
+    with stated_in(folder) as stated:
+        stated["groups"][""].append("seed5")
 
 def link_out(folder: Path) -> None:
     log = folder / "logs/seed1/log.jsonl"
@@ -194,7 +229,8 @@ def link_out(folder: Path) -> None:
 
 def future(folder: Path) -> None:
     day = str(datetime.date.today() + datetime.timedelta(days=9))
-    in_result(lambda stated: stated.update(date=day))(folder)
+    with stated_in(folder) as stated:
+        stated["date"] = day
     folder.rename(folder.with_name(f"{day}_01_First"))
 
 LAUNDERED = {
@@ -205,9 +241,8 @@ LAUNDERED = {
     "a loss in log.txt": edits("logs/seed1/log.txt", "val_loss:2.1440", "val_loss:2.1340"),
     "a time in log.txt": edits("logs/seed1/log.txt", "2.1440 train_time:97700ms", "2.1440 train_time:96700ms"),
     "a copied run": copy_run, "a link": link_out, "a day to come": future,
-    "a run out of its group": in_result(lambda stated: stated["groups"][""].remove("seed2")),
-    "another track": in_result(lambda stated: stated.update(track="8xGPU")),
-    "stated over logged": in_result(lambda stated: stated["entry"].update(params_total=1)),
+    "a run out of its group": ungroup_a_run, "another track": move_to_another_track,
+    "stated over logged": state_fewer_parameters,
 }
 
 @pytest.mark.parametrize("name", LAUNDERED)
@@ -218,7 +253,8 @@ def test_doubts__laundering_is_found(root, name):
 
 def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root):
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
-    in_result(lambda stated: stated["groups"]["B"].remove("runs/006_B"))(root / SECOND)
+    with stated_in(root / SECOND) as stated:
+        stated["groups"]["B"].remove("runs/006_B")
     status, _, error = call("new", "--records", root, "--update=02")
     assert status == 2 and "runs/006_B is done and left out" in error
 
@@ -240,12 +276,12 @@ def test_findings__a_sealed_record(root):
     (root / FIRST / "result.json").write_text(json.dumps(result))
     assert check(root, "01") == ""
     assert "a sealed one" in call("new", "--records", root, "--update=01")[2]
-    for name, old, new_text, said in (("README.md", "2.159", "2.151", "README.md: edited"),
-                                      ("result.json", '"class": "plain"', '"class": "table"', "result.json: edited"),
-                                      ("logs/seed1/log.txt", "2.1440", "2.1340", "log.txt: edited")):
-        edit(root / FIRST / name, old, new_text)
-        assert said in check(root, "01")
-        edit(root / FIRST / name, new_text, old)
+    for name, old, other in (("README.md", "2.159", "2.151"), ("logs/seed1/log.txt", "2.1440", "2.1340"),
+                             ("result.json", '"class": "plain"', '"class": "table"')):
+        path = root / FIRST / name
+        edit(path, old, other)
+        assert f"{path.name}: edited" in check(root, "01")
+        edit(path, other, old)
 
 @pytest.mark.parametrize("settings, expected", [
     (dict(vocab_size=100, bigram_rows=1000), "plain"), (dict(vocab_size=100, bigram_rows=1001), "table"),
@@ -254,19 +290,25 @@ def test_class_of__from_the_configuration(settings, expected):
     """Fault 7: it was taken from the header's table rows, which can be empty."""
     assert record.class_of(settings) == expected
 
+POOLS = [                                    # name, loss, seconds, rows of the bigram table
+    ("Base", 3.278, 90.0, 500), ("Fast", 3.279, 80.0, 500), ("Unproven", 3.281, 70.0, 500),
+    ("Systems", 3.2805, 75.0, 500), ("Tables", 3.270, 60.0, 5000),
+]
+
 def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     root = tmp_path / "records"
     root.mkdir()
-    pools = {"Base": (3.278, 90.0, {}, 500), "Fast": (3.279, 80.0, {}, 500), "Unproven": (3.281, 70.0, {}, 500),
-             "Systems": (3.2805, 75.0, {}, 500), "Tables": (3.270, 60.0, {}, 5000)}
-    for day, (name, (loss, seconds, _, rows)) in enumerate(pools.items(), 1):
-        runs = make_runs(tmp_path / name, (loss, loss - 0.0002, loss + 0.0002), (seconds, seconds + 0.1, seconds + 0.2),
-                         **RACE | dict(config=RACE["config"] | {"bigram_rows": rows}))
+    for day, (name, loss, seconds, rows) in enumerate(POOLS, 1):
+        losses = loss, loss - 0.0002, loss + 0.0002
+        times = seconds, seconds + 0.1, seconds + 0.2
+        config = dict(val_tokens=10_485_760, bigram_rows=rows)
+        runs = make_runs(tmp_path / name, losses, times, world_size=8, config=config)
         flags = ["--systems"] if name == "Systems" else []
         new(root, name, runs, "--track=8xGPU", f"--date=2026-01-0{day}", *flags)
     lists = json.loads(call("table", "--records", root, "--json")[1])
+    assert len(lists) == 2
     plain, = (rows for title, rows in lists.items() if "track 8xGPU, class plain" in title)
     ranks = {row["record"][3:]: row["rank"] for row in plain}
-    assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2} and len(lists) == 2
+    assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2}
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
