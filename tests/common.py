@@ -236,13 +236,13 @@ def check_error(error: tg.TrainerError, *parts: str) -> None:
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
-def refused(kind: type, call, *parts: str) -> str:
-    """Call, expect an error of exactly this kind with these parts, and return its message."""
+@contextlib.contextmanager
+def refused(kind: type, *parts: str) -> Iterator[pytest.ExceptionInfo]:
+    """Expect an error of exactly this kind with these parts."""
     with pytest.raises(kind) as caught:
-        call()
+        yield caught
     assert type(caught.value) is kind
     check_error(caught.value, *parts)
-    return str(caught.value)
 
 @dataclass
 class Run:

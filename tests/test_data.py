@@ -245,8 +245,9 @@ def test_next__data_that_end(tmp_path, world):
                 assert loader.plans_ahead() is not None or v.step == cycle - 1
                 loader.next(v)
             assert loader.plans_ahead() is None
-            refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
-                    f"enough for {enough} steps", "--max_steps", "--epochs=0")
+            with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin",
+                         f"enough for {enough} steps", "--max_steps", "--epochs=0"):
+                loader.next(values[cycle])
 
 def too_short(streams, values) -> bool:
     with contextlib.suppress(IndexError):
@@ -256,8 +257,9 @@ def too_short(streams, values) -> bool:
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
     with started(tmp_path, epochs=0) as (loader, values):
-        refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", "larger shards",
-                f"8 x {values[0].slot_tokens + 1} tokens in one")
+        with refused(tg.DataEnded, "2 shards", "larger shards",
+                     f"8 x {values[0].slot_tokens + 1} tokens in one"):
+            loader.next(values[0])
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     """Disk, packer and reader of the batches are slow by chance."""
@@ -328,9 +330,11 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         loader.next(values[0])
         loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
         said = "waiting" if error else "nothing after 0.05 s"
-        refused(error or tg.RunError, loader.plans_ahead, said)
+        with refused(error or tg.RunError, said):
+            loader.plans_ahead()
         loader.next(values[1])
-        refused(error or tg.RunError, lambda: loader.next(values[2]), said)
+        with refused(error or tg.RunError, said):
+            loader.next(values[2])
         release.set()
 
 @pytest.mark.recipe
@@ -456,13 +460,15 @@ def test_scan_shards__a_damaged_one(tmp_path, kind):
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, document_start=3) | header)
     os.truncate(path, path.stat().st_size - cut)
-    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "b.bin", *parts)
+    with refused(tg.DataError, "b.bin", *parts):
+        tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin"))
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     header, = tg.find_shards(str(path))
     os.truncate(path, path.stat().st_size - 20)
-    refused(tg.DataError, lambda: tg.load_shard(header), "a.bin", "110 tokens", "120")
+    with refused(tg.DataError, "a.bin", "110 tokens", "120"):
+        tg.load_shard(header)
 
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
@@ -479,7 +485,8 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
-    refused(tg.DataError, lambda: tg.find_shards(name.format(tmp_path)), *parts)
+    with refused(tg.DataError, *parts):
+        tg.find_shards(name.format(tmp_path))
 
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
@@ -508,9 +515,11 @@ def test_resolve__the_header_decides_the_sizes():
 def test_resolve__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
-    refused(kind, lambda: tg.resolve(cfg, shards(10), other), *parts)
+    with refused(kind, *parts):
+        tg.resolve(cfg, shards(10), other)
     if kind == tg.DataError:
-        refused(kind, lambda: tg.resolve(cfg, shards(10) + other, shards(10)), *parts)
+        with refused(kind, *parts):
+            tg.resolve(cfg, shards(10) + other, shards(10))
 
 def test_check_enough_data__training_tokens():
     """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
@@ -529,14 +538,17 @@ def test_check_enough_data__training_tokens():
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
     for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
-        refused(tg.DataError, lambda: check(have, epochs=epochs), "too few training tokens", "--epochs=0",
-                f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps", "cached_fineweb10B.py")
-    refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for")
+        with refused(tg.DataError, "too few training tokens", "--epochs=0",
+                     f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps",
+                     "cached_fineweb10B.py"):
+            check(have, epochs=epochs)
+    with refused(tg.DataError, "too small", f"{largest} for"):
+        check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
-            "too few validation tokens", "128", "256", "--val_tokens=128")
+    with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128"):
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
 
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
@@ -546,8 +558,9 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
     cfg = preset(vocab_size=5, document_start=3)
     assert tg.read_vocabulary(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
-    refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt", f"{said} tokens before", "all of 5",
-            "document start 3", "remove the file")
+    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3",
+                 "remove the file"):
+        tg.read_vocabulary(tmp_path, cfg)
 
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
@@ -582,15 +595,19 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
     assert len(tg.read_vocabulary(tmp_path, cfg)) == 6
 
     write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
-    refused(tg.DataError, lambda: tg.scan_shards(headers), "a.bin: content", "manifest.json", "mixture")
-    refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt: content", "manifest.json", "mixture")
+    with refused(tg.DataError, "a.bin: content", "manifest.json", "mixture"):
+        tg.scan_shards(headers)
+    with refused(tg.DataError, "vocab.txt: content", "manifest.json", "mixture"):
+        tg.read_vocabulary(tmp_path, cfg)
     (tmp_path / "manifest.json.part").touch()
-    refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json.part", "run that tool again")
+    with refused(tg.DataError, "manifest.json.part", "run that tool again"):
+        tg.scan_shards(headers)
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
-    refused(tg.DataError, lambda: tg.read_manifest(tmp_path), "manifest.json as a manifest", "format 1", "remove this")
+    with refused(tg.DataError, "manifest.json as a manifest", "format 1", "remove this"):
+        tg.read_manifest(tmp_path)
 
 def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
     for name in "ab":
