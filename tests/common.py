@@ -269,6 +269,10 @@ def losses(folder: Path) -> list:
     return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
             for e in events if e["type"] in ("step", "val")]
 
+def unequal(found: Mapping[str, torch.Tensor], want: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the labels of what was found and is not wanted so, bit for bit."""
+    return [label for label, x in found.items() if not x.equal(want[label])]
+
 def weights(folder: Path) -> dict[str, bytes]:
     tensors = torch.load(folder / "weights.pt")
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}

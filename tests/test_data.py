@@ -74,7 +74,8 @@ def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length
     starts = [at for at, token in enumerate(tokens) if token == start_token]
     block = []
     for _ in range(slots):
-        pieces, have = [], 0
+        pieces = []
+        have = 0
         while have <= length:
             if doc == len(starts):
                 return None
@@ -169,20 +170,25 @@ def read_all(*where, **changes) -> list[tg.Batch]:
 
 def slow_stream(streams, values, slots=8):
     """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
-    shard, doc, steps = 0, 0, []
+    shard = 0
+    doc = 0
+    steps = []
     for v in values:
         while (found := slow_block(streams[shard], 3, doc, slots, v.slot_tokens, 12)) is None:
-            shard, doc = shard + 1, 0
+            shard += 1
+            doc = 0
         block, doc = found
         steps.append([slow_slot(streams[shard], pieces) for pieces in block])
     return steps
 
 def logical(batch, label) -> list:
     """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
-    plan, x, world = batch.plans[label], batch.rows[label], len(batch.plans[label].send_counts)
+    plan = batch.plans[label]
+    read = batch.rows[label]
+    world = len(plan.send_counts)
     if world == 1:
-        return x.tolist()
-    physical = plan.my_rows[x.long()]
+        return read.tolist()
+    physical = plan.my_rows[read.long()]
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
 
 def check_batches(batches, steps) -> None:
@@ -191,7 +197,8 @@ def check_batches(batches, steps) -> None:
         assert batch.step == step
         assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
         assert batch.targets.tolist() == [tokens[1:] for tokens, _ in want]
-        columns, length = max(len(bounds) for _, bounds in want), batch.tokens.shape[1]
+        columns = max(len(bounds) for _, bounds in want)
+        length = batch.tokens.shape[1]
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
@@ -199,16 +206,16 @@ def check_batches(batches, steps) -> None:
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
     """Batches of one cycle share plans, in which all that they read is found."""
     first = batches[0]
-    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle,
-               tokens=sum(batch.tokens.shape[1] for batch in batches))        # alike on all ranks
+    tokens = sum(batch.tokens.shape[1] for batch in batches)                  # alike on all ranks
+    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle, tokens=tokens)
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == set(tg.RECIPE_TABLES)
     value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
     for label, plan in first.plans.items():
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
         for batch in batches:
             tokens = batch.tokens.numpy()
-            read = dict(bigram_embed=[slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()], embed=tokens,
-                        value_embed=tokens[:, None] + value_starts)
+            bigrams = [slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()]
+            read = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
             assert logical(batch, label) == np.asarray(read[label]).tolist()
 
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
@@ -280,7 +287,10 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
 
 def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000, 1500, 1500)
-    threads, read, load, make_slot = [], [], tg.load_shard, tg.make_slot
+    threads = []
+    read = []
+    load = tg.load_shard
+    make_slot = tg.make_slot
 
     def seen_load(header):
         read.append(header.name[-5])
@@ -310,7 +320,8 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
     surfaces in plans_ahead at once, and in next.
     """
     write_shards(tmp_path, 400, 4000)
-    calls, release = [], threading.Event()
+    calls = []
+    release = threading.Event()
     right = getattr(tg, where, tg.no_wait)
 
     def wrong(*arguments):
@@ -361,8 +372,13 @@ def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[i
 def patterns(R: int) -> list[list[np.ndarray]]:
     """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
     rng = np.random.default_rng(R)
-    found = [[np.zeros((0, 4))], [np.zeros((2, 7)), np.array([[R - 1, 0]])], [np.arange(max(0, R - 20), R)[None]],
-             [rng.integers(0, -(-R // 24), (2, 11)) * 24], [rng.integers(0, R, (3, 2, 5)), rng.integers(0, R, (3, 8))]]
+    found = [
+        [np.zeros((0, 4))],
+        [np.zeros((2, 7)), np.array([[R - 1, 0]])],
+        [np.arange(max(0, R - 20), R)[None]],
+        [rng.integers(0, -(-R // 24), (2, 11)) * 24],
+    ]
+    found.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
     if R < 1000:
         found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
     return [[rows.astype(np.int32) for rows in steps] for steps in found]
@@ -383,7 +399,8 @@ def test_plan__equals_plain_sets(count, world, mode):
             read = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = slow_plan(set(read.tolist()), count, world)
             if mode == "dense" and world > 1 and not tied and not is_rowwise:
-                ids, counts = list(range(world * size)), [size] * world
+                ids = list(range(world * size))
+                counts = [size] * world
             assert plan.my_rows.tolist() == plan.requested_rows.tolist() == ids == sorted(set(ids))
             assert plan.send_counts == plan.recv_counts == counts and plan.my_rows.dtype == torch.int64
             facts = plan.shard_size, plan.tied, plan.sent, plan.received, plan.reads
@@ -472,9 +489,10 @@ def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
 
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
-    paths = [str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3)), str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))]
-    monkeypatch.setattr(tg.glob, "glob", lambda pattern: paths[::-1])
-    assert tg.find_shards("any") == [(paths[0], 120, 6, 3), (paths[1], 120, 50_257, 50_256)]
+    first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
+    second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
+    monkeypatch.setattr(tg.glob, "glob", lambda pattern: [second, first])
+    assert tg.find_shards("any") == [(first, 120, 6, 3), (second, 120, 50_257, 50_256)]
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
@@ -526,7 +544,8 @@ def test_check_enough_data__training_tokens():
     cfg = preset()
     values = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
     steps = [cfg.num_slots * (v.slot_tokens + 1) for v in values]
-    need, largest = sum(steps), max(steps)
+    need = sum(steps)
+    largest = max(steps)
 
     def check(*have: int, **changes) -> None:
         changed = replace(cfg, **changes)
