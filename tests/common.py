@@ -144,6 +144,20 @@ def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
+@contextlib.contextmanager
+def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int,
+                   exchange: Callable | None = None) -> Iterator[tuple[tg.Loader, list[tg.Values]]]:
+    """A loader at work on the first steps of a run, and what these steps are."""
+    schedule = tg.Schedule(cfg)
+    values = [schedule.at(step) for step in range(steps)]
+    cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
+    loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files), cycles, exchange)
+    loader.start()
+    try:
+        yield loader, values
+    finally:
+        loader.close()
+
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
     rows = x[where.rank::where.world]
@@ -223,6 +237,17 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg
     plan.change_lists(lambda rows: rows.to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
+
+def tensors_of(executor: tg.Executor) -> dict[str, torch.Tensor]:
+    """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
+    rotary tables, which are made again, nor rows and state of n-gram tables."""
+    tensors = dict(executor.model.named_parameters())
+    for label, state in executor.optimizer.state.items():
+        tensors |= {f"{label}.{name}": x for name, x in state.items()}
+    for label, table in executor.tables.items():
+        tensors[f"{label}.row_grads"] = table.row_grads
+    tensors["random"] = torch.get_rng_state()
+    return tensors
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
     return tg.Executor(cfg, fabric(rank, world), tg.attention_reference, precision)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import fabric, plan_of, planner_of, preset, random_stream, refused, write_shard
+from common import fabric, plan_of, planner_of, preset, random_stream, refused, started_loader, write_shard
 from reference import ngram_rows
 
 import train_gpt as tg
@@ -145,24 +145,11 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
         write_shard(folder / f"train_{k}.bin", stream, 50, 3)
     return streams
 
-def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
-    """A loader of the tiny preset, and the schedule of its steps. Adam, so a cycle, is of two steps unless given."""
+def started(folder, rank=0, world=1, steps=12, exchange=None, **changes):
+    """A loader of the tiny preset at work, and its steps. Adam, so a cycle, is of two steps unless given."""
     fields = dict(vocab_size=50, document_start=3, max_doc_len=12, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    schedule = tg.Schedule(cfg)
-    values = [schedule.at(step) for step in range(steps)]
-    cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
-    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
-
-@contextlib.contextmanager
-def started(*where, **changes):
-    """A loader at work, and the schedule of its steps."""
-    loader, values = make_loader(*where, **changes)
-    loader.start()
-    try:
-        yield loader, values
-    finally:
-        loader.close()
+    return started_loader(cfg, fabric(rank, world), steps, exchange)
 
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
@@ -231,8 +218,8 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
     """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
     streams = write_shards(tmp_path, *counts)
     for rank in range(world):
-        loader, values = make_loader(tmp_path, rank, world, **changes)
-        batches = read_all(tmp_path, rank, world, **changes)
+        with started(tmp_path, rank, world, **changes) as (loader, values):
+            batches = [loader.next(v) for v in values]
         check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
         every = tg.Schedule(loader.cfg).cycle
         for first in range(0, len(values), every):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import exact_array, few_layers, fill_randomly, grad_of, set_grad
+from common import exact_array, few_layers, fill_randomly, grad_of, set_grad, started_loader, tensors_of
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
@@ -62,15 +62,8 @@ def table_state(executor: tg.Executor) -> Arrays:
     return found
 
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
-    """Hash every byte that a run may change, found by walking through the objects and not by the list they keep; not
-    the rotary tables, which are made again."""
-    tensors = dict(executor.model.named_parameters())
-    for label, state in executor.optimizer.state.items():
-        tensors |= {f"{label}.{name}": x for name, x in state.items()}
-    for label, table in executor.tables.items():
-        tensors[f"{label}.row_grads"] = table.row_grads
-    tensors["random"] = torch.get_rng_state()
-    arrays = table_state(executor) | {name: exact_array(x) for name, x in tensors.items()}
+    """Hash every byte that a run may change."""
+    arrays = table_state(executor) | {name: exact_array(x) for name, x in tensors_of(executor).items()}
     hashes = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
     return hashes | dict(plain=repr((executor.rotary, pending)))
@@ -232,13 +225,8 @@ def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg
     fill_randomly(executor.model, where=fabric)
     if fabric.world == 1:                                                     # else it is read from the head
         executor.model.embed.data.copy_(executor.model.lm_head.t())
-    schedule = tg.Schedule(cfg)
-    plan = [schedule.at(step) for step in range(count)]
-    cycles = [plan[first:first + schedule.cycle] for first in range(0, count, schedule.cycle)]
-    loader = tg.Loader(cfg, fabric, headers, cycles, executor.exchange_ahead)
-    loader.start()
-    yield executor, loader, plan
-    loader.close()
+    with started_loader(cfg, fabric, count, executor.exchange_ahead) as (loader, values):
+        yield executor, loader, values
 
 def pieces(rank: Rank, way: str) -> Arrays:
     """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
