@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from common import executor, random_batch, refused, small
+from common import BF16, F32, F64, executor, randn, random_batch, refused, small
 from torch import Tensor
 
 import train_gpt as tg
-
-F32 = torch.float32
-F64 = torch.float64
-BF16 = torch.bfloat16
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
 def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.dtype = F64, parts: int = 1) -> Tensor:
     """A weight with a main_grad, in which NaN stands before the first write."""

@@ -5,13 +5,10 @@ The functions with an argument `rank` are what each of W ranks does; the tests a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, owned, plan_of, planner_of
+from common import compiled_for, interpreted, needs_triton, owned, plan_of, planner_of
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import put_together
@@ -35,8 +32,6 @@ SLOW = pytest.param(4, marks=pytest.mark.all)
 worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
 few_worlds = pytest.mark.parametrize("world", [1, 2, SLOW], ids="W{}".format)
 modes = pytest.mark.parametrize("mode", MODES)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                  reason="no triton package: its body cannot be translated here")
 
 
 # ---- Cycles of tables ------------------------------------------------------------------------------------------------
@@ -347,25 +342,16 @@ def interpret() -> dict:
 @needs_triton
 def test_add_rows__kernel_in_interpreter():
     """11 lines of a row in blocks of 4, the first and the last row, widths that fill no block, 2^31 elements."""
-    program = "import conftest, json, test_rows; print(json.dumps(test_rows.interpret()))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT / "tests",
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
     assert found.pop("large") == [[2.0, 3.0, 8.0]] * 2
     assert list(found.values()) == [[0.0, 0]] * 8
 
 def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
     """Compile for a generation of GPUs; return what is made."""
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    signature = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32",
-                     LINES="constexpr", WIDTH="constexpr")
-    source = ASTSource(fn=tg.jitted(tg.add_rows_kernel), signature=signature,
-                       constexprs={(6,): tg.ADD_ROWS_LINES, (7,): 1024})
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
+    constants = dict(LINES=tg.ADD_ROWS_LINES, WIDTH=1024)
+    made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
 
 @needs_triton
