@@ -73,6 +73,9 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
     source = ASTSource(tg.jitted(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
+def nothing(*_: object) -> None:
+    """In the place of a warm-up, which leaves no trace."""
+
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
     return tg.Fabric(torch.device("cpu"), rank, world)
@@ -422,6 +425,16 @@ def run(folder: Path, *flags: str) -> Run:
     """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
+
+def before_flush(monkeypatch, act: Callable[[Path], object]) -> None:
+    """Let this be done with a path before it is flushed to the disk."""
+    sync = tg.sync_to_disk
+
+    def acting(path: Path) -> None:
+        act(path)
+        sync(path)
+
+    monkeypatch.setattr(tg, "sync_to_disk", acting)
 
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, executor, fabric, few_layers, fill_randomly, grad_of, random_batch, small,
-                    started_loader, tensors_of, unequal, untied_at)
+from common import (exact_array, executor, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
+                    small, started_loader, tensors_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -146,18 +146,17 @@ def left_behind(ex: tg.Executor) -> dict[str, object]:
     return found
 
 # How a restore that forgets something would look.
-def forget_tensors(pattern: str):
-    def forget(ex, stale, monkeypatch):
-        every = tg.Executor.state_tensors
+def forget_tensors(monkeypatch, ex: tg.Executor, pattern: str) -> None:
+    every = tg.Executor.state_tensors
 
-        def others(self) -> dict[str, torch.Tensor]:
-            return {name: x for name, x in every(self).items() if not fnmatch.fnmatchcase(name, pattern)}
+    def others(self) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in every(self).items() if not fnmatch.fnmatchcase(name, pattern)}
 
-        monkeypatch.setattr(tg.Executor, "state_tensors", others)
-    return forget
+    monkeypatch.setattr(tg.Executor, "state_tensors", others)
 
-def forget_rotary(ex, stale, monkeypatch):
+def forget_rotary(monkeypatch, ex: tg.Executor) -> None:
     drop_gradients = ex.drop_gradients
+    stale = ex.rotary
 
     def drop_and_spoil() -> None:
         drop_gradients()
@@ -165,21 +164,16 @@ def forget_rotary(ex, stale, monkeypatch):
 
     monkeypatch.setattr(ex, "drop_gradients", drop_and_spoil)
 
-def forget_call(*places: tuple):
-    def nothing(*_) -> None:
-        pass
+def forget_calls(monkeypatch, ex: tg.Executor, *places: tuple) -> None:
+    for place in places:
+        monkeypatch.setattr(*place, nothing)
 
-    def forget(ex, stale, monkeypatch):
-        for place in places:
-            monkeypatch.setattr(*place, nothing)
-    return forget
-
-STATE = "attn", "bigram_embed", "*.m", "*.mantissa"             # one of each kind
-FORGOTTEN = {name: forget_tensors(name) for name in STATE}
-FORGOTTEN["rotary"] = forget_rotary
-FORGOTTEN["tables"] = forget_call((tg.RowTable, "reset"))
-FORGOTTEN["gradients"] = forget_call((tg.Small, "clear"), (tg.Sharded, "clear"))
-FORGOTTEN["random numbers"] = forget_call((torch, "set_rng_state"))
+FORGOTTEN = {                            # what forgets it
+    **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind
+    "rotary": (forget_rotary,), "tables": (forget_calls, (tg.RowTable, "reset")),
+    "gradients": (forget_calls, (tg.Small, "clear"), (tg.Sharded, "clear")),
+    "random numbers": (forget_calls, (torch, "set_rng_state")),
+}
 
 @pytest.mark.parametrize("name", [None, *FORGOTTEN])
 def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
@@ -198,7 +192,8 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
         ex.optim_step(schedule.at(step))
     torch.rand(1)
     if name:
-        FORGOTTEN[name](ex, ex.rotary, monkeypatch)
+        forget, *given = FORGOTTEN[name]
+        forget(monkeypatch, ex, *given)
     counted = len(reported)
     restore()
     assert len(reported) == counted, "rows of half a cycle, which would stand in the log of the next run"

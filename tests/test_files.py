@@ -13,13 +13,13 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
+from common import (Run, before_flush, executor, fabric, losses, nothing, preset, recorded_writes, refused, run,
+                    weights)
 
 import train_gpt as tg
 
@@ -28,15 +28,7 @@ SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
-def nothing(*_: object) -> None:
-    """In the place of a warm-up, which leaves no trace."""
-
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "PIECE_ROWS", 64)
-        patch.setattr(tg, "warm_up", nothing)
-        yield
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
@@ -258,16 +250,6 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     with refused(tg.RunError, "No space left on device"):
         tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
-
-def before_flush(monkeypatch, act) -> None:
-    """Let this be done with a path before it is flushed to the disk."""
-    sync = tg.sync_to_disk
-
-    def acting(path: Path) -> None:
-        act(path)
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", acting)
 
 def full_disk(name: str):
     """What becomes a folder whose name begins so finds no room."""

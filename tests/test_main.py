@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, executor, launch, losses, preset, random_stream, run,
+from common import (ROOT, Forked, Run, check_error, executor, launch, losses, nothing, preset, random_stream, run,
                     write_shard)
 
 import train_gpt as tg
@@ -42,9 +42,6 @@ KEYS = {
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
-
-def nothing(*_: object) -> None:
-    """In the place of a warm-up, which leaves no trace."""
 
 
 # ---- a run that works -----------------------------------------------------------------------------------------------
