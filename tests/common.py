@@ -65,7 +65,7 @@ def interpreted(program: str) -> str:
     return done.stdout
 
 def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attrs: dict = {}, **options: int) -> Any:
-    """Compile a kernel of Triton without a GPU. types: of its other arguments; attrs: what holds for these, by place."""
+    """Compile a kernel without a GPU. types: of its other arguments; attrs: what holds for these, by place."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -276,14 +276,23 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Value
 
 def tensors_of(executor: tg.Executor) -> dict[str, Tensor]:
     """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
-    rotary tables, which are made again, nor rows and state of n-gram tables."""
+    rotary tables, which are made again."""
     tensors = dict(executor.model.named_parameters())
     for label, state in executor.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
     for label, table in executor.tables.items():
         tensors[f"{label}.row_grads"] = table.row_grads
     tensors["random"] = torch.get_rng_state()
-    return tensors
+    return tensors | rows_of_ngrams(executor)
+
+def rows_of_ngrams(executor: tg.Executor) -> dict[str, Tensor]:
+    """This rank's rows of n-gram tables, and their state."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            table.home.settle()
+            found |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
+    return found
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
     return tg.Executor(cfg, fabric(rank, world), tg.attention_reference, precision)

@@ -239,8 +239,8 @@ def test_next__data_that_end(tmp_path, world):
                 assert loader.plans_ahead() is not None or v.step == cycle - 1
                 loader.next(v)
             assert loader.plans_ahead() is None
-            with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin",
-                         f"enough for {enough} steps", "--max_steps", "--epochs=0"):
+            with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} steps",
+                         "--max_steps", "--epochs=0"):
                 loader.next(values[cycle])
 
 def too_short(streams, values) -> bool:
@@ -251,8 +251,7 @@ def too_short(streams, values) -> bool:
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
     with started(tmp_path, epochs=0) as (loader, values):
-        with refused(tg.DataEnded, "2 shards", "larger shards",
-                     f"8 x {values[0].slot_tokens + 1} tokens in one"):
+        with refused(tg.DataEnded, "2 shards", "larger shards", f"8 x {values[0].slot_tokens + 1} tokens in one"):
             loader.next(values[0])
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
@@ -544,9 +543,8 @@ def test_check_enough_data__training_tokens():
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
     for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
-        with refused(tg.DataError, "too few training tokens", "--epochs=0",
-                     f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps",
-                     "cached_fineweb10B.py"):
+        with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs} in 1 shards",
+                     f"{need} for {len(steps)} steps", "cached_fineweb10B.py"):
             check(have, epochs=epochs)
     with refused(tg.DataError, "too small", f"{largest} for"):
         check(largest - 1, epochs=0)
@@ -564,8 +562,7 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
     cfg = preset(vocab_size=5, document_start=3)
     assert tg.read_vocabulary(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
-    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3",
-                 "remove the file"):
+    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3", "remove the file"):
         tg.read_vocabulary(tmp_path, cfg)
 
 

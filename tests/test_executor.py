@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from common import (exact_array, executor, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
-                    small, started_loader, tensors_of, unequal, untied_at)
+                    rows_of_ngrams, small, started_loader, tensors_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -55,13 +55,11 @@ def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms)
                         np.testing.assert_allclose(found[kind][name], x, rtol=1e-8, atol=1e-9, err_msg=name)
     want_loss = naive.evaluate([batch], values)
     assert ex.evaluate([batch], values) == pytest.approx(want_loss, rel=1e-9)
+    stored = rows_of_ngrams(ex)
     for line in cfg.tables:
-        home = ex.tables[line.label].home
-        if line.home == "host":
-            home.settle()
-        stored = home.stored
-        np.testing.assert_allclose(stored.rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
-        assert stored.rows.any() and stored.last.max() == steps // line.cadence
+        rows = stored[f"{line.label}.rows"]
+        np.testing.assert_allclose(rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
+        assert rows.any() and stored[f"{line.label}.last"].max() == steps // line.cadence
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
 def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):

@@ -303,8 +303,7 @@ def test_has_gradient__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     monkeypatch.setattr(tg, "wgrad_accumulate", wrong)
     ex.forward_backward(batch, values)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
-    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch",
-                 "drop_gradients"):
+    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "drop_gradients"):
         ex.optim_step(values)
 
 def test_whole_weights__padding_is_not_saved():

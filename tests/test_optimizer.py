@@ -52,18 +52,11 @@ def test_stochastic_round__keeps_what_is_not_finite():
         assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    where = fabric(rank, world)
-    tables = tg.row_tables(cfg)
-    shard_sizes = {table.label: -(-table.rows // world) for table in tables}
-    model = tg.GPT(cfg, tg.attention_reference, 16, shard_sizes)
-    whole = fill_randomly(model, where=where)
+    ex = executor(cfg, world, rank)
+    whole = fill_randomly(ex.model, where=ex.fabric)
     with torch.no_grad():
-        model.embed.copy_(owned(whole["lm_head"].t(), where))
-    rows = {}
-    for table in tables:
-        shard = model.get_parameter(table.label)
-        rows[table.label] = tg.RowTable(table, cfg, where, shard, 64, tg.no_wait)
-    return tg.Optimizer(cfg, where, model, lambda call: call, rows)
+        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.fabric))
+    return ex.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
     parameters = enumerate(optimizer.model.named_parameters())
@@ -135,8 +128,7 @@ def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="an entry once in each"):
             patch.setattr(tg, order, bad)
             make(small())
-    permuted = np.random.default_rng(1).permutation(entries)
-    monkeypatch.setattr(tg, order, tuple(permuted))
+    monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(entries)))
     assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
@@ -200,5 +192,4 @@ def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
         for x in added.values():
             x.zero_()
         put_back()
-        for number, x in enumerate(added.values(), 1):
-            assert x.eq(number).all()
+        assert all(x.eq(number).all() for number, x in enumerate(added.values(), 1))

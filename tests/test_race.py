@@ -135,8 +135,7 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
         log.step(losses(loss), 0.0)
-    with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr",
-                 "--dtype=float32"):
+    with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr", "--dtype=float32"):
         log.step(losses(10.0), 0.0)
     log.aborted("RunError: NaN")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import exact_array, few_layers, fill_randomly, grad_of, set_grad, started_loader, tensors_of
+from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad, started_loader,
+                    tensors_of)
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
@@ -52,19 +53,10 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 
-def table_state(executor: tg.Executor) -> Arrays:
-    """This rank's rows of n-gram tables, and their state."""
-    found = {}
-    for label, table in executor.tables.items():
-        if table.home is not None:
-            table.home.settle()
-            found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
-    return found
-
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
     """Hash every byte that a run may change."""
-    arrays = table_state(executor) | {name: exact_array(x) for name, x in tensors_of(executor).items()}
-    hashes = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    tensors = tensors_of(executor)
+    hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
     return hashes | dict(plain=repr((executor.rotary, pending)))
 
@@ -95,10 +87,13 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
-    cfg = tiny(**fields | dict(tables=tuple(table._replace(home=home) for table in fields.get("tables", ()))))
+    tables = [table._replace(home=home) for table in fields.get("tables", ())]
+    cfg = tiny(**fields | dict(tables=tuple(tables)))
     losses, validations, found = [], [], {}
-    forward_backward, evaluate, warm_up, finish = (
-        tg.Executor.forward_backward, tg.Executor.evaluate, tg.warm_up, tg.finish)
+    forward_backward = tg.Executor.forward_backward
+    evaluate = tg.Executor.evaluate
+    warm_up = tg.warm_up
+    finish = tg.finish
 
     def seen_forward_backward(self, batch, values, *rest):
         out = forward_backward(self, batch, values, *rest)
@@ -121,7 +116,7 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
 
     def seen_finish(log, preset, run_id, executor, *rest):
         found["state"] = whole_state(executor, log.schedule.at(log.done))
-        found["tables"] = table_state(executor)
+        found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(executor).items()}
         found["final"] = state_hashes(executor)
         return finish(log, preset, run_id, executor, *rest)
 

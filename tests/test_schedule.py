@@ -41,8 +41,7 @@ def test_momentum_at__ramps_scale_unless_set(steps, ramps, want):
     cfg = plan(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
     up, down = want
     total = sum(steps)
-    low = cfg.momentum_min
-    high = cfg.momentum_max
+    low, high = cfg.momentum_min, cfg.momentum_max
     schedule = tg.Schedule(cfg)
     momentum = [schedule.at(step).momentum for step in range(total)]
     rising = [low + (high - low) * k / up for k in range(up)]
@@ -98,8 +97,7 @@ def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(stages,
     values = [schedule.at(step) for step in range(scheduled + 3)]
     assert schedule.untie_step == untie
     check_tied(values, untie)
-    for v in values:
-        assert v.adam_step == (every == 1 or v.step % 2 == 1)
+    assert all(v.adam_step == (every == 1 or v.step % 2 == 1) for v in values)
 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import exact_array, fabric, few_layers, fill_randomly, preset, started_loader
+from common import exact_array, fabric, few_layers, fill_randomly, preset, started_loader, tensors_of
 from common import executor as make_executor
 from pytest import MonkeyPatch
 from ranks import Rank
@@ -252,13 +252,7 @@ def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
     return all_bytes(executor)
 
 def all_bytes(executor: tg.Executor) -> dict[str, bytes]:
-    tensors = executor.state_tensors()
-    for label, table in executor.tables.items():
-        tensors[f"{label}.grads"] = table.row_grads
-        if table.home is not None:
-            table.home.settle()
-            tensors |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
-    return {name: exact_array(x).tobytes() for name, x in tensors.items()}
+    return {name: exact_array(x).tobytes() for name, x in tensors_of(executor).items()}
 
 def tables_executor(home: str, **changes) -> tg.Executor:
     """Two tables, the second of many rows, with updates after 2 and after 4 steps."""

@@ -1,10 +1,9 @@
 """records/tools/record.py: `new` makes records, `check` finds each kind of damage and laundering, `table` ranks."""
-import contextlib
 import datetime
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -118,100 +117,73 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     assert status == 2 and said in error, error
     assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
 
-def edits(name: str, old: str, new: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        edit(folder / name, old, new)
-    return damage
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
-def removes(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        path = folder / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
-    return damage
+def rename(path: Path, name: str) -> None:
+    path.rename(path.with_name(name))
 
-def adds(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        (folder / name).write_text("more\n")
-    return damage
-
-def is_renamed(name: str) -> Callable[[Path], None]:
-    def damage(folder: Path) -> None:
-        folder.rename(folder.with_name(name))
-    return damage
-
-DAMAGES = {
-    "a number of the page": (edits("README.md", "2.159", "2.151"), "README.md: found"),
-    "a list of times": (edits("README.md", "97.7", "96.7"), "README.md: found"),
-    "a mean": (edits("result.json", "2.159", "2.158"), "result.json: found"),
-    "a stranger's key": (edits("result.json", '"target": null', '"target": null, "more": 1'), "result.json: found"),
-    "the mark": (edits("README.md", "<!-- end of what", "<!-- the end of what"), "README.md: found"),
-    "a cut page": (edits("README.md", "[seed0]", "seed0"), "README.md: found"),
-    "a final loss": (edits("logs/seed1/log.jsonl", '"val_loss": 2.144', '"val_loss": 2.134'), "seed1"),
-    "a training loss": (edits("logs/seed1/log.jsonl", '"train_loss": 4.9', '"train_loss": 4.8'), "edited"),
-    "no log": (removes("logs/seed1/log.jsonl"), "seed1"), "no log.txt": (removes("logs/seed1/log.txt"), "seed1"),
-    "no run": (removes("logs/seed2"), "seed2"), "no source": (removes("train_gpt.py"), "train_gpt.py"),
-    "no picture": (removes("loss.png"), "loss.png"), "no page": (removes("README.md"), "README.md"),
-    "no result": (removes("result.json"), "result.json"),
-    "another source": (edits("train_gpt.py", "= 7", "= 6"), "not the source"),
-    "a stranger's file": (adds("logs/notes.txt"), "notes.txt: added"), "a hidden file": (adds(".hidden"), "added"),
-    "a picture": (adds("loss.png"), "loss.png: edited"),
-    "a name": (is_renamed("2026-01-01_01_Best"), "found this folder name"),
-    "a number twice": (is_renamed("2026-01-01_02_First"), "several records"),
-    "a date": (edits("result.json", '"2026-01-01"', '"2026-01-03"'), "found this folder name"),
+PAGE_SAID = "README.md: found"
+ADD = Path.write_text, "more\n"
+DAMAGES = {                                  # what is said, where in the folder, what is done there
+    "a number of the page": (PAGE_SAID, "README.md", edit, "2.159", "2.151"),
+    "a list of times": (PAGE_SAID, "README.md", edit, "97.7", "96.7"),
+    "a mean": ("result.json: found", "result.json", edit, "2.159", "2.158"),
+    "a stranger's key": ("result.json: found", "result.json", edit, '"target": null', '"target": null, "more": 1'),
+    "the mark": (PAGE_SAID, "README.md", edit, "<!-- end of what", "<!-- the end of what"),
+    "a cut page": (PAGE_SAID, "README.md", edit, "[seed0]", "seed0"),
+    "a final loss": ("seed1", "logs/seed1/log.jsonl", edit, '"val_loss": 2.144', '"val_loss": 2.134'),
+    "a training loss": ("edited", "logs/seed1/log.jsonl", edit, '"train_loss": 4.9', '"train_loss": 4.8'),
+    "no log": ("seed1", "logs/seed1/log.jsonl", remove), "no log.txt": ("seed1", "logs/seed1/log.txt", remove),
+    "no run": ("seed2", "logs/seed2", remove), "no source": ("train_gpt.py", "train_gpt.py", remove),
+    "no picture": ("loss.png", "loss.png", remove), "no page": ("README.md", "README.md", remove),
+    "no result": ("result.json", "result.json", remove),
+    "another source": ("not the source", "train_gpt.py", edit, "= 7", "= 6"),
+    "a stranger's file": ("notes.txt: added", "logs/notes.txt", *ADD), "a hidden file": ("added", ".hidden", *ADD),
+    "a picture": ("loss.png: edited", "loss.png", *ADD),
+    "a name": ("found this folder name", "", rename, "2026-01-01_01_Best"),
+    "a number twice": ("several records", "", rename, "2026-01-01_02_First"),
+    "a date": ("found this folder name", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
 }
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_check__damage_is_named(root, name):
-    damage, said = DAMAGES[name]
-    damage(root / FIRST)
+    said, where, act, *given = DAMAGES[name]
+    act(root / FIRST / where, *given)
     assert said in check(root)
 
-@pytest.mark.parametrize("damage, said", [
-    (edits("sources/B.diff", "+line_7 = 8", "+line_7 = 9"), "B.diff: edited"), (removes("sources"), "B.diff: missing"),
-    (edits("logs/manifest.jsonl", '"failed"', '"lost"'), "manifest.jsonl"), (removes("logs/runs/006_B"), "006_B")])
-def test_check__damage_of_a_comparison_is_named(root, damage, said):
-    damage(root / SECOND)
+@pytest.mark.parametrize("said, where, act, given", [
+    ("B.diff: edited", "sources/B.diff", edit, ("+line_7 = 8", "+line_7 = 9")),
+    ("B.diff: missing", "sources", remove, ()), ("006_B", "logs/runs/006_B", remove, ()),
+    ("manifest.jsonl", "logs/manifest.jsonl", edit, ('"failed"', '"lost"'))])
+def test_check__damage_of_a_comparison_is_named(root, said, where, act, given):
+    act(root / SECOND / where, *given)
     assert said in check(root)
 
-def sets(kind: str, *seeds: int, scale: float = 1.0, **facts) -> Callable[[Path], None]:
-    """Change events of a type in log.jsonl, and all times; log.txt keeps its own."""
-    def launder(folder: Path) -> None:
-        for seed in seeds or range(3):
-            log = folder / f"logs/seed{seed}/log.jsonl"
-            events = events_of(log)
-            for event in events:
-                if "train_time_ms" in event:
-                    event["train_time_ms"] *= scale
-                if event["type"] == kind:
-                    event |= facts
-            write_events(log, events)
-    return launder
+def set_facts(logs: Path, seeds: Sequence[int], kinds: str = "", facts: Mapping = {}, scale: float = 1.0) -> None:
+    """Change events of these types in each log.jsonl, and all times; log.txt keeps its own."""
+    for seed in seeds:
+        log = logs / f"seed{seed}/log.jsonl"
+        events = events_of(log)
+        for event in events:
+            if "train_time_ms" in event:
+                event["train_time_ms"] *= scale
+            if event["type"] in kinds.split():
+                event |= facts
+        write_events(log, events)
 
-def better_losses(folder: Path) -> None:
-    sets("val", val_loss=2.1)(folder)
-    sets("result", val_loss=2.1)(folder)
-
-@contextlib.contextmanager
-def stated_in(folder: Path) -> Iterator[dict]:
-    """Yield what result.json states; it is written back."""
+def restate(folder: Path, value: object, *keys: str) -> None:
+    """Change what result.json states."""
     result = result_of(folder)
-    yield result["stated"]
+    holder = result["stated"]
+    for key in keys[:-1]:
+        holder = holder[key]
+    assert keys[-1] in holder
+    holder[keys[-1]] = value
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-
-def ungroup_a_run(folder: Path) -> None:
-    with stated_in(folder) as stated:
-        stated["groups"][""].remove("seed2")
-
-def move_to_another_track(folder: Path) -> None:
-    with stated_in(folder) as stated:
-        stated["track"] = "8xGPU"
-
-def state_fewer_parameters(folder: Path) -> None:
-    with stated_in(folder) as stated:
-        stated["entry"]["params_total"] = 1
 
 def copy_run(folder: Path) -> None:
     """A second seed from a copy, its seed changed wherever it stands."""
@@ -219,8 +191,7 @@ def copy_run(folder: Path) -> None:
     lines = (copy / "log.jsonl").read_text()
     (copy / "log.jsonl").write_text(lines.replace('"seed": 1', '"seed": 5'))
     edit(copy / "log.txt", "seed 1", "seed 5")
-    with stated_in(folder) as stated:
-        stated["groups"][""].append("seed5")
+    restate(folder, ["seed0", "seed1", "seed2", "seed5"], "groups", "")
 
 def link_out(folder: Path) -> None:
     log = folder / "logs/seed1/log.jsonl"
@@ -229,32 +200,36 @@ def link_out(folder: Path) -> None:
 
 def future(folder: Path) -> None:
     day = str(datetime.date.today() + datetime.timedelta(days=9))
-    with stated_in(folder) as stated:
-        stated["date"] = day
-    folder.rename(folder.with_name(f"{day}_01_First"))
+    restate(folder, day, "date")
+    rename(folder, f"{day}_01_First")
 
-LAUNDERED = {
-    "better losses": better_losses, "better result": sets("result", 2, val_loss=2.1),
-    "nan": sets("val", 1, val_loss=math.nan),
-    "times": sets("", scale=0.9), "times of one": sets("", 0, scale=0.9), "seed": sets("header", 1, seed=9),
-    "hardware": sets("header", hardware="a better CPU"), "hardware of one": sets("header", 1, hardware="a better CPU"),
-    "a loss in log.txt": edits("logs/seed1/log.txt", "val_loss:2.1440", "val_loss:2.1340"),
-    "a time in log.txt": edits("logs/seed1/log.txt", "2.1440 train_time:97700ms", "2.1440 train_time:96700ms"),
-    "a copied run": copy_run, "a link": link_out, "a day to come": future,
-    "a run out of its group": ungroup_a_run, "another track": move_to_another_track,
-    "stated over logged": state_fewer_parameters,
+ALL = range(3)
+LAUNDERED = {                                # where in the folder, what is done there
+    "better losses": ("logs", set_facts, ALL, "val result", dict(val_loss=2.1)),
+    "better result": ("logs", set_facts, [2], "result", dict(val_loss=2.1)),
+    "nan": ("logs", set_facts, [1], "val", dict(val_loss=math.nan)),
+    "times": ("logs", set_facts, ALL, "", {}, 0.9), "times of one": ("logs", set_facts, [0], "", {}, 0.9),
+    "seed": ("logs", set_facts, [1], "header", dict(seed=9)),
+    "hardware": ("logs", set_facts, ALL, "header", dict(hardware="a better CPU")),
+    "hardware of one": ("logs", set_facts, [1], "header", dict(hardware="a better CPU")),
+    "a loss in log.txt": ("logs/seed1/log.txt", edit, "val_loss:2.1440", "val_loss:2.1340"),
+    "a time in log.txt": ("logs/seed1/log.txt", edit, "2.1440 train_time:97700ms", "2.1440 train_time:96700ms"),
+    "a copied run": ("", copy_run), "a link": ("", link_out), "a day to come": ("", future),
+    "a run out of its group": ("", restate, ["seed0", "seed1"], "groups", ""),
+    "another track": ("", restate, "8xGPU", "track"),
+    "stated over logged": ("", restate, 1, "entry", "params_total"),
 }
 
 @pytest.mark.parametrize("name", LAUNDERED)
 def test_doubts__laundering_is_found(root, name):
-    LAUNDERED[name](root / FIRST)
+    where, act, *given = LAUNDERED[name]
+    act(root / FIRST / where, *given)
     call("new", "--records", root, "--update=01")
     assert check(root), "and update, which refuses or writes, hides nothing"
 
 def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root):
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
-    with stated_in(root / SECOND) as stated:
-        stated["groups"]["B"].remove("runs/006_B")
+    restate(root / SECOND, ["runs/002_B", "runs/003_B"], "groups", "B")
     status, _, error = call("new", "--records", root, "--update=02")
     assert status == 2 and "runs/006_B is done and left out" in error
 
