@@ -10,7 +10,6 @@ import re
 import shutil
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,4 @@
 """records/tools/report.py: which runs count, when a word is earned, and what is printed."""
-import json
 import math
 from pathlib import Path
 
