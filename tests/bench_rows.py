@@ -30,7 +30,9 @@ from common import plan_of, planner_of
 import train_gpt as tg
 
 RANKS = 8
-WIDTH, ROW_BYTES, ID_BYTES = 768, 2 * 768, 4                         # bf16 rows, i32 ids
+WIDTH = 768
+ROW_BYTES = 2 * WIDTH                                                # bf16
+ID_BYTES = 4                                                         # i32
 STAGES = range(3)                                                    # the extension has the sizes of the third
 
 def tokens() -> str:
@@ -146,7 +148,8 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     fabric = tg.Fabric(torch.device("cpu"), rank, world)
-    sides, reads = {}, {}
+    sides = {}
+    reads = {}
     for rows in sizes:
         spec = tg.Table("a_embed", rows, 1, None, is_rowwise=bool(home), home=home or "device")
         sides[rows] = Timed(spec, fabric, width, ids)

@@ -3,11 +3,13 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.util
 import json
 import math
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,11 +23,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import train_gpt as tg
 
 PATIENCE = 100                           # s for a process that does main()
 ROOT = Path(__file__).resolve().parent.parent
+F32 = torch.float32
+F64 = torch.float64
+BF16 = torch.bfloat16
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
+                                  reason="no triton package: its body cannot be translated here")
 # label, shape in the record preset, optimizer, multipliers of rate and decay, betas (recipe 2.1, 3.5; MLP unpadded)
 RECIPE_PARAMETERS = [
     ("attn", (10, 3072, 768), "normuon", None, None, None),
@@ -41,6 +49,32 @@ RECIPE_PARAMETERS = [
     ("lm_head", (768, 50_304), "adam", 1, 150, (0.5, 0.95)),
     ("embed", (50_304, 768), "adam", 1, 150, (0.5, 0.95)),
 ]
+
+def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
+    """Numbers of a seed, the same for every type but for rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
+
+def interpreted(program: str) -> str:
+    """Run lines in a process of their own and return what they print: Triton is interpreted in all of it or nowhere."""
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    environment = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attrs: dict = {}, **options: int) -> Any:
+    """Compile a kernel without a GPU. types: of its other arguments; attrs: what holds for these, by place."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    signature = types | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(tg.jitted(kernel), signature, constants, attrs)
+    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+
+def nothing(*_: object) -> None:
+    """In the place of a warm-up, which leaves no trace."""
 
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
@@ -62,9 +96,10 @@ def small(**changes) -> tg.Config:
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
     return preset(vocab_size=60, document_start=59, **fields | changes)
 
-def exact_array(x: torch.Tensor) -> np.ndarray:
+def exact_array(x: Tensor) -> np.ndarray:
     """numpy has no bf16; f32 holds every bf16 number."""
-    return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
+    known = x.float() if x.dtype == BF16 else x
+    return known.detach().clone().numpy()
 
 @contextlib.contextmanager
 def few_layers() -> Iterator[None]:
@@ -113,7 +148,7 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
                      dict(bigram_embed=bigrams.int()))
     return planned(cfg, with_tokens(cfg, batch, batch.tokens))
 
-def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Batch:
+def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
     values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
     return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
@@ -144,7 +179,21 @@ def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
-def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
+@contextlib.contextmanager
+def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int,
+                   exchange: Callable | None = None) -> Iterator[tuple[tg.Loader, list[tg.Values]]]:
+    """A loader at work on the first steps of a run, and what these steps are."""
+    schedule = tg.Schedule(cfg)
+    values = [schedule.at(step) for step in range(steps)]
+    cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
+    loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files), cycles, exchange)
+    loader.start()
+    try:
+        yield loader, values
+    finally:
+        loader.close()
+
+def owned(x: Tensor, where: tg.Fabric) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
     rows = x[where.rank::where.world]
     mine = torch.zeros(-(-len(x) // where.world), *x.shape[1:], dtype=x.dtype)
@@ -152,7 +201,7 @@ def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     return mine
 
 @torch.no_grad()
-def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, torch.Tensor]:
+def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, Tensor]:
     """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
     Every rank draws the same; returned are whole parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
@@ -165,21 +214,21 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
         model.get_parameter(row.label).copy_(mine)
     return whole
 
-def angles_by_channel(angles: torch.Tensor) -> torch.Tensor:
+def angles_by_channel(angles: Tensor) -> Tensor:
     """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
     turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
     return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
 
-def whole(_: str, x: torch.Tensor) -> torch.Tensor:
+def whole(_: str, x: Tensor) -> Tensor:
     """The part of a parameter that the only rank keeps."""
     return x
 
-def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
     tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
     return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
-def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
+def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
     entry = optimizer.entries.get(label)
     if not isinstance(entry, tg.TableEntry):
@@ -199,9 +248,10 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
 @torch.no_grad()
-def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
+def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     """The gradient of a parameter that is no table, as one backward pass leaves it."""
-    weight, entry = optimizer.model.get_parameter(label), optimizer.entries.get(label)
+    weight = optimizer.model.get_parameter(label)
+    entry = optimizer.entries.get(label)
     if not isinstance(entry, tg.Sharded):
         weight.grad = grad.to(weight.dtype, copy=True)
         return
@@ -210,7 +260,7 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     entry.backwards = 1
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
+def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
     entry = optimizer.entries.get(label)
     if not isinstance(entry, tg.TableEntry):
@@ -224,6 +274,26 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
 
+def tensors_of(executor: tg.Executor) -> dict[str, Tensor]:
+    """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
+    rotary tables, which are made again."""
+    tensors = dict(executor.model.named_parameters())
+    for label, state in executor.optimizer.state.items():
+        tensors |= {f"{label}.{name}": x for name, x in state.items()}
+    for label, table in executor.tables.items():
+        tensors[f"{label}.row_grads"] = table.row_grads
+    tensors["random"] = torch.get_rng_state()
+    return tensors | rows_of_ngrams(executor)
+
+def rows_of_ngrams(executor: tg.Executor) -> dict[str, Tensor]:
+    """This rank's rows of n-gram tables, and their state."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            table.home.settle()
+            found |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
+    return found
+
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
     return tg.Executor(cfg, fabric(rank, world), tg.attention_reference, precision)
 
@@ -236,13 +306,13 @@ def check_error(error: tg.TrainerError, *parts: str) -> None:
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
-def refused(kind: type, call, *parts: str) -> str:
-    """Call, expect an error of exactly this kind with these parts, and return its message."""
+@contextlib.contextmanager
+def refused(kind: type, *parts: str) -> Iterator[pytest.ExceptionInfo]:
+    """Expect an error of exactly this kind with these parts."""
     with pytest.raises(kind) as caught:
-        call()
+        yield caught
     assert type(caught.value) is kind
     check_error(caught.value, *parts)
-    return str(caught.value)
 
 @dataclass
 class Run:
@@ -268,6 +338,10 @@ def losses(folder: Path) -> list:
     events = Run(folder, 0, "", "").events
     return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
             for e in events if e["type"] in ("step", "val")]
+
+def unequal(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
+    """Return the labels of what was found and is not wanted so, bit for bit."""
+    return [label for label, x in found.items() if not x.equal(want[label])]
 
 def weights(folder: Path) -> dict[str, bytes]:
     tensors = torch.load(folder / "weights.pt")
@@ -360,6 +434,16 @@ def run(folder: Path, *flags: str) -> Run:
     """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
+
+def before_flush(monkeypatch, act: Callable[[Path], object]) -> None:
+    """Let this be done with a path before it is flushed to the disk."""
+    sync = tg.sync_to_disk
+
+    def acting(path: Path) -> None:
+        act(path)
+        sync(path)
+
+    monkeypatch.setattr(tg, "sync_to_disk", acting)
 
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""

@@ -3,12 +3,14 @@ import os
 import signal
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
+from common import nothing
 from ranks import Ranks
 
 import train_gpt as tg
@@ -34,6 +36,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Starts W ranks, and returns what each found: ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
+
+@pytest.fixture(scope="module")
+def small_pieces() -> Iterator[None]:
+    """Several files of each table and rank; and no warm-up, which leaves no trace."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "PIECE_ROWS", 64)
+        patch.setattr(tg, "warm_up", nothing)
+        yield
 
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:

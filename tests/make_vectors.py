@@ -22,7 +22,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 TARGET = ROOT / "tests/vectors"
-DEPTHS, VALUE_TABLES = 4, 2                      # config S: layers that keep their parameters, value tables they read
+DEPTHS = 4                                       # config S: layers that keep their parameters
+VALUE_TABLES = 2                                 # that they read
 NOTE = f"made by tests/make_vectors.py; in s_inputs, parameters behind the attention of layer {DEPTHS - 1} are 0"
 FIRST = [str(depth) for depth in range(DEPTHS)]
 
@@ -50,8 +51,8 @@ KEEP = {                                         # file -> patterns of its keys
 
 def small_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
     """Set the parameters of config S that no kept array depends on to 0."""
-    sizes, tokens = meta["config_s"], arrays["tokens"]
-    vocab = sizes["vocab_size"]
+    tokens = arrays["tokens"]
+    vocab = meta["config_s"]["vocab_size"]
     arrays["p16.attn"][DEPTHS:] = 0
     arrays["p16.mlp"][DEPTHS - 1:] = 0
     arrays["p16.lm_head"][:] = 0
@@ -68,8 +69,9 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
         for key, array in arrays.items():
             content = io.BytesIO()
             np.lib.format.write_array(content, array)
-            info, data = zipfile.ZipInfo(f"{key}.npy"), content.getvalue()      # a fixed date: equal bytes every time
+            data = content.getvalue()
             smaller = len(bz2.compress(data)) < len(zlib.compress(data))
+            info = zipfile.ZipInfo(f"{key}.npy")        # a fixed date: equal bytes every time
             info.compress_type = zipfile.ZIP_BZIP2 if smaller else zipfile.ZIP_DEFLATED
             file.writestr(info, data)
 

@@ -1,5 +1,4 @@
 """Room 1: every field is a flag, the tables are the recipe's, a setting that cannot work is refused with a way out."""
-import functools
 import json
 import os
 import re
@@ -17,7 +16,9 @@ def preset_of(name: str) -> tg.Config:
     return tg.Config(preset=name, **tg.PRESETS[name])
 
 def refuse(argv: list[str], *parts: str) -> str:
-    return refused(tg.ConfigError, functools.partial(tg.parse_flags, argv), *parts)
+    with refused(tg.ConfigError, *parts) as caught:
+        tg.parse_flags(argv)
+    return str(caught.value)
 
 LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
           tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
@@ -200,7 +201,8 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
         path.write_bytes(content)
     elif content:
         content(path)
-    refused(tg.DataError, functools.partial(tg.read_settings, tmp_path), str(path), "name the folder of")
+    with refused(tg.DataError, str(path), "name the folder of"):
+        tg.read_settings(tmp_path)
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")

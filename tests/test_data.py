@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import fabric, plan_of, planner_of, preset, random_stream, refused, write_shard
+from common import fabric, plan_of, planner_of, preset, random_stream, refused, started_loader, write_shard
 from reference import ngram_rows
 
 import train_gpt as tg
@@ -76,7 +76,8 @@ def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length
     starts = [at for at, token in enumerate(tokens) if token == start_token]
     block = []
     for _ in range(slots):
-        pieces, have = [], 0
+        pieces = []
+        have = 0
         while have <= length:
             if doc == len(starts):
                 return None
@@ -146,24 +147,11 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
         write_shard(folder / f"train_{k}.bin", stream, 50, 3)
     return streams
 
-def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
-    """A loader of the tiny preset, and the schedule of its steps. Adam, so a cycle, is of two steps unless given."""
+def started(folder, rank=0, world=1, steps=12, exchange=None, **changes):
+    """A loader of the tiny preset at work, and its steps. Adam, so a cycle, is of two steps unless given."""
     fields = dict(vocab_size=50, document_start=3, max_doc_len=12, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    schedule = tg.Schedule(cfg)
-    values = [schedule.at(step) for step in range(steps)]
-    cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
-    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
-
-@contextlib.contextmanager
-def started(*where, **changes):
-    """A loader at work, and the schedule of its steps."""
-    loader, values = make_loader(*where, **changes)
-    loader.start()
-    try:
-        yield loader, values
-    finally:
-        loader.close()
+    return started_loader(cfg, fabric(rank, world), steps, exchange)
 
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
@@ -171,20 +159,25 @@ def read_all(*where, **changes) -> list[tg.Batch]:
 
 def slow_stream(streams, values, slots=8):
     """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
-    shard, doc, steps = 0, 0, []
+    shard = 0
+    doc = 0
+    steps = []
     for v in values:
         while (found := slow_block(streams[shard], 3, doc, slots, v.slot_tokens, 12)) is None:
-            shard, doc = shard + 1, 0
+            shard += 1
+            doc = 0
         block, doc = found
         steps.append([slow_slot(streams[shard], pieces) for pieces in block])
     return steps
 
 def logical(batch, label) -> list:
     """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
-    plan, x, world = batch.plans[label], batch.rows[label], len(batch.plans[label].send_counts)
+    plan = batch.plans[label]
+    read = batch.rows[label]
+    world = len(plan.send_counts)
     if world == 1:
-        return x.tolist()
-    physical = plan.my_rows[x.long()]
+        return read.tolist()
+    physical = plan.my_rows[read.long()]
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
 
 def check_batches(batches, steps) -> None:
@@ -193,7 +186,8 @@ def check_batches(batches, steps) -> None:
         assert batch.step == step
         assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
         assert batch.targets.tolist() == [tokens[1:] for tokens, _ in want]
-        columns, length = max(len(bounds) for _, bounds in want), batch.tokens.shape[1]
+        columns = max(len(bounds) for _, bounds in want)
+        length = batch.tokens.shape[1]
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
@@ -201,16 +195,16 @@ def check_batches(batches, steps) -> None:
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
     """Batches of one cycle share plans, in which all that they read is found."""
     first = batches[0]
-    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle,
-               tokens=sum(batch.tokens.shape[1] for batch in batches))        # alike on all ranks
+    tokens = sum(batch.tokens.shape[1] for batch in batches)                  # alike on all ranks
+    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle, tokens=tokens)
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == set(tg.RECIPE_TABLES)
     value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
     for label, plan in first.plans.items():
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
         for batch in batches:
             tokens = batch.tokens.numpy()
-            read = dict(bigram_embed=[slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()], embed=tokens,
-                        value_embed=tokens[:, None] + value_starts)
+            bigrams = [slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()]
+            read = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
             assert logical(batch, label) == np.asarray(read[label]).tolist()
 
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
@@ -226,8 +220,8 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
     """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
     streams = write_shards(tmp_path, *counts)
     for rank in range(world):
-        loader, values = make_loader(tmp_path, rank, world, **changes)
-        batches = read_all(tmp_path, rank, world, **changes)
+        with started(tmp_path, rank, world, **changes) as (loader, values):
+            batches = [loader.next(v) for v in values]
         check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
         every = tg.Schedule(loader.cfg).cycle
         for first in range(0, len(values), every):
@@ -247,8 +241,9 @@ def test_next__data_that_end(tmp_path, world):
                 assert loader.plans_ahead() is not None or v.step == cycle - 1
                 loader.next(v)
             assert loader.plans_ahead() is None
-            refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
-                    f"enough for {enough} steps", "--max_steps", "--epochs=0")
+            with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} steps",
+                         "--max_steps", "--epochs=0"):
+                loader.next(values[cycle])
 
 def too_short(streams, values) -> bool:
     with contextlib.suppress(IndexError):
@@ -258,8 +253,8 @@ def too_short(streams, values) -> bool:
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
     with started(tmp_path, epochs=0) as (loader, values):
-        refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", "larger shards",
-                f"8 x {values[0].slot_tokens + 1} tokens in one")
+        with refused(tg.DataEnded, "2 shards", "larger shards", f"8 x {values[0].slot_tokens + 1} tokens in one"):
+            loader.next(values[0])
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     """Disk, packer and reader of the batches are slow by chance."""
@@ -280,7 +275,10 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
 
 def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000, 1500, 1500)
-    threads, read, load, make_slot = [], [], tg.load_shard, tg.make_slot
+    threads = []
+    read = []
+    load = tg.load_shard
+    make_slot = tg.make_slot
 
     def seen_load(header):
         read.append(header.name[-5])
@@ -310,7 +308,8 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
     surfaces in plans_ahead at once, and in next.
     """
     write_shards(tmp_path, 400, 4000)
-    calls, release = [], threading.Event()
+    calls = []
+    release = threading.Event()
     right = getattr(tg, where, tg.do_nothing)
 
     def wrong(*arguments):
@@ -330,9 +329,11 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         loader.next(values[0])
         loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
         said = "waiting" if error else "nothing after 0.05 s"
-        refused(error or tg.RunError, loader.plans_ahead, said)
+        with refused(error or tg.RunError, said):
+            loader.plans_ahead()
         loader.next(values[1])
-        refused(error or tg.RunError, lambda: loader.next(values[2]), said)
+        with refused(error or tg.RunError, said):
+            loader.next(values[2])
         release.set()
 
 @pytest.mark.recipe
@@ -359,8 +360,13 @@ def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[i
 def patterns(R: int) -> list[list[np.ndarray]]:
     """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
     rng = np.random.default_rng(R)
-    found = [[np.zeros((0, 4))], [np.zeros((2, 7)), np.array([[R - 1, 0]])], [np.arange(max(0, R - 20), R)[None]],
-             [rng.integers(0, -(-R // 24), (2, 11)) * 24], [rng.integers(0, R, (3, 2, 5)), rng.integers(0, R, (3, 8))]]
+    found = [
+        [np.zeros((0, 4))],
+        [np.zeros((2, 7)), np.array([[R - 1, 0]])],
+        [np.arange(max(0, R - 20), R)[None]],
+        [rng.integers(0, -(-R // 24), (2, 11)) * 24],
+    ]
+    found.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
     if R < 1000:
         found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
     return [[rows.astype(np.int32) for rows in steps] for steps in found]
@@ -381,7 +387,8 @@ def test_plan__equals_plain_sets(count, world, mode):
             read = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = slow_plan(set(read.tolist()), count, world)
             if mode == "dense" and world > 1 and not tied and not is_rowwise:
-                ids, counts = list(range(world * size)), [size] * world
+                ids = list(range(world * size))
+                counts = [size] * world
             assert plan.my_rows.tolist() == plan.requested_rows.tolist() == ids == sorted(set(ids))
             assert plan.send_counts == plan.recv_counts == counts and plan.my_rows.dtype == torch.int64
             facts = plan.shard_size, plan.tied, plan.sent, plan.received, plan.reads
@@ -458,19 +465,22 @@ def test_scan_shards__a_damaged_one(tmp_path, kind):
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, document_start=3) | header)
     os.truncate(path, path.stat().st_size - cut)
-    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "b.bin", *parts)
+    with refused(tg.DataError, "b.bin", *parts):
+        tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin"))
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     header, = tg.find_shards(str(path))
     os.truncate(path, path.stat().st_size - 20)
-    refused(tg.DataError, lambda: tg.load_shard(header), "a.bin", "110 tokens", "120")
+    with refused(tg.DataError, "a.bin", "110 tokens", "120"):
+        tg.load_shard(header)
 
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
-    paths = [str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3)), str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))]
-    monkeypatch.setattr(tg.glob, "glob", lambda pattern: paths[::-1])
-    assert tg.find_shards("any") == [(paths[0], 120, 6, 3), (paths[1], 120, 50_257, 50_256)]
+    first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
+    second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
+    monkeypatch.setattr(tg.glob, "glob", lambda pattern: [second, first])
+    assert tg.find_shards("any") == [(first, 120, 6, 3), (second, 120, 50_257, 50_256)]
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
@@ -481,7 +491,8 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
-    refused(tg.DataError, lambda: tg.find_shards(name.format(tmp_path)), *parts)
+    with refused(tg.DataError, *parts):
+        tg.find_shards(name.format(tmp_path))
 
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
@@ -510,16 +521,19 @@ def test_resolve__the_header_decides_the_sizes():
 def test_resolve__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
-    refused(kind, lambda: tg.resolve(cfg, shards(10), other), *parts)
+    with refused(kind, *parts):
+        tg.resolve(cfg, shards(10), other)
     if kind == tg.DataError:
-        refused(kind, lambda: tg.resolve(cfg, shards(10) + other, shards(10)), *parts)
+        with refused(kind, *parts):
+            tg.resolve(cfg, shards(10) + other, shards(10))
 
 def test_check_enough_data__training_tokens():
     """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
     cfg = preset()
     values = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
     steps = [cfg.num_slots * (v.slot_tokens + 1) for v in values]
-    need, largest = sum(steps), max(steps)
+    need = sum(steps)
+    largest = max(steps)
 
     def check(*have: int, **changes) -> None:
         changed = replace(cfg, **changes)
@@ -531,23 +545,26 @@ def test_check_enough_data__training_tokens():
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
     for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
-        refused(tg.DataError, lambda: check(have, epochs=epochs), "too few training tokens", "--epochs=0",
-                f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps", "cached_fineweb10B.py")
+        with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs} in 1 shards",
+                     f"{need} for {len(steps)} steps", "cached_fineweb10B.py"):
+            check(have, epochs=epochs)
     fits = (largest - 1 - cfg.num_slots) // 128 * 128
-    refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for", f"at most {fits} tokens")
+    with refused(tg.DataError, "too small", f"{largest} for", f"at most {fits} tokens"):
+        check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
-            "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128")
+    with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128"):
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
-    refused(tg.DataError, lambda: tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258)),
-            "too few validation tokens", "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard")
+    with refused(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard"):
+        tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258))
 
 def test_bounded__its_own_timeout_and_that_of_the_work():
     cfg = preset(comm_timeout=1.0)
-    stuck, failed = Future(), Future()
-    refused(tg.RunError, lambda: tg.bounded(stuck, cfg, "waiting"), "waiting", "nothing after 1.0 s", "--comm_timeout")
+    with refused(tg.RunError, "waiting", "nothing after 1.0 s", "--comm_timeout"):
+        tg.bounded(Future(), cfg, "waiting")
+    failed = Future()
     failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))
     with pytest.raises(TimeoutError, match="a shard"):
         tg.bounded(failed, cfg, "waiting")
@@ -560,8 +577,8 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
     cfg = preset(vocab_size=5, document_start=3)
     assert tg.read_vocabulary(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
-    refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt", f"{said} tokens before", "all of 5",
-            "document start 3", "remove the file")
+    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3", "remove the file"):
+        tg.read_vocabulary(tmp_path, cfg)
 
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
@@ -596,15 +613,19 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
     assert len(tg.read_vocabulary(tmp_path, cfg)) == 6
 
     write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
-    refused(tg.DataError, lambda: tg.scan_shards(headers), "a.bin: content", "manifest.json", "mixture")
-    refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt: content", "manifest.json", "mixture")
+    with refused(tg.DataError, "a.bin: content", "manifest.json", "mixture"):
+        tg.scan_shards(headers)
+    with refused(tg.DataError, "vocab.txt: content", "manifest.json", "mixture"):
+        tg.read_vocabulary(tmp_path, cfg)
     (tmp_path / "manifest.json.part").touch()
-    refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json.part", "run that tool again")
+    with refused(tg.DataError, "manifest.json.part", "run that tool again"):
+        tg.scan_shards(headers)
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
-    refused(tg.DataError, lambda: tg.read_manifest(tmp_path), "manifest.json as a manifest", "format 1", "remove this")
+    with refused(tg.DataError, "manifest.json as a manifest", "format 1", "remove this"):
+        tg.read_manifest(tmp_path)
 
 def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
     for name in "ab":

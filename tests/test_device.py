@@ -181,8 +181,8 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
     kernel, title = tg.choose_attention(preset(attention=asked, **WIDE), cards)
     assert title.partition(" ")[0] == taken and len(cards.said) == len(words)
     assert all(word in line for word, line in zip(words, cards.said)), cards.said
-    assert (kernel, registry.current() or "varlen") in ((tg.attention_varlen, taken),
-                                                        (tg.attention_reference, "varlen"))
+    active = registry.current() or "varlen"
+    assert (kernel, active) in ((tg.attention_varlen, taken), (tg.attention_reference, "varlen"))
     assert taken != "varlen" or title == f"varlen (torch {tg.version_of('torch')})"
 
 def test_choose_attention__right_on_every_rank(monkeypatch):
@@ -194,8 +194,8 @@ def test_choose_attention__right_on_every_rank(monkeypatch):
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
     Registry(monkeypatch, varlen=WINDOW_MORE)
-    choose = functools.partial(tg.choose_attention, replace(preset(attention=asked, **WIDE), preset=name), Cards())
-    refused(tg.ConfigError, choose, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt")
+    with refused(tg.ConfigError, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt"):
+        tg.choose_attention(replace(preset(attention=asked, **WIDE), preset=name), Cards())
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
@@ -262,11 +262,16 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
         assert found["weights"] == rounded(on_device + table.home.stored.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
-def with_room(monkeypatch, room: float, fabric: tg.Fabric) -> tg.Fabric:
-    """Let `room` bytes of the device be free for use."""
-    monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: (room + 0.5) / tg.MEMORY_SHARE)
-    monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: [fact] * self.world)
-    return fabric
+def let_room_be(monkeypatch, room: float) -> None:
+    """Let so many bytes of each device be free for use."""
+    def total_memory(_: tg.Fabric) -> float:
+        return (room + 0.5) / tg.MEMORY_SHARE
+
+    def gather(self: tg.Fabric, fact: object) -> list:
+        return [fact] * self.world
+
+    monkeypatch.setattr(tg.Fabric, "total_memory", total_memory)
+    monkeypatch.setattr(tg.Fabric, "gather", gather)
 
 def on_gpu(world: int = 1) -> tg.Fabric:
     return tg.Fabric(torch.device("cuda", 0), 0, world)
@@ -286,30 +291,34 @@ def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, 
     cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
     total = {m: tg.memory_estimate(cfg, fabric, kernel, m).total() for m in (1, 2, 4, 8)}
     for m, size in total.items():
-        slots, parts = tg.fit_memory(cfg, with_room(monkeypatch, size, fabric), kernel)
+        let_room_be(monkeypatch, size)
+        slots, parts = tg.fit_memory(cfg, fabric, kernel)
         assert slots == m and parts.total() == size
         assert tg.fit_memory(replace(cfg, slots_per_micro_batch=1), fabric, kernel)[0] == 1
-    assert tg.fit_memory(cfg, with_room(monkeypatch, total[4] - 1, fabric), kernel)[0] == 2
-    asked = functools.partial(tg.fit_memory, replace(cfg, slots_per_micro_batch=4), fabric, kernel)
-    refused(tg.RunError, asked, "memory", "GiB to use")
-    fit = functools.partial(tg.fit_memory, cfg, with_room(monkeypatch, total[1] - 1, fabric), kernel)
-    refused(tg.RunError, fit, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1")
+    let_room_be(monkeypatch, total[4] - 1)
+    assert tg.fit_memory(cfg, fabric, kernel)[0] == 2
+    with refused(tg.RunError, "memory", "GiB to use"):
+        tg.fit_memory(replace(cfg, slots_per_micro_batch=4), fabric, kernel)
+    let_room_be(monkeypatch, total[1] - 1)
+    with refused(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1"):
+        tg.fit_memory(cfg, fabric, kernel)
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
-    fabric = with_room(monkeypatch, card * 2**30 * tg.MEMORY_SHARE, on_gpu(world))
-    assert tg.fit_memory(record(), fabric, tg.attention_varlen)[0] == want
+    let_room_be(monkeypatch, card * 2**30 * tg.MEMORY_SHARE)
+    assert tg.fit_memory(record(), on_gpu(world), tg.attention_varlen)[0] == want
 
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
+    let_room_be(monkeypatch, 8e9)
     for cfg, fabric in ((host, on_gpu()), (device, make_fabric())):
-        _, estimate = tg.fit_memory(cfg, with_room(monkeypatch, 8e9, fabric), tg.attention_varlen)
+        _, estimate = tg.fit_memory(cfg, fabric, tg.attention_varlen)
         assert estimate[tg.ON_HOST] == 10**8 * 4 * cfg.model_dim
-    fit = functools.partial(tg.fit_memory, device, with_room(monkeypatch, 8e9, on_gpu()), tg.attention_varlen)
-    refused(tg.RunError, fit, "memory", "7.5 GiB to use", "weights 35.8", "home host")
+    with refused(tg.RunError, "memory", "7.5 GiB to use", "weights 35.8", "home host"):
+        tg.fit_memory(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.house
 def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():

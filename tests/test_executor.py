@@ -1,12 +1,15 @@
 """Room 8: a run is the reference's, calls add up, micro-batches change rounding only, restore leaves no trace."""
+import fnmatch
 import functools
-import re
+import operator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import executor, fabric, few_layers, fill_randomly, grad_of, random_batch, small, untied_at
+from common import (exact_array, executor, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
+                    rows_of_ngrams, small, started_loader, tensors_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -19,14 +22,15 @@ def filled(cfg: tg.Config) -> tuple[tg.Executor, tg.Values]:
     return ex, tg.Schedule(cfg).at(0)
 
 def gradients(ex: tg.Executor) -> dict[str, torch.Tensor]:
-    return {label: grad_of(ex.optimizer, label) for label, _ in ex.model.named_parameters()}
+    return {label: grad_of(ex.optimizer, label) for label in ex.model.table}
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
 def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
     """Plans, lookups, backward and updates against autograd over whole tables; through every stage and the untying."""
     tables = tg.parse_value("tables", f"every_embed 2 40 stream 1 device {every}; other_embed 3 30 1 0 host 2")
-    cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms)
+    cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
+                train_files="formula:60:59:20000:1")
     schedule = tg.Schedule(cfg)
     ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", micro_batch)
     weights = fill_randomly(ex.model)
@@ -35,44 +39,44 @@ def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms)
         ex.model.embed.copy_(weights["embed"])
     naive = Reference(cfg, weights)
     steps = 2 * (schedule.untie_step // 2 + 2)
-    cycles = [[schedule.at(first), schedule.at(first + 1)] for first in range(0, steps, 2)]
-    headers = [tg.ShardHeader("formula:60:59:20000:1#0", 20_000, 60, 59)]
-    loader = tg.Loader(cfg, fabric(), headers, cycles, ex.exchange_ahead)
-    loader.start()
-    for values in sum(cycles, []):
-        batch = loader.next(values)
-        sums = ex.forward_backward(batch, values).slot_sums
-        np.testing.assert_allclose(sums, naive.forward_backward(batch, values).slot_sums, rtol=1e-9)
-        ex.optim_step(values, loader.plans_ahead)
-        naive.optim_step(values)
-        found, want = (run.whole_state(schedule.at(values.step + 1)) for run in (ex, naive))
-        for kind in want:
-            for name, x in want[kind].items():
-                if kind == "weights" or values.adam_step and not (name.startswith("embed.") and values.tied):
-                    np.testing.assert_allclose(found[kind][name], x, rtol=1e-8, atol=1e-9, err_msg=name)
-    loader.close()
-    assert ex.evaluate([batch], values) == pytest.approx(naive.evaluate([batch], values), rel=1e-9)
+    with started_loader(cfg, fabric(), steps, ex.exchange_ahead) as (loader, plan):
+        for values in plan:
+            batch = loader.next(values)
+            sums = ex.forward_backward(batch, values).slot_sums
+            np.testing.assert_allclose(sums, naive.forward_backward(batch, values).slot_sums, rtol=1e-9)
+            ex.optim_step(values, loader.plans_ahead)
+            naive.optim_step(values)
+            after = schedule.at(values.step + 1)
+            found = ex.whole_state(after)
+            want = naive.whole_state(after)
+            for kind in want:
+                for name, x in want[kind].items():
+                    if kind == "weights" or values.adam_step and not (name.startswith("embed.") and values.tied):
+                        np.testing.assert_allclose(found[kind][name], x, rtol=1e-8, atol=1e-9, err_msg=name)
+    want_loss = naive.evaluate([batch], values)
+    assert ex.evaluate([batch], values) == pytest.approx(want_loss, rel=1e-9)
+    stored = rows_of_ngrams(ex)
     for line in cfg.tables:
-        home = ex.tables[line.label].home
-        if line.home == "host":
-            home.settle()
-        np.testing.assert_allclose(home.stored.rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
-        assert home.stored.rows.any() and home.stored.last.max() == steps // line.cadence
+        rows = stored[f"{line.label}.rows"]
+        np.testing.assert_allclose(rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
+        assert rows.any() and stored[f"{line.label}.last"].max() == steps // line.cadence
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
 def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
     """Against one call, which is the reference's; micro-batches, too, change rounding only."""
     cfg = small()
     batch = random_batch(cfg, 0, 8, 16)
-    (whole, values), (cut, _) = filled(cfg), filled(cfg)
+    whole, values = filled(cfg)
+    cut, _ = filled(cfg)
     want = whole.forward_backward(batch, values).slot_sums
     cut.slots_at_once = 3
     for piece in pieces:
         slots = slice(*piece)
-        sums = cut.forward_backward(batch.map(lambda x: x[slots]), values).slot_sums
-        np.testing.assert_allclose(sums, want[slots], rtol=1e-12)
+        part = batch.map(operator.itemgetter(slots))
+        np.testing.assert_allclose(cut.forward_backward(part, values).slot_sums, want[slots], rtol=1e-12)
+    found = gradients(cut)
     for label, grad in gradients(whole).items():
-        np.testing.assert_allclose(gradients(cut)[label], grad, **ROUNDING, err_msg=label)
+        np.testing.assert_allclose(found[label], grad, **ROUNDING, err_msg=label)
 
 def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_finite():
     cfg = small()
@@ -81,22 +85,28 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     for entry in ex.optimizer.sharded.values():
         entry.main_grad.fill_(torch.nan)
     model_losses = ex.model_losses
-    for loss_weight, spoilt in ((0.0, 1.0), (0.0, np.inf), (1.0, 1.0), (0.0, np.inf), (0.0, np.nan)):
-        ex.model_losses = lambda *args, spoilt=spoilt: model_losses(*args) * spoilt
-        assert ex.forward_backward(batch, values, loss_weight).slot_sums.isfinite().all() == np.isfinite(spoilt)
-        if loss_weight == 0 and spoilt != 1:
+    calls = [(0.0, 1.0), (0.0, np.inf), (1.0, 1.0), (0.0, np.inf), (0.0, np.nan)]
+    for loss_weight, factor in calls:
+        def spoilt(*args: Any) -> torch.Tensor:
+            return model_losses(*args) * factor
+
+        ex.model_losses = spoilt
+        sums = ex.forward_backward(batch, values, loss_weight).slot_sums
+        assert sums.isfinite().all() == np.isfinite(factor)
+        if loss_weight == 0 and factor != 1:
             assert all(grad.isfinite().all() for grad in gradients(ex).values())
     once, _ = filled(cfg)
     once.forward_backward(batch, values)
-    assert all(grad.equal(gradients(once)[label]) for label, grad in gradients(ex).items())
+    assert unequal(gradients(ex), gradients(once)) == []
 
 @pytest.mark.recipe
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
     """Whatever the size of the chunks of logits; documents are longer than in training."""
     cfg = small(max_doc_len=4, window_block=60)
     ex, values = filled(cfg)
-    batches = [random_batch(cfg, seed, slots, length) for seed, slots, length in ((0, 8, 16), (1, 3, 32), (2, 1, 64))]
-    batches[2] = batches[2]._replace(cu_seqlens=torch.tensor([[0, 64]], dtype=torch.int32))
+    batches = [random_batch(cfg, 0, 8, 16), random_batch(cfg, 1, 3, 32)]
+    one_document = torch.tensor([[0, 64]], dtype=torch.int32)
+    batches.append(random_batch(cfg, 2, 1, 64)._replace(cu_seqlens=one_document))
     want = Reference(cfg, dict(ex.model.named_parameters())).evaluate(batches, values)
     for rows in (tg.EVAL_ROWS, 7, 1):
         monkeypatch.setattr(tg, "EVAL_ROWS", rows)
@@ -113,63 +123,79 @@ def test_next_logits__those_of_the_whole_context(length):
     assert longest == 64, "the cases above"
     context = np.random.default_rng(length).integers(0, cfg.vocab_size, length).tolist()
     last = context[-longest:]
-    slot = tg.Slot(np.array([*last, 0], np.uint16), np.array([0, len(last)], np.int32))
+    bounds = np.array([0, len(last)], np.int32)
+    slot = tg.Slot(np.array([*last, 0], np.uint16), bounds)
     batch, = tg.Planner(cfg, fabric()).batches("test", [values], [[slot]])
-    naive, seen = Reference(cfg, dict(ex.model.named_parameters())), {}
+    naive = Reference(cfg, dict(ex.model.named_parameters()))
+    seen = {}
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
     np.testing.assert_allclose(ex.next_logits(context, values), seen["logits"][-1].detach(), rtol=1e-11)
 
-def bits(ex: tg.Executor) -> dict[str, bytes]:
-    """Every byte that a run may change, found by walking the objects, not by the list they keep themselves."""
-    tensors = dict(ex.model.named_parameters())
-    tensors |= {f"{label}.{name}": x for label, state in ex.optimizer.state.items() for name, x in state.items()}
-    found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, x in tensors.items()}
-    return found | dict(rng=torch.get_rng_state().numpy().tobytes())
+def left_behind(ex: tg.Executor) -> dict[str, object]:
+    """Return all that a run may change, with what is gathered in the middle of a cycle."""
+    found = {name: exact_array(x).tobytes() for name, x in tensors_of(ex).items()}
+    found["rotary"] = ex.rotary
+    for label, table in ex.tables.items():
+        found[f"rows of {label}"] = table.grad.tolist(), len(table.pending), table.cached is None
+    for label, entry in ex.optimizer.sharded.items():
+        found[f"writes of {label}"] = entry.weight.writes.tolist(), entry.backwards
+    for label, p in ex.model.named_parameters():
+        found[f"grad of {label}"] = p.grad is None
+    return found
 
-# What a run leaves behind, and how a restore that forgets it would look.
-def forget_tensors(pattern: str):
-    def forget(ex, stale, monkeypatch):
-        every = tg.Executor.state_tensors
-        monkeypatch.setattr(tg.Executor, "state_tensors", lambda self: {
-            name: x for name, x in every(self).items() if not re.fullmatch(pattern, name)})
-    return forget
+# How a restore that forgets something would look.
+def forget_tensors(monkeypatch, ex: tg.Executor, pattern: str) -> None:
+    every = tg.Executor.state_tensors
 
-def forget_rotary(ex, stale, monkeypatch):
+    def others(self) -> dict[str, torch.Tensor]:
+        return {name: x for name, x in every(self).items() if not fnmatch.fnmatchcase(name, pattern)}
+
+    monkeypatch.setattr(tg.Executor, "state_tensors", others)
+
+def forget_rotary(monkeypatch, ex: tg.Executor) -> None:
     drop_gradients = ex.drop_gradients
-    monkeypatch.setattr(ex, "drop_gradients", lambda: (drop_gradients(), setattr(ex, "rotary", stale)))
+    stale = ex.rotary
 
-def forget_call(*places: tuple):
-    return lambda ex, stale, monkeypatch: [monkeypatch.setattr(*place, lambda *_: None) for place in places]
+    def drop_and_spoil() -> None:
+        drop_gradients()
+        ex.rotary = stale
 
-STATE = "attn", "bigram_embed", "*.m", "*.mantissa"             # one of each kind
-FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in STATE}
-FORGOTTEN |= {"rotary": forget_rotary, "tables": forget_call((tg.RowTable, "reset")),
-              "gradients": forget_call((tg.Small, "clear"), (tg.Sharded, "clear")),
-              "random numbers": forget_call((torch, "set_rng_state"))}
+    monkeypatch.setattr(ex, "drop_gradients", drop_and_spoil)
+
+def forget_calls(monkeypatch, ex: tg.Executor, *places: tuple) -> None:
+    for place in places:
+        monkeypatch.setattr(*place, nothing)
+
+FORGOTTEN = {                            # what forgets it
+    **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind
+    "rotary": (forget_rotary,), "tables": (forget_calls, (tg.RowTable, "reset")),
+    "gradients": (forget_calls, (tg.Small, "clear"), (tg.Sharded, "clear")),
+    "random numbers": (forget_calls, (torch, "set_rng_state")),
+}
+
 @pytest.mark.parametrize("name", [None, *FORGOTTEN])
 def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
-    def everything() -> dict:
-        tables = {label: (table.row_grads.tolist(), table.grad.tolist(), len(table.pending), table.cached is None)
-                  for label, table in ex.tables.items()}
-        written = {label: (entry.weight.writes.tolist(), entry.backwards) for label, entry in
-                   ex.optimizer.sharded.items()}
-        kept = {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
-        return bits(ex) | dict(tables=tables, written=written, rotary=ex.rotary) | kept
+    def report(**facts: Any) -> None:
+        reported.append(facts)
 
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
-    cfg, reported = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5), []
-    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=lambda **facts: reported.append(facts))
-    schedule, restore, before = tg.Schedule(cfg), ex.snapshot(), everything()
+    cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5)
+    reported = []
+    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=report)
+    schedule = tg.Schedule(cfg)
+    restore = ex.snapshot()
+    before = left_behind(ex)
     for step in range(5):                    # the last step leaves half a cycle of gradients
         ex.forward_backward(random_batch(cfg, step, 8, 16, step), schedule.at(step))
         ex.optim_step(schedule.at(step))
     torch.rand(1)
     if name:
-        FORGOTTEN[name](ex, ex.rotary, monkeypatch)
+        forget, *given = FORGOTTEN[name]
+        forget(monkeypatch, ex, *given)
     counted = len(reported)
     restore()
     assert len(reported) == counted, "rows of half a cycle, which would stand in the log of the next run"
-    assert (everything() != before) == (name is not None)
+    assert (left_behind(ex) != before) == (name is not None)
 
 def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):
     """Backend aot_eager: the graphs as they are traced, run operation by operation. Each kind of layer once.
@@ -177,26 +203,29 @@ def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recom
     Both sides take the branches that are for compilers, which are to fuse: of the loss, other operations.
     """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    found, graphs = [], []
+    found = []
     for compiled in (0, 1):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
+        graphs = []                          # so many there are after each step
         with few_layers(), monkeypatch.context() as patch:
             if not compiled:
                 patch.setattr(torch.compiler, "is_compiling", lambda: True)
             cfg = small(num_scheduled_steps=30, dtype="bfloat16", compile=compiled)
             ex, _ = filled(cfg)
-            seen = []
+            tensors = {}
             for values in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
                 values = replace(values, mtp_weights=(1.0, 0.5 - values.step / 10))          # one stage: numbers move
                 batch = random_batch(cfg, values.step, 8, 16)
-                columns = [batch.cu_seqlens] + [batch.cu_seqlens[:, -1:]] * (2 * values.step)
-                batch = batch._replace(cu_seqlens=torch.cat(columns, dim=1))
-                seen.append(ex.forward_backward(batch, values).slot_sums)
+                repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * values.step)
+                batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
+                tensors[f"losses of step {values.step}"] = ex.forward_backward(batch, values).slot_sums
                 ex.optim_step(values)
                 graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-            found.append(dict(enumerate(seen)) | {name: x.clone() for name, x in ex.state_tensors().items()})
+            for name, x in ex.state_tensors().items():
+                tensors[name] = x.clone()
+            found.append(tensors)
     torch._dynamo.reset()
-    assert [name for name, x in found[0].items() if not x.equal(found[1][name])] == []
-    first, second = np.split(np.array(graphs[len(graphs) // 2:]), 2)          # cycles of the compiled side
+    assert unequal(*found) == []
+    first, second = np.split(np.array(graphs), 2)                             # cycles of the compiled side
     assert first[-1] > 0 and (second == first[-1]).all(), "one cycle compiles, the next one does not"

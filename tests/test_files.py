@@ -5,7 +5,6 @@ One run with tables in both homes is the sound one; each case changes one thing 
 vouches for the change, so that what is looked at is the content.
 """
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -14,13 +13,13 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
+from common import (Run, before_flush, executor, fabric, losses, nothing, preset, recorded_writes, refused, run,
+                    weights)
 
 import train_gpt as tg
 
@@ -29,15 +28,7 @@ SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
-def nothing(*_: object) -> None:
-    """In the place of a warm-up, which leaves no trace."""
-
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "PIECE_ROWS", 64)
-        patch.setattr(tg, "warm_up", nothing)
-        yield
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
@@ -123,7 +114,8 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     path = first(save, in_save)
     DAMAGES[damage](path)
     without_manifest = in_save == tg.MANIFEST and damage != "cut"             # it then vouches for nothing
-    refused(tg.DataError, functools.partial(sample, save), "weights.pt" if without_manifest else path.name)
+    with refused(tg.DataError, "weights.pt" if without_manifest else path.name):
+        sample(save)
     path = first(newest, in_run)
     DAMAGES[damage](path)
     assert load(newest) == 2
@@ -134,14 +126,16 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
-    refused(tg.DataError, functools.partial(load, newest), "step-0000002", "a whole one")
+    with refused(tg.DataError, "step-0000002", "a whole one"):
+        load(newest)
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Fabric, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
     ranks = executor(preset(), world=2)
     monkeypatch.setattr(tg.Fabric, "gather", two)
-    refused(tg.ConfigError, functools.partial(tg.load_checkpoint, newest.parent.parent, ranks), "none on rank 1")
+    with refused(tg.ConfigError, "none on rank 1"):
+        tg.load_checkpoint(newest.parent.parent, ranks)
 
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
@@ -157,8 +151,9 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
     path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
-    message = refused(tg.DataError, functools.partial(sample, save), "weights.pt", "unreadable or with code in it")
-    assert "weights_only" not in message and not Path("evil_was_here").exists()
+    with refused(tg.DataError, "weights.pt", "unreadable or with code in it") as caught:
+        sample(save)
+    assert "weights_only" not in str(caught.value) and not Path("evil_was_here").exists()
 
 
 # ---- Other content with right hashes ---------------------------------------------------------------------------------
@@ -198,7 +193,8 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
     if part in ("weights", "rows"):
         path = first(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
         change(path, edit)
-        refused(tg.DataError, functools.partial(sample, save), str(save), named)
+        with refused(tg.DataError, str(save), named):
+            sample(save)
     if part in ("weights", "moments"):
         change(newest / "run.pt", on("state", on(part, edit)))
     else:
@@ -210,12 +206,14 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
-    refused(tg.DataError, functools.partial(load, newest, **changes), "a whole one")
+    with refused(tg.DataError, "a whole one"):
+        load(newest, **changes)
 
 def test_sample_saved__damaged_settings(save):
     path = save / tg.SETTINGS
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
-    refused(tg.DataError, functools.partial(sample, save), tg.SETTINGS, "says manifest.json")
+    with refused(tg.DataError, tg.SETTINGS, "says manifest.json"):
+        sample(save)
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -249,19 +247,9 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(os, "fsync", failing)
     contents = {f"{number}.pt": dict(x=torch.ones(3)) for number in range(3)}
-    write = functools.partial(tg.write_folder, tmp_path / "new", "id", contents, NO_TABLES)
-    refused(tg.RunError, write, "No space left on device")
+    with refused(tg.RunError, "No space left on device"):
+        tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
-
-def before_flush(monkeypatch, act) -> None:
-    """Let this be done with a path before it is flushed to the disk."""
-    sync = tg.sync_to_disk
-
-    def acting(path: Path) -> None:
-        act(path)
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", acting)
 
 def full_disk(name: str):
     """What becomes a folder whose name begins so finds no room."""
@@ -281,8 +269,8 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
             take(folder)
 
     before_flush(monkeypatch, taken)
-    write = functools.partial(tg.write_folder, folder, "id", dict(mine=b""), NO_TABLES)
-    refused(tg.RunError, write, str(folder))
+    with refused(tg.RunError, str(folder)):
+        tg.write_folder(folder, "id", dict(mine=b""), NO_TABLES)
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 @pytest.mark.parametrize("where, found", [

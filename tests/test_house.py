@@ -33,11 +33,6 @@ TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.
 HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
-# Denser still: printed, not held. Whoever airs one takes it off this list.
-DENSE_TESTS = """
-    bench_rows make_vectors test_data test_device test_executor test_kernels test_main_grad test_model
-    test_optimizer test_oracle test_read test_record test_report test_rows test_schedule
-""".split()
 
 def room_of(line: int) -> int:
     """Return the number of the room of a line: 0 above the first banner."""
@@ -56,7 +51,7 @@ def test_size__the_file_is_read_in_an_evening():
         assert node.end_lineno - node.lineno < limit, node.name
 
 def test_density__of_every_file(capsys):
-    """Printed for all, so that a change shows its price; those of HELD and tests off the list are held to the aim."""
+    """Printed for all, so that a change shows its price: of the trainer, its tools and, with their slack, the tests."""
     found = []
     missed = {}
     for path in [*HELD, *TESTS]:
@@ -64,7 +59,7 @@ def test_density__of_every_file(capsys):
         assert max(map(len, lines), default=0) <= MAX_COLUMNS, path.name
         of_file = density("\n".join(lines))
         misses = of_file.misses(TEST_SLACK if path in TESTS else 1.0)
-        if misses and path.stem not in DENSE_TESTS:
+        if misses:
             missed[path.name] = misses
         found.append(f"{path.relative_to(ROOT)}: {of_file}")
     ends = [*STARTS[1:], len(LINES) + 1]

@@ -11,15 +11,14 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, executor, fabric, launch, losses, preset, random_stream, run,
-                    write_shard)
+from common import (ROOT, Forked, Run, check_error, executor, fabric, launch, losses, nothing, preset, random_stream,
+                    run, write_shard)
 
 import train_gpt as tg
 
@@ -44,9 +43,6 @@ KEYS = {
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
-
-def nothing(*_: object) -> None:
-    """In the place of a warm-up, which leaves no trace."""
 
 
 # ---- a run that works -----------------------------------------------------------------------------------------------

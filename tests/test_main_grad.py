@@ -4,22 +4,15 @@ Expected are plain products, autograd's own gradients and sums in float64.
 """
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from common import executor, random_batch, refused, small
+from common import BF16, F32, F64, executor, randn, random_batch, refused, small
 from torch import Tensor
 
 import train_gpt as tg
-
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
 def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.dtype = F64, parts: int = 1) -> Tensor:
     """A weight with a main_grad, in which NaN stands before the first write."""
@@ -40,9 +33,8 @@ def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_
         b = randn(7, 5, seed=write + 10, dtype=given_in)
         product = a.double().t() @ b.double()
         want += product
-        if product_is_given:
-            a, b = product.to(given_in), None
-        tg.wgrad_accumulate(bank[1], writes, 1, a, b)
+        factors = [product.to(given_in), None] if product_is_given else [a, b]
+        tg.wgrad_accumulate(bank[1], writes, 1, *factors)
         assert writes.tolist() == [0, write + 1, 0]
     rounding = 0.05 if BF16 in (kept_in, given_in) and (product_is_given or kept_in == BF16) else 1e-5
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
@@ -71,7 +63,8 @@ def test_linear__what_backward_returns(main_grad, flag, delayed, want, scale):
     for seed in (1, 2):
         x = randn(5, 3, seed=seed) @ first
         tg.linear(x, tg.as_part(weight, queue), scale).sum().backward()
-        true_gradient += (1 if scale is None else scale) * (torch.ones(5, 4, dtype=F64).t() @ x.detach())
+        of_product = torch.ones(5, 4, dtype=F64).t() @ x.detach()
+        true_gradient += of_product if scale is None else scale * of_product
 
     if want == "gradient":
         torch.testing.assert_close(weight.grad, true_gradient)
@@ -100,7 +93,8 @@ def test_flush__a_factor_that_was_changed_is_refused(changed):
     for each in factors:
         tg.linear(each["input"], tg.as_part(weight, queue)).backward(each["gradient"])
     factors[1][changed] += 1
-    refused(tg.RunError, functools.partial(tg.flush, queue), "delayed gradient", "(4, 3)", "changed in place")
+    with refused(tg.RunError, "delayed gradient", "(4, 3)", "changed in place"):
+        tg.flush(queue)
     assert weight.writes.tolist() == [0] and len(queue) == 2
 
 def as_views(bank: Tensor) -> list[list[tg.WeightPart]]:
@@ -209,23 +203,35 @@ def test_linear__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batche
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
-UP, DOWN, HEAD = (torch.nn.Parameter(randn(*shape)) for shape in ((8, 4), (8, 4), (4, 9)))
+def product(x: Tensor) -> Tensor:
+    return tg.linear(x, tg.as_part(torch.nn.Parameter(randn(8, 4))))
 
-@pytest.mark.parametrize("forward", [
-    lambda x: tg.linear(x, tg.as_part(UP)), lambda x: tg.relu_sq_mlp(x, tg.as_part(UP), tg.as_part(DOWN)),
-    lambda x: head_losses(x, HEAD),
-    lambda x: tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double()),
-], ids=("product", "mlp", "head", "lookup"))
+def mlp(x: Tensor) -> Tensor:
+    up, down = (tg.as_part(torch.nn.Parameter(randn(8, 4, seed=seed))) for seed in (0, 1))
+    return tg.relu_sq_mlp(x, up, down)
+
+def head(x: Tensor) -> Tensor:
+    return head_losses(x, torch.nn.Parameter(randn(4, 9)))
+
+def lookup(x: Tensor) -> Tensor:
+    return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double())
+
+@pytest.mark.parametrize("forward", [product, mlp, head, lookup])
 def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
     """Also where the gradient that arrives is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
-    differentiate = functools.partial(torch.autograd.grad, forward(x).sum(), x, create_graph=True)
-    refused(tg.RunError, differentiate, "create_graph", "first order")
+    total = forward(x).sum()
+    with refused(tg.RunError, "create_graph", "first order"):
+        torch.autograd.grad(total, x, create_graph=True)
 
-def trained(**changes: Any) -> tuple[tg.Executor, Callable[[int], tuple]]:
+def trained(**changes: Any) -> tuple[tg.Executor, Callable[[int], tuple[tg.Batch, tg.Values]]]:
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
-    return executor(cfg), lambda step: (random_batch(cfg, step, 8, 16, step), schedule.at(step))
+
+    def batch_of(step: int) -> tuple[tg.Batch, tg.Values]:
+        return random_batch(cfg, step, 8, 16, step), schedule.at(step)
+
+    return executor(cfg), batch_of
 
 @pytest.mark.parametrize("changes, bank_type", [
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
@@ -297,8 +303,8 @@ def test_has_gradient__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     monkeypatch.setattr(tg, "wgrad_accumulate", wrong)
     ex.forward_backward(batch, values)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
-    refused(tg.RunError, lambda: ex.optim_step(values), f"main_grad of {label}", found, "2 times each", "micro-batch",
-            "drop_gradients")
+    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "drop_gradients"):
+        ex.optim_step(values)
 
 def test_whole_weights__padding_is_not_saved():
     """A file holds the whole storage of a view."""

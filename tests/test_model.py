@@ -4,7 +4,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import RECIPE_PARAMETERS, fill_randomly, own_rows, preset, random_batch, small, whole, with_tokens
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, own_rows, preset, random_batch, small,
+                    unequal, whole, with_tokens)
 from reference import Reference
 
 import train_gpt as tg
@@ -19,12 +20,16 @@ def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
 @pytest.mark.parametrize("heads, slots, seed", [(4, 2, 0), (2, 3, 1)])
 def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     cfg = small(num_heads=heads, model_dim=8 * heads)
-    model, batch = model_of(cfg), random_batch(cfg, seed, slots, 32)
-    values = replace(tg.Schedule(cfg).at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25),
-                     rotary=tg.Schedule(cfg).rotary[1]._replace(attn_scale=0.8))
-    naive, rows = Reference(cfg, dict(model.named_parameters())), own_rows(model)
-    weights, one = torch.tensor(values.mtp_weights, dtype=torch.float64), torch.ones((), dtype=torch.float64)
-    losses = model.losses(batch, weights, one, tg.spans_of(short=5, long=9, max_len=12, scale=0.8), "plain", rows)
+    schedule = tg.Schedule(cfg)
+    model = model_of(cfg)
+    batch = random_batch(cfg, seed, slots, 32)
+    rotary = schedule.rotary[1]._replace(attn_scale=0.8)
+    values = replace(schedule.at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25), rotary=rotary)
+    naive = Reference(cfg, dict(model.named_parameters()))
+    rows = own_rows(model)
+    weights = torch.tensor(values.mtp_weights, dtype=F64)
+    spans = tg.spans_of(short=5, long=9, max_len=12, scale=0.8)
+    losses = model.losses(batch, weights, torch.ones((), dtype=F64), spans, "plain", rows)
     losses.sum().backward()
     found = {label: p.grad for label, p in model.named_parameters()}
     found |= {label: sums for label, (_, sums) in rows.items()}
@@ -36,9 +41,13 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
         assert naive.grads[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
 
+def record_rows() -> dict[str, tg.Parameter]:
+    """The parameters of the record preset, by label."""
+    return {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
+
 @pytest.mark.recipe
 def test_parameter_table__of_the_record_preset():
-    rows = {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
+    rows = record_rows()
     total = 0
     for label, shape, optimizer, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
         row = rows.pop(label)
@@ -47,6 +56,11 @@ def test_parameter_table__of_the_record_preset():
             assert (row.lr_mul, row.wd_mul, row.betas) == (lr_mul, wd_mul, betas), label
         total += int(np.prod(row.shape))
     assert not rows and total == 543_818_890 - 4_718_592, "the recipe's total without the padding layer of the MLP"
+
+def check_spread(x: torch.Tensor, std: float) -> None:
+    """Of thousands of draws around 0."""
+    assert float(x.std()) == pytest.approx(std, rel=0.02)
+    assert abs(float(x.mean())) < std / 50
 
 def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
     model = tg.GPT(preset(**changes), tg.attention_reference, 16, {})
@@ -63,55 +77,60 @@ def test_set_initial_values__are_the_recipes():
     bound = 3**0.5 * 0.5 * 48**-0.5
     for x in (p["attn"], p["mlp"][:, 0]):
         assert float(x.abs().max()) == pytest.approx(bound, rel=0.01)        # of thousands of draws; bf16: 0.4 %
-        assert float(x.std()) == pytest.approx(bound / 3**0.5, rel=0.02) and abs(float(x.mean())) < bound / 50
+        check_spread(x, bound / 3**0.5)
     assert not p["mlp"][:, 1].any(), "every MLP starts as nothing"
     for label, std in (("lm_head", 0.005), ("value_embed", 0.01)):
-        assert float(p[label].std()) == pytest.approx(std, rel=0.02) and abs(float(p[label].mean())) < std / 50
+        check_spread(p[label], std)
         assert float(p[label].abs().max()) > 3.5 * std, "normal, not uniform"
     assert p["embed"].equal(p["lm_head"].t())
-    attn = next(row for row in tg.parameter_table(preset("record", 50_257, 50_256)) if row.label == "attn")
-    drawn = tg.initial_values(attn._replace(shape=(100_000,)), torch.Generator().manual_seed(0))
+    attn = record_rows()["attn"]._replace(shape=(100_000,))
+    drawn = tg.initial_values(attn, torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
 def test_set_initial_values__each_label_draws_from_its_own_generator():
     base = initial()
     torch.manual_seed(123)                                           # the global generator plays no part
-    assert all(x.equal(base[label]) for label, x in initial().items())
+    assert unequal(initial(), base) == []
     in_f64 = initial(dtype="float64")
     for dtype in ("float32", "bfloat16"):
-        assert all(x.double().equal(in_f64[label]) for label, x in initial(dtype=dtype).items()), "the same numbers"
+        widened = {label: x.double() for label, x in initial(dtype=dtype).items()}
+        assert unequal(widened, in_f64) == [], "the same numbers"
     other = initial(padded_vocab=640, bigram_rows=99)
     changed = {label for label, x in other.items() if x.shape != base[label].shape}
     assert changed == {"bigram_embed", "value_embed", "lm_head", "embed"}
-    assert all(x.equal(base[label]) for label, x in other.items() if label not in changed)
-    drawn = {label for label, x in initial(seed=1).items() if not x.equal(base[label])}
-    assert drawn == {"attn", "mlp", "value_embed", "lm_head", "embed"}
-    assert not base["value_embed"][:512].flatten()[:16_000].equal(base["lm_head"].flatten()[:16_000] * 2)
+    assert set(unequal(other, base)) == changed
+    assert set(unequal(initial(seed=1), base)) == {"attn", "mlp", "value_embed", "lm_head", "embed"}
+    values, head = (base[label].flatten()[:16_000] for label in ("value_embed", "lm_head"))
+    assert not values.equal(head * 2)
 
 def test_set_rotary__cos_and_sin_of_position_times_frequency():
-    cfg, frequencies = small(), (1.0, 0.125)
+    cfg = small()
+    frequencies = (1.0, 0.125)
     model = model_of(cfg)
     addresses = [x.data_ptr() for x in model.buffers()]
     model.set_rotary(frequencies)
-    angles = np.arange(96)[:, None] * np.array(frequencies)          # twice the length: paired layers have 2T positions
-    still = np.zeros((96, 4))
-    cos = np.concatenate([np.repeat(np.cos(angles), 2, 1), still + 1], 1)
-    sin = np.concatenate([np.repeat(np.sin(angles), 2, 1) * [1, -1, 1, -1], still], 1)       # even, odd, even, odd
-    np.testing.assert_allclose(model.rotary_cos, cos, rtol=0, atol=1e-14)
-    np.testing.assert_allclose(model.rotary_sin, sin, rtol=0, atol=1e-14)
+    positions = torch.arange(96)[:, None]                            # twice the length: paired layers have 2T positions
+    angles = angles_by_channel(positions * torch.tensor(frequencies, dtype=F64))
+    np.testing.assert_allclose(model.rotary_cos, angles.cos(), rtol=0, atol=1e-14)
+    np.testing.assert_allclose(model.rotary_sin, angles.sin(), rtol=0, atol=1e-14)
     assert [x.data_ptr() for x in model.buffers()] == addresses, "in place: nothing recompiles"
     half = model_of(replace(cfg, dtype="bfloat16"))
     half.set_rotary(frequencies)
-    assert half.rotary_cos.equal(torch.from_numpy(cos).float().bfloat16()), "angles in f32, rounded once"
+    assert half.rotary_cos.equal(angles.cos().float().bfloat16()), "angles in f32, rounded once"
 
 def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(monkeypatch):
     cfg = small()
-    model, stages = model_of(cfg), {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
-    found = []
-    for _ in range(2):                                               # the warm-up and the race
-        found.append([(model.set_rotary(frequencies), model.rotary_cos.clone())[1] for frequencies in stages])
+    model = model_of(cfg)
+    stages = {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
+    warm_up, race = {}, {}
+    for found in (warm_up, race):
+        for frequencies in stages:
+            model.set_rotary(frequencies)
+            found[frequencies] = model.rotary_cos.clone()
         monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
-    assert all(map(torch.equal, *found)) and not found[0][0].equal(found[0][1])
+    assert unequal(race, warm_up) == []
+    first, second, *_ = race.values()
+    assert not first.equal(second)
 
 @pytest.mark.parametrize("at, smear, shifting, want", [
     # Attention leaks neither over documents nor from the future; the second document is a single token.
@@ -128,14 +147,16 @@ def test_hidden__positions_that_a_token_moves(monkeypatch, at, smear, shifting, 
     monkeypatch.setattr(tg, "LAYERS", layers)
     cfg = small(max_doc_len=24)
     model = model_of(cfg)
-    batch = random_batch(cfg, 0, 2, 24)._replace(cu_seqlens=torch.tensor([(0, 7, 8, 14, 24)] * 2, dtype=torch.int32))
+    bounds = torch.tensor([(0, 7, 8, 14, 24)] * 2, dtype=torch.int32)
+    batch = random_batch(cfg, 0, 2, 24)._replace(cu_seqlens=bounds)
     names = [name for name, values in tg.scalar_values(cfg).items() for _ in values]
     with torch.no_grad():
         model.scalars[names.index("smear")] = smear
     tokens = batch.tokens.clone()
     tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
     spans = tg.spans_of(5, 30, 24, 0.8)
-    streams = [model.hidden(x, spans, own_rows(model)) for x in (batch, with_tokens(cfg, batch, tokens))]
-    moved = (streams[0] != streams[1]).any(dim=-1)
+    stream = model.hidden(batch, spans, own_rows(model))
+    changed = model.hidden(with_tokens(cfg, batch, tokens), spans, own_rows(model))
+    moved = (changed != stream).any(dim=-1)
     assert not moved[1].any(), "nothing crosses slots"
     assert moved[0].nonzero().flatten().tolist() == list(want)

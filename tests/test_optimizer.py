@@ -1,37 +1,46 @@
 """Room 7: NorMuon and Adam in the optimizer beside reference.py; what each rank owns. As functions: test_oracle.py."""
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
-from common import add_grad, executor, fabric, fill_randomly, grad_of, owned, refused, small, untied_at
+from common import (BF16, F32, F64, add_grad, executor, fabric, fill_randomly, grad_of, owned, randn, refused, small,
+                    unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
 
-F64 = torch.float64
-BANKS, TABLES = ("attn", "mlp"), ("bigram_embed", "value_embed", "embed")
-
-def randn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+BANKS = ("attn", "mlp")
+TABLES = ("bigram_embed", "value_embed", "embed")
 
 @pytest.mark.recipe
 def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
     """NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
-    o, seen = randn(1, 4, 3).bfloat16(), []
-    monkeypatch.setattr(tg, "polar_express", lambda x: seen.append(x) or o)
-    grad, second = randn(1, 4, 3, seed=1).float(), randn(1, 4, 1, seed=2).abs().float()
-    exact = o.double().numpy()[0]
-    root = np.sqrt(0.95 * second.double().numpy()[0] + 0.05 * (exact**2).mean(1, keepdims=True))
-    u = tg.normuon_direction(grad, torch.zeros(1, 4, 3), second, torch.tensor(0.9, dtype=F64), 0.95, torch.bfloat16)
-    assert seen[0].equal(((grad * (1 - 0.9) + (1 - 0.9) * grad * 0.9)).bfloat16())
-    factor = torch.from_numpy(np.linalg.norm(exact) / np.linalg.norm(exact / root) / root)
+    def direction(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x)
+        return o
+
+    seen = []
+    o = randn(1, 4, 3, dtype=BF16)
+    monkeypatch.setattr(tg, "polar_express", direction)
+    grad = randn(1, 4, 3, seed=1, dtype=F32)
+    second = randn(1, 4, 1, seed=2, dtype=F32).abs()
+    exact = o.double()
+    mean_square = 0.95 * second.double() + 0.05 * exact.square().mean(-1, keepdim=True)
+    root = mean_square.sqrt()
+    u = tg.normuon_direction(grad, torch.zeros(1, 4, 3), second, torch.tensor(0.9, dtype=F64), 0.95, BF16)
+    assert seen[0].equal((grad * (1 - 0.9) + (1 - 0.9) * grad * 0.9).bfloat16())
+    factor = exact.norm() / (exact / root).norm() / root
     assert u.equal(o.float() * factor.float().bfloat16().float())
-    p = randn(1000).bfloat16()
-    want = (p.double() - 0.01 - p.double() * (p > 0) * 0.005).bfloat16()     # m / sqrt(v) = 0.1 / sqrt(0.01) = 1
+
+    p = randn(1000, dtype=BF16)
+    exact = p.double()
+    want = exact - 0.01 - exact * (p > 0) * 0.005                            # m / sqrt(v) = 0.1 / sqrt(0.01) = 1
+    m = torch.zeros(1000)
     numbers = torch.tensor([0.01, 0.005], dtype=F64).unbind()
-    tg.adam_update(p, torch.ones(1000), torch.zeros(1000), torch.zeros(1000), 1.0, (0.9, 0.99), 0.0, *numbers)
-    assert p.equal(want)
+    tg.adam_update(p, torch.ones(1000), m, m.clone(), 1.0, (0.9, 0.99), 0.0, *numbers)
+    assert p.equal(want.bfloat16())
 
 def test_stochastic_round__keeps_what_is_not_finite():
     """The largest NaN would become -0.0: a carry out of its bits goes through the sign."""
@@ -43,18 +52,15 @@ def test_stochastic_round__keeps_what_is_not_finite():
         assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    where, tables = fabric(rank, world), tg.row_tables(cfg)
-    model = tg.GPT(cfg, tg.attention_reference, 16, {table.label: -(-table.rows // world) for table in tables})
-    whole = fill_randomly(model, where=where)
+    ex = executor(cfg, world, rank)
+    whole = fill_randomly(ex.model, where=ex.fabric)
     with torch.no_grad():
-        model.embed.copy_(owned(whole["lm_head"].t(), where))
-    rows = {table.label: tg.RowTable(table, cfg, where, model.get_parameter(table.label), 64, tg.do_nothing)
-            for table in tables}
-    return tg.Optimizer(cfg, where, model, lambda call: call, rows)
+        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.fabric))
+    return ex.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
-    return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in
-            enumerate(optimizer.model.named_parameters())}
+    parameters = enumerate(optimizer.model.named_parameters())
+    return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in parameters}
 
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     """A backward pass adds random gradients, then the update."""
@@ -75,9 +81,11 @@ def test_step__is_the_references(changes):
     With other settings, too: one that is ignored would have its default.
     """
     cfg = small(stages=untied_at(1), **changes)
-    optimizer, schedule = make(cfg), tg.Schedule(cfg)
+    optimizer = make(cfg)
+    schedule = tg.Schedule(cfg)
     naive = Reference(cfg, weights_of(optimizer))
-    for values in map(schedule.at, range(schedule.untie_step + 2 * cfg.adam_every + 1)):
+    steps = schedule.untie_step + 2 * cfg.adam_every + 1
+    for values in map(schedule.at, range(steps)):
         for label, grad in random_grads(optimizer, values.step).items():
             naive.grads[label] += grad
         take_step(optimizer, values)
@@ -96,14 +104,15 @@ def test_step__is_the_references(changes):
 def test_step__a_missing_gradient_is_refused(missing):
     cfg = small()
     optimizer = make(cfg)
-    before, values = weights_of(optimizer), tg.Schedule(cfg).at(cfg.adam_every - 1)
+    before = weights_of(optimizer)
+    values = tg.Schedule(cfg).at(cfg.adam_every - 1)
     for label, grad in random_grads(optimizer, 0).items():
         if label != missing:
             add_grad(optimizer, label, grad, values)
     named = "small" if missing == "smear_gate" else missing              # one sum for all that every rank updates
-    refused(tg.RunError, lambda: optimizer.step(values, tg.do_nothing), f"no gradient of ['{named}']",
-            "forward_backward")
-    assert all(x.equal(before[label]) for label, x in weights_of(optimizer).items())
+    with refused(tg.RunError, f"no gradient of ['{named}']", "forward_backward"):
+        optimizer.step(values, tg.do_nothing)
+    assert unequal(weights_of(optimizer), before) == []
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
 def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch):
@@ -113,13 +122,14 @@ def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_
             take_step(optimizer, tg.Schedule(optimizer.cfg).at(step))
         return weights_of(optimizer)
 
-    base, entries = run(), getattr(tg, order)
+    base = run()
+    entries = getattr(tg, order)
     for bad in (entries[1:], (*entries[1:], "mlp"), (*entries, "mlp")):
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="an entry once in each"):
             patch.setattr(tg, order, bad)
             make(small())
     monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(entries)))
-    assert all(x.equal(base[label]) for label, x in run().items())
+    assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
     entry = optimizer.entries[label]
@@ -130,13 +140,16 @@ def test_Optimizer__ranks_own_every_piece_once(world):
     """Shards of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
     state for what is owned alone. Shards are stored with room for whole ones, whose padding is zeros."""
     cfg = small(bigram_rows=101)
-    alone, *ranks = [make(cfg, rank, count) for count in (1, world) for rank in range(count)]
+    alone = make(cfg)
+    ranks = [make(cfg, rank, world) for rank in range(world)]
     for label in (*BANKS, "lm_head", *TABLES):
-        whole, *parts = [shard_of(optimizer, label) for optimizer in (alone, *ranks)]
+        whole = shard_of(alone, label)
+        parts = [shard_of(optimizer, label) for optimizer in ranks]
         assert all(len(part) <= -(-len(whole) // world) for part in parts), label
         if label in TABLES:
-            assert all(parts[row % world][row // world].equal(x) for row, x in enumerate(whole)), label
-            assert sum(int(part.any(1).sum()) for part in parts) == len(whole), "after a shard is nothing but zeros"
+            by_place = torch.stack(parts, dim=1).flatten(0, 1)       # (place, rank): by row, then the padding
+            assert by_place[:len(whole)].equal(whole), label
+            assert not by_place[len(whole):].any(), "after a shard is nothing but zeros"
         else:
             assert torch.cat(parts).equal(whole), label
         for optimizer, part in zip(ranks, parts):
@@ -148,7 +161,8 @@ def test_Optimizer__ranks_own_every_piece_once(world):
                 assert entry.weight.data_ptr() == entry.padded.data_ptr()
                 assert entry.weight.main_grad.data_ptr() == entry.main_grad.data_ptr()
     for label in BANKS:
-        assert torch.cat([optimizer.entries[label].lr_muls for optimizer in ranks]).equal(alone.entries[label].lr_muls)
+        lr_muls = [optimizer.entries[label].lr_muls for optimizer in ranks]
+        assert torch.cat(lr_muls).equal(alone.entries[label].lr_muls)
 
 def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
@@ -162,16 +176,19 @@ def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     in_bf16 = make(small(dtype="bfloat16")).state
     assert {label for label in in_bf16 if "mantissa" in in_bf16[label]} == {*BANKS}
     assert in_bf16["lm_head"]["m"].dtype == torch.float32
-    before, initial_state = memory(), tg.initial_state
+    before = memory()
+    initial_state = tg.initial_state
     monkeypatch.setattr(tg, "initial_state", with_average)
-    ex, values = executor(cfg), tg.Schedule(cfg).at(0)
-    assert memory() - before == sum(math.prod(row.shape) for row in ex.model.table.values()) * F64.itemsize
+    ex = executor(cfg)
+    numbers = sum(math.prod(row.shape) for row in ex.model.table.values())
+    assert memory() - before == numbers * F64.itemsize
     added = {label: state["another"] for label, state in ex.optimizer.state.items()}
     assert added.keys() == ex.model.table.keys()
     for number, x in enumerate(added.values(), 1):
         x.fill_(number)
-    restore, saved = ex.snapshot(), ex.whole_state(values)
-    for put_back in (restore, lambda: ex.load_state(saved["weights"] | saved["moments"])):
+    restore = ex.snapshot()
+    saved = ex.whole_state(tg.Schedule(cfg).at(0))
+    for put_back in (restore, functools.partial(ex.load_state, saved["weights"] | saved["moments"])):
         for x in added.values():
             x.zero_()
         put_back()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import json
+import operator
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -23,16 +24,14 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import executor, grad_of
+from common import BF16, F64, ROOT, executor, fabric, grad_of
 from reference import Reference
 from torch import Tensor
 
 import train_gpt as tg
 
-ROOT = Path(__file__).resolve().parent.parent
 EXTRACT = ROOT / "tests/vectors"                                     # made by make_vectors.py
 WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
-CPU = tg.Fabric(torch.device("cpu"))
 
 # Limits of the largest error over the largest absolute value of an array (over 1 if all are 0), as published with the
 # vectors: file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when stored. The first row
@@ -56,7 +55,9 @@ class Vectors:
         with np.load(oracle.path / f"{file}.npz") as arrays:
             self.arrays = dict(arrays)
         skipped = meta["padding"]["skip_keys"] + meta["loader"]["peer_shard_end_rule"]
-        self.expected = {key for key in self.arrays if not any(fnmatch.fnmatchcase(key, glob) for glob in skipped)}
+        self.expected = set(self.arrays)
+        for pattern in skipped:
+            self.expected.difference_update(fnmatch.filter(self.arrays, pattern))
         self.left = set(self.expected)
 
     def __contains__(self, key: str) -> bool:
@@ -115,9 +116,14 @@ class Oracle:
     def open(self, file: str) -> Vectors:
         return Vectors(self, file)
 
+    def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
+        """Return the file and the section of meta.json of this name."""
+        return self.open(name), self.meta[name]
+
     def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
         """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
-        recipe, sizes = self.meta["recipe"], self.meta[section]
+        recipe = self.meta["recipe"]
+        sizes = self.meta[section]
         num_slots = more.get("num_slots", recipe["num_slots"])
         rows = zip(slot_tokens, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
         untie = {**recipe, **sizes}.get("split_stage", 2)
@@ -141,8 +147,9 @@ def every_frequency(rotary: tg.Rotary) -> np.ndarray:
 
 def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:
     """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
-    return [tg.Slot(np.append(inputs, last).astype(np.int32), np.unique(borders).astype(np.int32))
-            for inputs, last, borders in zip(tokens, targets[:, -1], cu_seqlens)]
+    bounds = [np.unique(borders).astype(np.int32) for borders in cu_seqlens]
+    tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)  # with the last target: T + 1 of a slot
+    return [tg.Slot(*slot) for slot in zip(tokens, bounds)]
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     """Return whole initial weights; banks are cut to the trainer's number of layers."""
@@ -181,7 +188,7 @@ class Trajectory:
         weights = stored_weights(self.cfg, stored)
         stored.finish()
         self.run = Reference(self.cfg, weights) if naive else executor_with(self.cfg, weights)
-        self.planner = tg.Planner(self.cfg, CPU) if naive else self.run.planner
+        self.planner = tg.Planner(self.cfg, fabric()) if naive else self.run.planner
         self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
 
     def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
@@ -198,7 +205,12 @@ class Trajectory:
     def cycle(self, step: int) -> list[tg.Batch]:
         """Return batches of the step and of those that share its plans."""
         last = min(step + self.cfg.adam_every, self.schedule.total_steps)
-        return self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)]) if step < last else []
+        steps = [self.schedule.at(k) for k in range(step, last)]
+        return self.batches("{}.{}", steps) if steps else []
+
+    def plans_ahead(self) -> dict[str, tg.TablePlan] | None:
+        """Return plans of the next cycle, as the loader tells them; None in mid-cycle and at the end."""
+        return self.ready[0].plans if self.ready else None
 
     def check(self) -> None:
         vectors, total = self.vectors, self.schedule.total_steps
@@ -243,7 +255,7 @@ class Trajectory:
             vectors.check(f"grad_samp.{step}.{row.label}", grad, row.label, at=vectors[f"idx.{row.label}"])
             vectors.check(f"grad_norm.{step}.{row.label}", grad.double().norm())
         self.ready = self.ready or self.cycle(step + 1)
-        self.run.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
+        self.run.optim_step(values, self.plans_ahead)
         after = self.schedule.at(step + 1)
         vectors.check(f"split_after.{step}", not after.tied)
         state = self.run.whole_state(after)
@@ -253,7 +265,8 @@ class Trajectory:
     def check_state(self, done: int, row: tg.Parameter, after: tg.Values, state: dict[str, dict]) -> None:
         """Compare a parameter and its moments after so many steps; `after` is of the next."""
         vectors, label = self.vectors, row.label
-        at, p = vectors[f"idx.{label}"], state["weights"][label]
+        at = vectors[f"idx.{label}"]
+        p = state["weights"][label]
         vectors.check(f"samp.{done}.{label}", p, label, at)
         vectors.check(f"full.{done}.{label}", p, label)
         vectors.check(f"norm.{done}.{label}", p.double().norm())
@@ -278,9 +291,11 @@ class ConfigS:
     def __init__(self, oracle: Oracle) -> None:
         sizes = self.sizes = oracle.meta["config_s"]
         assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
-        self.stored, length = oracle.open("s_inputs"), sizes["slot_tokens"]
-        self.cfg = oracle.config("config_s", [length] * len(oracle.meta["recipe"]["windows_blocks"]), num_slots=1,
-                                 max_doc_len=length, val_batch_tokens=length)
+        self.stored = oracle.open("s_inputs")
+        length = sizes["slot_tokens"]
+        stages = len(oracle.meta["recipe"]["windows_blocks"])
+        self.cfg = oracle.config("config_s", [length] * stages, num_slots=1, max_doc_len=length,
+                                 val_batch_tokens=length)
         weights = stored_weights(self.cfg, self.stored)
         self.trainer = executor_with(self.cfg, weights)
         self.naive = Reference(self.cfg, weights)
@@ -315,18 +330,19 @@ def check_s_acts(oracle: Oracle) -> None:
         vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).slot_sums[0])
         for run in s.runs:
             vectors.check(f"{prefix}eval_loss", run.evaluate([batch], values))
-    model, rotary, length = s.trainer.model, values.rotary, batch.tokens.shape[1]     # of the last case
-    vectors.check("yarn1.windows", [values.short_window, values.long_window])
-    vectors.check("yarn1.angular_freq", every_frequency(rotary))
-    vectors.check("yarn1.attn_scale", [rotary.attn_scale] * 2)
-    for name, table in (("factor1", model.rotary_cos), ("factor2", model.rotary_sin)):
+    vectors.check("yarn1.windows", [values.short_window, values.long_window])          # of the last case
+    vectors.check("yarn1.angular_freq", every_frequency(values.rotary))
+    vectors.check("yarn1.attn_scale", [values.rotary.attn_scale] * 2)
+    length = batch.tokens.shape[1]
+    for name, table in (("factor1", s.trainer.model.rotary_cos), ("factor2", s.trainer.model.rotary_sin)):
         vectors.check(f"yarn1.{name}", table[:length])
         vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
     vectors.finish()
 
 def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
     """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
-    rows, seen = vectors["rows16"], {}
+    rows = vectors["rows16"]
+    seen = {}
     losses = s.naive.losses(s.naive.leaves(), batch, 0, values, values.mtp_weights, seen)
     for key, x in seen.items():
         vectors.check(prefix + key, x[rows] if prefix else x)
@@ -337,14 +353,17 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
     vectors.check(f"{prefix}loss_{name}", losses.sum())
     if prefix or name != "m3":
         return
-    traced = {key: x for key, x in seen.items() if key.startswith("mix") or key in ("final_norm", "raw_logits")}
-    for key, grad in reversed(list(zip(traced, torch.autograd.grad(losses.sum(), list(traced.values()))))):
+    traced = [key for key in seen if key.startswith("mix") or key in ("final_norm", "raw_logits")]
+    traced.reverse()
+    grads = torch.autograd.grad(losses.sum(), [seen[key] for key in traced])
+    for key, grad in zip(traced, grads):
         vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
 def check_s_grads(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_grads")
-    cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")] + [("yarn1.", "m2", s.stretched())]
+    cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")]
+    cases.append(("yarn1.", "m2", s.stretched()))
     for run in s.runs:
         for prefix, name, values in cases:
             run.drop_gradients()
@@ -376,8 +395,9 @@ def check_opt(oracle: Oracle) -> None:
     vectors = oracle.open("opt")
     for case, in vectors.find(r"pe_in\.(.*)"):
         x = vectors.tensor(f"pe_in.{case}")
+        matrices = x.view(-1, *x.shape[-2:])
         for polar in (tg.polar_express, reference.polar):
-            vectors.check(f"pe_out.{case}", polar(x.view(-1, *x.shape[-2:])).view(x.shape))
+            vectors.check(f"pe_out.{case}", polar(matrices).view(x.shape))
     for case, in vectors.find(r"(nm_\w+)\.p0"):
         check_normuon(vectors, case)
     check_mantissa(vectors)
@@ -390,12 +410,14 @@ def check_normuon(vectors: Vectors, case: str) -> None:
     count, height, width = p.shape
     second = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
     state = dict(momentum=torch.zeros_like(p), second=second)
-    naive_p, naive_state = p.clone(), dict(state)                        # reference.py puts new tensors in
+    naive_p = p.clone()
+    naive_state = dict(state)                                            # reference.py puts new tensors in
     key = f"{case}.per_matrix_lr_mul"
     extra = vectors.tensor(key) if key in vectors else p.new_ones(count)
     for step in range(len(vectors.find(rf"{case}\.(g\d+)"))):
         lr, shape_factor, mu, beta2, decay = torch.from_numpy(vectors[f"{case}.hyper{step}"]).unbind()
-        g, muls = vectors.tensor(f"{case}.g{step}"), (shape_factor * extra).view(-1, 1, 1)
+        g = vectors.tensor(f"{case}.g{step}")
+        muls = (shape_factor * extra).view(-1, 1, 1)
         naive_p = reference.normuon(naive_p, g, naive_state, mu, beta2, lr, muls, decay)
         tg.normuon_update(p, None, g, *state.values(), 1.0, mu, lr, muls, lr * decay, float(beta2))
         for got, moments in ((naive_p, naive_state), (p, state)):
@@ -410,7 +432,7 @@ def check_mantissa(vectors: Vectors) -> None:
         decay, lr = torch.from_numpy(vectors[f"mt.wd_lr{step}"]).unbind()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "normuon_direction", lambda *_, update=bf16(vectors[f"mt.g{step}"]): update)
-            tg.normuon_update(p.view(torch.bfloat16), mantissa, some, some, some, 1.0, lr, lr, torch.ones_like(lr),
+            tg.normuon_update(p.view(BF16), mantissa, some, some, some, 1.0, lr, lr, torch.ones_like(lr),
                               decay, 0.0)
         vectors.check(f"mt.p_out{step}", p.numpy().view(np.uint16))
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
@@ -426,21 +448,21 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
         values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step, untie=step == split_step)
         for label in labels:
             naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
-        when = "before"
-        for act in (lambda: None, lambda: naive.optim_step(values)):
-            act()
+        for when in ("before", "after"):
+            if when == "after":
+                naive.optim_step(values)
             embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie else {}
             for name, x in embed.items():
                 vectors.check(f"adam.split.embed_{name}_{when}", x)
-            when = "after"
         for label in labels:
-            for name, x in dict(p=naive.p[label], **naive.state[label], t=naive.updates[label]).items():
+            after = dict(p=naive.p[label], **naive.state[label], t=naive.updates[label])
+            for name, x in after.items():
                 vectors.check(f"adam.{label}.{name}{step}", x)
 
 
 # ---- Loader and bigram hash
 def check_loader(oracle: Oracle) -> None:
-    vectors, meta = oracle.open("loader"), oracle.meta["loader"]
+    vectors, meta = oracle.part("loader")
     sizes = "slot_tokens", "max_doc_len", "slot_tokens_after", "max_doc_len_after"
     for case, in vectors.find(r"(\w+)\.slot_tokens_maxlen"):
         vectors.check(f"{case}.slot_tokens_maxlen", [meta[case][name] for name in sizes if name in meta[case]])
@@ -464,16 +486,20 @@ def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
 
 def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
     """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
-    meta, validation = oracle.meta["loader"], case.startswith("val")
-    sizes, num_slots = meta["val" if validation else case], meta["num_slots"]
-    parts, plan = [], []                                                 # (prefix of keys, steps); sizes of each step
+    meta = oracle.meta["loader"]
+    num_slots = meta["num_slots"]
+    validation = case.startswith("val")
+    sizes = meta["val" if validation else case]
+    parts = []                                                           # (prefix of keys, steps)
+    plan = []                                                            # sizes of each step
     for ending, prefix in (("", ""), ("_before", "before."), ("_after", "after.")):
         prefix = f"{case}_w{world}.{prefix}"
         if f"{prefix}inputs" in vectors:
             parts.append((prefix, len(vectors[f"{prefix}inputs"])))
             after = ending if ending == "_after" else ""
             plan += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * parts[-1][1]
-    slot_tokens, stages = plan[0][0], len(oracle.meta["recipe"]["windows_blocks"])
+    slot_tokens, _ = plan[0]
+    stages = len(oracle.meta["recipe"]["windows_blocks"])
     cfg = oracle.config("loader", [slot_tokens] * stages, vocab_size=tg.GPT2_VOCAB, padded_vocab=tg.GPT2_VOCAB,
                         num_slots=num_slots, val_batch_tokens=num_slots * slot_tokens,
                         val_tokens=num_slots * slot_tokens * len(plan))
@@ -483,33 +509,37 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
     steps = [replace(any_values, step=step, slot_tokens=tokens) for step, (tokens, _) in enumerate(plan)]
     batches = []
     for rank in range(world):
-        fabric = tg.Fabric(CPU.device, rank, world)
+        where = fabric(rank, world)
         if validation:
-            batches.append(list(tg.ValidationSet(cfg, fabric, headers).batches(steps[0])))
+            found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
         else:
-            batches.append(list(loaded(cfg, fabric, headers, steps, plan)))
+            found = loaded(cfg, where, headers, steps, plan)
+        batches.append(list(found))
 
     done = 0
     for prefix, count in parts:
         columns = vectors.arrays.get(f"{prefix}cu_seqlens", np.zeros(0)).shape[-1]
-        fields = dict(inputs=lambda batch: batch.tokens, targets=lambda batch: batch.targets,
-                      bigram_ids=lambda batch: logical_rows(batch, "bigram_embed"),
-                      cu_seqlens=lambda batch: borders_of(batch.cu_seqlens, columns))
-        for name, field in fields.items():
-            slots = np.stack([[np.asarray(field(batch)) for batch in of_rank[done:done + count]]
-                              for of_rank in batches])
-            slots = slots.transpose(1, 2, 0, 3)                          # from (rank, step, micro, tokens)
-            vectors.check(prefix + name, slots.reshape(count, -1, world, slots.shape[-1]))
+        stored = [stored_fields(batch, columns) for of_rank in batches for batch in of_rank[done:done + count]]
+        for name in stored[0]:
+            slots = np.stack([fields[name] for fields in stored])
+            by_rank = slots.reshape(world, count, *slots.shape[1:])      # (rank, step, micro, tokens)
+            vectors.check(prefix + name, by_rank.transpose(1, 2, 0, 3))
         done += count
 
-def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
+def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
+    """Return what the vectors hold of a batch, with borders in so many columns or more."""
+    rows = logical_rows(batch, "bigram_embed")
+    borders = borders_of(batch.cu_seqlens, columns)
+    return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
+
+def loaded(cfg: tg.Config, where: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
     def cycles() -> Iterator[list[tg.Values]]:
         """Yield cycles of a step each; the vectors change between steps what a run has once."""
         for values in steps:
             loader.cfg = replace(cfg, max_doc_len=plan[values.step][1])
             yield [values]
 
-    loader = tg.Loader(cfg, fabric, headers, cycles())
+    loader = tg.Loader(cfg, where, headers, cycles())
     loader.start()
     try:
         yield from map(loader.next, steps)
@@ -518,7 +548,8 @@ def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Valu
 
 def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Return the rows of a table that a batch reads, as files and recipes number them."""
-    plan, rows = batch.plans[label], batch.rows[label].long()
+    plan = batch.plans[label]
+    rows = batch.rows[label].long()
     world = len(plan.send_counts)
     if world > 1:                                                        # else its index is of the table, not of a list
         rows = plan.my_rows[rows]
@@ -526,24 +557,27 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     return rows
 
 def check_bigram(oracle: Oracle) -> None:
-    vectors, rows = oracle.open("bigram"), oracle.meta["bigram"]["rows"]
+    vectors, meta = oracle.part("bigram")
+    rows = meta["rows"]
     vectors.check("table_rows", rows)
     previous, current = (vectors[name].astype(np.int32) for name in ("prev", "cur"))
-    in_a_row = np.concatenate([[0, 0], np.stack((previous, current), axis=1).ravel()]).astype(np.int32)
+    pairs = np.stack((previous, current), axis=1).ravel()
+    in_a_row = np.append(np.zeros(2, np.int32), pairs)
     sequence = vectors["sequence"].astype(np.int32)
-    for found in (functools.partial(tg.bigram_hash, rows=rows), functools.partial(reference.bigram_rows, rows=rows)):
-        vectors.check("row", found(in_a_row)[3::2])
-        vectors.check("first_position_row", found(in_a_row)[0])
-        second = [found(np.asarray([0, token], np.int32))[1] for token in vectors["position1_cur"]]
+    for rows_of in (tg.bigram_hash, reference.bigram_rows):
+        found = rows_of(in_a_row, rows)
+        vectors.check("row", found[3::2])
+        vectors.check("first_position_row", found[0])
+        second = [rows_of(np.asarray([0, token], np.int32), rows)[1] for token in vectors["position1_cur"]]
         vectors.check("position1_row", second)
-        vectors.check("sequence_rows", found(sequence))
+        vectors.check("sequence_rows", rows_of(sequence, rows))
     vectors.left.discard("n_extremes")                                    # a note: so many of the pairs are extremes
     vectors.finish()
 
 
 # ---- Schedule
 def check_schedule(oracle: Oracle) -> None:
-    vectors, meta = oracle.open("schedule"), oracle.meta["schedule"]
+    vectors, meta = oracle.part("schedule")
     num_slots = oracle.meta["recipe"]["num_slots"]
     small = dict(num_heads=2, model_dim=2 * meta["head_dim"], vocab_size=16, padded_vocab=16, bigram_rows=16)
     slot_tokens = [tokens // num_slots for tokens in meta["batch_tokens"]]
@@ -552,6 +586,9 @@ def check_schedule(oracle: Oracle) -> None:
     every = [schedule.at(step) for step in range(schedule.total_steps + 1)]
     windows = [(v.short_window, v.long_window) for v in every]
     before_growth = windows[-1][0], cfg.stages[every[-1].stage].long_window * cfg.window_block
+    tied = [True]                                                         # during the update of each step
+    for v in every[:-1]:
+        tied.append(tied[-1] and not v.untie)
     for name, got in dict(
             total_steps=schedule.total_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
             split_step=schedule.untie_step, boundaries=list(zip(schedule.starts, schedule.ends)),
@@ -559,7 +596,7 @@ def check_schedule(oracle: Oracle) -> None:
             stage=[v.stage for v in every], batch_size=[v.slot_tokens * num_slots for v in every],
             adam_step=[v.adam_step for v in every], mtp_count=[len(v.mtp_weights) for v in every],
             lr_normuon=[v.normuon_lr for v in every], lr_adam=[v.adam_lr for v in every],
-            tied_during_update=[not any(v.untie for v in every[:v.step]) for v in every],
+            tied_during_update=tied,
             windows_train=[*windows[:-1], before_growth], windows_final_validation=windows[-1]).items():
         vectors.check(name, got)
     for name in ("mtp", "mtp_f32"):
@@ -568,7 +605,7 @@ def check_schedule(oracle: Oracle) -> None:
             row[:len(values.mtp_weights)] = values.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
-    optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
+    optimizer = executor(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, row in optimizer.model.table.items():
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.entries[label].lr_muls[0]) if is_bank else row.lr_mul)
@@ -598,13 +635,14 @@ def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
 # ---- fp8 head
 def check_fp8(oracle: Oracle) -> None:
     """Bytes first, since the errors of fp8 are as large as its mistakes. test_kernels.py holds the trainer to these."""
-    vectors, meta = oracle.open("fp8"), oracle.meta["fp8"]
+    vectors, meta = oracle.part("fp8")
     x, w = (bf16(vectors[f"{name}16"]).double() for name in ("x", "w"))
     targets = torch.from_numpy(vectors["targets"])[None]
-    logits_dtypes = dict(f64logits=torch.float64, bf16logits=torch.bfloat16, exact=None)
+    logits_dtypes = dict(f64logits=F64, bf16logits=BF16, exact=None)
     for mode, mtp, grad_out in vectors.find(r"(\w+)\.(m\w+?)(?:\.(\w+))?\.(?:losses|grad_\w+)"):
         seed = float(vectors[meta["eighth_uses"] if grad_out == "eighth" else "grad_s.w8"] / meta["grad_scale"])
-        weights, rows = vectors[f"mtp.{mtp}"].tolist(), torch.from_numpy(vectors[f"grad_out.{grad_out or 'ones'}"])
+        weights = vectors[f"mtp.{mtp}"].tolist()
+        rows = vectors.tensor(f"grad_out.{grad_out or 'ones'}")
         found = reference.fp8_head(x, w, targets, weights, seed, rows, logits_dtypes[mode])
         prefix = ".".join(filter(None, (mode, mtp, grad_out)))
         if mode != "exact":
@@ -637,7 +675,7 @@ def cases() -> Iterator:
         for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
             yield pytest.param(path, file, id=f"{name}-{file}")
 
-@pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
+@pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
 

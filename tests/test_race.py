@@ -135,14 +135,15 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
         log.step(losses(loss), 0.0)
-    refused(tg.RunError, functools.partial(log.step, losses(10.0), 0.0), "training loss of step 2", str(bad),
-            "5.1250 at step 0", "--adam_lr", "--dtype=float32")
+    with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr", "--dtype=float32"):
+        log.step(losses(10.0), 0.0)
     log.aborted("RunError: NaN")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
-    validation = functools.partial(make_log(tmp_path / "other").validation, bad, 0.0, TextData())
-    refused(tg.RunError, validation, "validation loss at step 0", str(bad), "none")
+    log = make_log(tmp_path / "other")
+    with refused(tg.RunError, "validation loss at step 0", str(bad), "none"):
+        log.validation(bad, 0.0, TextData())
     assert events(tmp_path / "other") == []
 
 @pytest.mark.parametrize("terminal", [False, True])

@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import exact_array, few_layers, fill_randomly, grad_of, set_grad
+from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad, started_loader,
+                    tensors_of)
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
@@ -52,26 +53,10 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 
-def table_state(executor: tg.Executor) -> Arrays:
-    """This rank's rows of n-gram tables, and their state."""
-    found = {}
-    for label, table in executor.tables.items():
-        if table.home is not None:
-            table.home.settle()
-            found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
-    return found
-
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
-    """Hash every byte that a run may change, found by walking through the objects and not by the list they keep; not
-    the rotary tables, which are made again."""
-    tensors = dict(executor.model.named_parameters())
-    for label, state in executor.optimizer.state.items():
-        tensors |= {f"{label}.{name}": x for name, x in state.items()}
-    for label, table in executor.tables.items():
-        tensors[f"{label}.row_grads"] = table.row_grads
-    tensors["random"] = torch.get_rng_state()
-    arrays = table_state(executor) | {name: exact_array(x) for name, x in tensors.items()}
-    hashes = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
+    """Hash every byte that a run may change."""
+    tensors = tensors_of(executor)
+    hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
     return hashes | dict(plain=repr((executor.rotary, pending)))
 
@@ -102,10 +87,13 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
-    cfg = tiny(**fields | dict(tables=tuple(table._replace(home=home) for table in fields.get("tables", ()))))
+    tables = [table._replace(home=home) for table in fields.get("tables", ())]
+    cfg = tiny(**fields | dict(tables=tuple(tables)))
     losses, validations, found = [], [], {}
-    forward_backward, evaluate, warm_up, finish = (
-        tg.Executor.forward_backward, tg.Executor.evaluate, tg.warm_up, tg.finish)
+    forward_backward = tg.Executor.forward_backward
+    evaluate = tg.Executor.evaluate
+    warm_up = tg.warm_up
+    finish = tg.finish
 
     def seen_forward_backward(self, batch, values, *rest):
         out = forward_backward(self, batch, values, *rest)
@@ -128,7 +116,7 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
 
     def seen_finish(log, run_id, executor, *rest):
         found["state"] = whole_state(executor, log.schedule.at(log.done))
-        found["tables"] = table_state(executor)
+        found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(executor).items()}
         found["final"] = state_hashes(executor)
         return finish(log, run_id, executor, *rest)
 
@@ -232,13 +220,8 @@ def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg
     fill_randomly(executor.model, where=fabric)
     if fabric.world == 1:                                                     # else it is read from the head
         executor.model.embed.data.copy_(executor.model.lm_head.t())
-    schedule = tg.Schedule(cfg)
-    plan = [schedule.at(step) for step in range(count)]
-    cycles = [plan[first:first + schedule.cycle] for first in range(0, count, schedule.cycle)]
-    loader = tg.Loader(cfg, fabric, headers, cycles, executor.exchange_ahead)
-    loader.start()
-    yield executor, loader, plan
-    loader.close()
+    with started_loader(cfg, fabric, count, executor.exchange_ahead) as (loader, values):
+        yield executor, loader, values
 
 def pieces(rank: Rank, way: str) -> Arrays:
     """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,

@@ -5,13 +5,10 @@ The functions with an argument `rank` are what each of W ranks does; the tests a
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import ROOT, owned, plan_of, planner_of
+from common import compiled_for, interpreted, needs_triton, owned, plan_of, planner_of
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import put_together
@@ -35,8 +32,6 @@ SLOW = pytest.param(4, marks=pytest.mark.all)
 worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
 few_worlds = pytest.mark.parametrize("world", [1, 2, SLOW], ids="W{}".format)
 modes = pytest.mark.parametrize("mode", MODES)
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                  reason="no triton package: its body cannot be translated here")
 
 
 # ---- Cycles of tables ------------------------------------------------------------------------------------------------
@@ -89,8 +84,9 @@ def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable
 def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
     """A plan of this rank for these rows, exchanged."""
     fabric = table.fabric
-    planner = planner_of(tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode)), fabric, table.table)
-    plan, _ = plan_of(planner, table.table, [np.asarray([rows], np.int32)], cycle=cycle)
+    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode))
+    read = np.asarray([rows], np.int32)
+    plan, _ = plan_of(planner_of(cfg, fabric, table.table), table.table, [read], cycle=cycle)
     if fabric.world > 1:
         tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.table.label: plan})
     return plan
@@ -135,9 +131,11 @@ def test_debug_rows__a_gradient_in_rows_of_no_plan(ranks, world, mode):
 def two_cycles(rank: Rank, mode: str) -> tuple[str, float]:
     """Batches of two cycles before one update."""
     table = row_table(rank.fabric(), row_comms=mode)
-    plans = [plan_for(table, rows, cycle=rows[0]) for rows in ([3, 4], [9, 10])]
-    add_at(table, plans[0], [3, 4], torch.ones(2, WIDTH))
-    error = error_of(lambda: add_at(table, plans[1], [9, 10], torch.ones(2, WIDTH)))
+    ones = torch.ones(2, WIDTH)
+    first = plan_for(table, [3, 4], cycle=3)
+    second = plan_for(table, [9, 10], cycle=9)
+    add_at(table, first, [3, 4], ones)
+    error = error_of(lambda: add_at(table, second, [9, 10], ones))
     return error, float(returned(table).sum())
 
 @pytest.mark.parametrize("world", [1, 2], ids="W{}".format)
@@ -153,7 +151,8 @@ def refetch(rank: Rank, mode: str) -> dict[str, bool]:
     found = {}
     with late_rows(rank.rank):
         table = row_table(fabric, row_comms=mode)
-        first, second = plan_for(table, range(3, 17)), plan_for(table, (0, 1, 18, 19), cycle=1)
+        first = plan_for(table, range(3, 17))
+        second = plan_for(table, (0, 1, 18, 19), cycle=1)
 
         def is_right(plan: tg.TablePlan) -> bool:
             cache, _ = table.rows_for_forward(plan)
@@ -190,19 +189,23 @@ def test_clear__the_same_plan_again_after_an_update(ranks, world, mode):
 
 def reset(rank: Rank, mode: str) -> list[np.ndarray]:
     """Gradients after a reset in mid-cycle, with rows under way, and from the start."""
+    def addresses() -> list[int]:
+        return [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)]
+
     fabric = rank.fabric()
+    grad = torch.arange(2.0 * WIDTH).view(2, WIDTH)
     found = []
     for disturbed in (True, False):
         table = row_table(fabric, row_comms=mode)
-        buffers = [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)]
+        before = addresses()
         if disturbed:
             add_at(table, plan_for(table, [3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
             returned(table)
             table.fetch(plan_for(table, [8, 9], cycle=1))
             table.reset()
-        add_at(table, plan_for(table, [7, 12], cycle=2), [7, 12], torch.arange(2.0 * WIDTH).view(2, WIDTH))
+        add_at(table, plan_for(table, [7, 12], cycle=2), [7, 12], grad)
         found.append(returned(table))
-        assert buffers == [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)], "moved"
+        assert addresses() == before, "moved"
     return found
 
 @pytest.mark.parametrize("world", [1, 2], ids="W{}".format)
@@ -278,8 +281,9 @@ def bad_list(rank: Rank, name: str) -> str:
     plan = plans["table"]
     first = sum(plan.send_counts[:rank.world - 1])
     places = (plan.my_rows % plan.shard_size)[first:].tolist()
-    bad = {"sound": places, "too large": [*places[:-1], plan.shard_size], "negative": [-1, *places[1:]],
-           "unsorted": [places[1], places[0], *places[2:]], "duplicate": [places[0], places[0], *places[2:]]}
+    a, b, *others = places
+    bad = {"sound": places, "too large": [*places[:-1], plan.shard_size], "negative": [-1, b, *others],
+           "unsorted": [b, a, *others], "duplicate": [a, a, *others]}
 
     def corrupt(out, x, *splits, **kwargs):
         assert x[first:].tolist() == places, "another message than this case knows"
@@ -304,16 +308,20 @@ LINES = 4                                # less than a row has: its lines cross 
 
 def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)
-    tg.jitted(tg.add_rows_kernel)[(len(index),)](sums, rows, order, grad, len(index), grad.shape[1], LINES=LINES,
-                                                 WIDTH=1 << (grad.shape[1] - 1).bit_length())
+    count, width = grad.shape
+    power_of_two = 1 << (width - 1).bit_length()
+    kernel = tg.jitted(tg.add_rows_kernel)[(count,)]
+    kernel(sums, rows, order, grad, count, width, LINES=LINES, WIDTH=power_of_two)
 
 def beyond_2_to_31(add: Callable) -> list[float]:
     """Sums of three rows in a buffer of which the system keeps the pages that were written, and no more."""
     rows = 2**31 // 24 + 3
-    sums, touched = torch.empty(rows, 24), torch.tensor([0, rows - 2, rows - 1])
+    sums = torch.empty(rows, 24)
     assert sums.numel() > 2**31
+    touched = torch.tensor([0, rows - 2, rows - 1])
     sums[touched] = 1.0
-    add(sums, touched[[2, 0, 1, 2, 2]].int(), torch.arange(5.0)[:, None].expand(5, 24).contiguous())
+    grad = torch.arange(5.0)[:, None].expand(5, 24)
+    add(sums, touched[[2, 0, 1, 2, 2]].int(), grad.contiguous())
     return sums[touched].unique(dim=1).flatten().tolist()
 
 def interpret() -> dict:
@@ -327,31 +335,23 @@ def interpret() -> dict:
         sums[5] = torch.nan                                                   # of a row that no line is for
         want = sums.double().index_add(0, index.long(), grad.double())
         launch(sums, index, grad)
-        found[f"{width} {dtype}"] = [float(sums.sub(want).nan_to_num().abs().max()), int(sums.isnan().sum()) - width]
+        error = float(sums.sub(want).nan_to_num().abs().max())
+        found[f"{width} {dtype}"] = [error, int(sums.isnan().sum()) - width]
     return found | dict(large=[beyond_2_to_31(add) for add in (launch, tg.add_rows)])
 
 @needs_triton
 def test_add_rows__kernel_in_interpreter():
     """11 lines of a row in blocks of 4, the first and the last row, widths that fill no block, 2^31 elements."""
-    program = "import conftest, json, test_rows; print(json.dumps(test_rows.interpret()))"
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT / "tests",
-                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    found = json.loads(interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
     assert found.pop("large") == [[2.0, 3.0, 8.0]] * 2
     assert list(found.values()) == [[0.0, 0]] * 8
 
 def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
     """Compile for a generation of GPUs; return what is made."""
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    signature = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32",
-                     LINES="constexpr", WIDTH="constexpr")
-    source = ASTSource(fn=tg.jitted(tg.add_rows_kernel), signature=signature,
-                       constexprs={(6,): tg.ADD_ROWS_LINES, (7,): 1024})
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
+    constants = dict(LINES=tg.ADD_ROWS_LINES, WIDTH=1024)
+    made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
 
 @needs_triton

@@ -23,7 +23,8 @@ def plan(**changes) -> tg.Config:
 def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages):
     cfg = plan(stages=stages, num_scheduled_steps=30, final_long_window=20)
     schedule = tg.Schedule(cfg)
-    end, last = schedule.at(33), schedule.at(32)
+    end = schedule.at(33)
+    last = schedule.at(32)
     assert (end.short_window, end.long_window) == (last.short_window, 20 * cfg.window_block)
     assert last.long_window == stages[-1].long_window * cfg.window_block
     assert end.rotary == last.rotary == schedule.rotary[-1], "no YaRN update for the last window"
@@ -38,8 +39,10 @@ def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages
 ])
 def test_momentum_at__ramps_scale_unless_set(steps, ramps, want):
     cfg = plan(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
-    schedule, (up, down), total = tg.Schedule(cfg), want, sum(steps)
+    up, down = want
+    total = sum(steps)
     low, high = cfg.momentum_min, cfg.momentum_max
+    schedule = tg.Schedule(cfg)
     momentum = [schedule.at(step).momentum for step in range(total)]
     rising = [low + (high - low) * k / up for k in range(up)]
     falling = [high - (high - low) * k / down for k in range(down)]
@@ -51,7 +54,8 @@ KINDS = [
     dict(adam_every=1, max_steps=5),
     dict(tables=(tg.NgramTable("a_embed", 3, 100, cadence=4),), num_scheduled_steps=31, max_steps=33)]
 CASES = [dict(stages=stages) | changes for stages in (STAGES, ONE_MORE, ONE_LESS) for changes in KINDS]
-CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for stage in (0, 3, None) for every in (1, 2)]
+for stage in (0, 3, None):
+    CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
 
 @pytest.mark.parametrize("changes", CASES)
 def test_warm_up_steps__meet_every_kind_of_step(changes):
@@ -60,18 +64,26 @@ def test_warm_up_steps__meet_every_kind_of_step(changes):
     In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last.
     """
     schedule = tg.Schedule(plan(**changes))
-    kinds = {v.step: (v.stage, v.adam_step, v.tied) for v in map(schedule.at, range(schedule.end_step))}
+    every = [schedule.at(step) for step in range(schedule.end_step)]
     steps = schedule.warm_up_steps()
-    assert len(steps) == len(set(steps)) and set(steps) <= set(kinds)
-    assert {kinds[step] for step in steps} >= {kind for kind in kinds.values() if kind[1]}
-    assert {kinds[step][:2] for step in steps} == {kind[:2] for kind in kinds.values()}
+    assert len(steps) == len(set(steps)) and set(steps) <= {v.step for v in every}
+    warmed = [every[step] for step in steps]
+    assert {(v.stage, v.adam_step) for v in warmed} == {(v.stage, v.adam_step) for v in every}
+    assert {(v.stage, v.tied) for v in warmed if v.adam_step} == {(v.stage, v.tied) for v in every if v.adam_step}
     for at in range(0, len(steps), schedule.cycle):
-        first, *others = steps[at:at + schedule.cycle]
-        assert first % schedule.cycle == 0 and others == list(range(first + 1, first + 1 + len(others)))
-        assert len(others) == schedule.cycle - 1 or at + schedule.cycle > len(steps)
+        cycle = steps[at:at + schedule.cycle]
+        assert cycle[0] % schedule.cycle == 0
+        assert cycle == list(range(cycle[0], cycle[0] + len(cycle)))
+        assert len(cycle) == schedule.cycle or at + schedule.cycle > len(steps)
 
 def test_warm_up_steps__the_largest_stage_comes_first():
     assert tg.Schedule(plan(max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest reached"
+
+def check_tied(values: list[tg.Values], untie: float) -> None:
+    """The embedding reads the head up to this step, which unties it."""
+    for v in values:
+        assert v.untie == (v.step == untie)
+        assert v.tied == (v.step <= untie)
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("stages, scheduled, stage, start", [
@@ -83,32 +95,36 @@ def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(stages,
     cfg = plan(num_scheduled_steps=scheduled, stages=untied_at(stage, stages), adam_every=every)
     schedule = tg.Schedule(cfg)
     values = [schedule.at(step) for step in range(scheduled + 3)]
-    assert [v.untie for v in values] == [v.step == untie for v in values] and schedule.untie_step == untie
-    assert [v.tied for v in values] == [v.step <= untie for v in values]
-    assert [v.adam_step for v in values] == [every == 1 or v.step % 2 == 1 for v in values]
+    assert schedule.untie_step == untie
+    check_tied(values, untie)
+    assert all(v.adam_step == (every == 1 or v.step % 2 == 1) for v in values)
 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):
-    whole, cut = tg.Schedule(plan()), tg.Schedule(plan(max_steps=stop))
+    whole = tg.Schedule(plan())
+    cut = tg.Schedule(plan(max_steps=stop))
     assert (cut.end_step, cut.total_steps) == (last, 12)
-    assert [cut.at(step) for step in range(last)] == [whole.at(step) for step in reversed(range(last))][::-1], "pure"
+    backwards = [whole.at(step) for step in reversed(range(last))]
+    assert [cut.at(step) for step in range(last)] == backwards[::-1], "pure"
     assert hash(whole.at(5)) == hash(cut.at(5)), "plain numbers: no tensor, no device"
 
 @pytest.mark.parametrize("stages", TABLES.values(), ids=TABLES)
 def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_cooldown(stages):
     """Stages share 100 scheduled steps evenly; the cooldown is over 100 x (1 - 0.55), rounded down, on."""
     cfg = plan(stages=stages, num_scheduled_steps=100, num_extension_steps=10, cooldown_frac=0.55, lr_floor=0.1)
-    schedule, borders = tg.Schedule(cfg), [round(100 * k / (len(stages) - 1)) for k in range(len(stages))]
+    schedule = tg.Schedule(cfg)
+    borders = [round(100 * k / (len(stages) - 1)) for k in range(len(stages))] + [110]
     for v in map(schedule.at, range(110)):
         k = max(k for k, start in enumerate(borders) if start <= v.step)
-        row, length = stages[k], ([*borders, 110][k + 1] - borders[k])
+        row = stages[k]
         done = min(max(0, (v.step - 44) / 56), 1)
         factor = row.lr_mul * (1 - done) + 0.1 * done
         assert (v.stage, v.slot_tokens) == (k, row.batch_tokens // cfg.num_slots)
-        windows = [v.short_window / cfg.window_block, v.long_window / cfg.window_block]
-        assert windows == [row.short_window, row.long_window]
-        assert (v.adam_lr, v.normuon_lr) == pytest.approx((cfg.adam_lr * factor, cfg.normuon_lr * factor), rel=1e-12)
-        share = (v.step - borders[k]) / length
+        assert v.short_window == row.short_window * cfg.window_block
+        assert v.long_window == row.long_window * cfg.window_block
+        assert v.adam_lr == pytest.approx(cfg.adam_lr * factor, rel=1e-12)
+        assert v.normuon_lr == pytest.approx(cfg.normuon_lr * factor, rel=1e-12)
+        share = (v.step - borders[k]) / (borders[k + 1] - borders[k])
         weights = [first + (last - first) * share for first, last in zip(row.mtp_start, row.mtp_end)]
         assert v.mtp_weights == pytest.approx(weights, rel=1e-12)
 
@@ -122,14 +138,18 @@ def test_place__by_the_clock():
     """Both steps of a cycle have its place; stages, rates, momentum and token weights are those of the plan there."""
     cfg = plan(time_budget=60.0)
     planned = tg.Schedule(plan())
-    schedule = tg.Schedule(cfg, [0, 2, 2, 5, 9])
-    for step, place in enumerate([0, 0, 2, 2, 2, 2, 5, 5, 9, 9]):
-        assert by_place(schedule.at(step)) == by_place(planned.at(place)), step
-        assert schedule.at(step).adam_step == (step % 2 == 1)
-        assert schedule.at(step).validate == (step % 5 == 0)
-    between = tg.Schedule(cfg, [4.5])
-    assert planned.at(4).mtp_weights[1] > between.at(0).mtp_weights[1] > planned.at(5).mtp_weights[1]
-    assert planned.at(4).momentum <= between.at(0).momentum <= planned.at(5).momentum
+    places = [0, 2, 2, 5, 9]
+    schedule = tg.Schedule(cfg, places)
+    for step in range(2 * len(places)):
+        v = schedule.at(step)
+        assert by_place(v) == by_place(planned.at(places[step // 2])), step
+        assert v.adam_step == (step % 2 == 1)
+        assert v.validate == (step % 5 == 0)
+    between = tg.Schedule(cfg, [4.5]).at(0)
+    before = planned.at(4)
+    after = planned.at(5)
+    assert before.mtp_weights[1] > between.mtp_weights[1] > after.mtp_weights[1]
+    assert before.momentum <= between.momentum <= after.momentum
 
 def test_end_step__by_the_clock():
     """Nobody knows it until the clock has said so; then it is that cycle's first step, which is not trained."""
@@ -141,19 +161,21 @@ def test_end_step__by_the_clock():
     assert schedule.end_step == 8
     end = tg.Schedule(plan()).at(12)
     assert by_place(schedule.at(8)) == by_place(end), "the final validation's, whatever the clock says beyond the end"
-    assert tg.Schedule(plan(time_budget=60.0, max_steps=5), [0.0]).end_step == 5
-    assert tg.Schedule(plan(time_budget=60.0, max_steps=5), [0.0, 99.0]).end_step == 2
+    stopped = plan(time_budget=60.0, max_steps=5)
+    assert tg.Schedule(stopped, [0.0]).end_step == 5
+    assert tg.Schedule(stopped, [0.0, 99.0]).end_step == 2
 
 @pytest.mark.parametrize("cadence, places, untie", [
     (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
 def test_untie_step__by_the_clock(cadence, places, untie):
     """The first Adam cycle whose place has reached the stage; what was said before never changes."""
     tables = (tg.NgramTable("a_embed", 3, 100, cadence=cadence),)
-    schedule, said = tg.Schedule(plan(time_budget=60.0, tables=tables)), []
+    schedule = tg.Schedule(plan(time_budget=60.0, tables=tables))
+    said = []
     for place in places:
         schedule.places.append(place)
         first = len(said)
         said += [schedule.at(step) for step in range(first, first + cadence)]
-    assert [v.step for v in said if v.untie] == [untie] and schedule.untie_step == untie
-    assert [v.tied for v in said] == [v.step <= untie for v in said]
+    assert schedule.untie_step == untie
+    check_tied(said, untie)
     assert said == [schedule.at(step) for step in range(len(said))], "pure, however many places came later"

@@ -7,12 +7,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from common import Run, fabric, launch, losses, preset, weights
+from common import Run, before_flush, fabric, launch, losses, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -28,13 +27,7 @@ ROUNDING = 1e-8                          # of losses
 ROW_ROUNDING = 1e-6                      # a fork that divides by small norms reaches 6e-8
 WARM_UP = tg.warm_up
 
-@pytest.fixture(scope="module", autouse=True)
-def small_pieces() -> Iterator[None]:
-    """Several files of each table and rank; and no warm-up, which leaves no trace."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "PIECE_ROWS", 64)
-        patch.setattr(tg, "warm_up", lambda *_: None)
-        yield
+pytestmark = pytest.mark.usefixtures("small_pieces")
 
 def done_well(folder: Path, world: int, *flags: str) -> Run:
     """A run of so many ranks, which ends with status 0; what rank 0 left."""
@@ -151,14 +144,11 @@ def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(
 
 def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
     """Kill it with half of a file on the disk."""
-    sync = tg.sync_to_disk
-
     def half_written(path: Path) -> None:
         if path.parent.name.startswith("step-0000008") and path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        sync(path)
-    patch.setattr(tg, "sync_to_disk", half_written)
+    before_flush(patch, half_written)
 
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
     """Kill it with all files written."""
@@ -184,14 +174,11 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
 
 def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
-    sync = tg.sync_to_disk
-
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", full)
+    before_flush(monkeypatch, full)
     ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, OFTEN, f"--save={tmp_path / 'full'}")
     assert [done.status for done in ranks] == [1, 1], ranks[0].err
     assert "No space left on device" in ranks[0].out and "on rank 1" in ranks[0].out

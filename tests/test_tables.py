@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import exact_array, fabric, few_layers, fill_randomly, preset
+from common import exact_array, fabric, few_layers, fill_randomly, preset, started_loader, tensors_of
 from common import executor as make_executor
 from pytest import MonkeyPatch
 from ranks import Rank
@@ -246,25 +246,13 @@ def few_layers_and_staging() -> Iterator[None]:
 
 def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
     """These steps from the start of the data, and then every byte that a run may change."""
-    cfg = executor.cfg
-    schedule = tg.Schedule(cfg)
-    plan = [schedule.at(step) for step in range(steps)]
-    cycles = [plan[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
-    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), cycles, executor.exchange_ahead)
-    loader.start()
-    for values in plan:
-        tg.train_step(executor, loader, values)
-    loader.close()
+    with started_loader(executor.cfg, executor.fabric, steps, executor.exchange_ahead) as (loader, plan):
+        for values in plan:
+            tg.train_step(executor, loader, values)
     return all_bytes(executor)
 
 def all_bytes(executor: tg.Executor) -> dict[str, bytes]:
-    tensors = executor.state_tensors()
-    for label, table in executor.tables.items():
-        tensors[f"{label}.grads"] = table.row_grads
-        if table.home is not None:
-            table.home.settle()
-            tensors |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
-    return {name: exact_array(x).tobytes() for name, x in tensors.items()}
+    return {name: exact_array(x).tobytes() for name, x in tensors_of(executor).items()}
 
 def tables_executor(home: str, **changes) -> tg.Executor:
     """Two tables, the second of many rows, with updates after 2 and after 4 steps."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Callable
 
 import pytest
-from common import ROOT, preset, recorded_writes, refused, write_shard
+from common import ROOT, preset, recorded_writes, write_shard
 from data_common import TEXT, contents, failure, wrong_flag
 
 import train_gpt as tg

@@ -5,12 +5,11 @@ import json
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from common import ROOT, preset, random_stream, run as train
+from common import ROOT, random_stream, run as train
 from data_common import TEXT, contents, decode, failure
 
 import train_gpt as tg

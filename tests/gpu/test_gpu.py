@@ -13,7 +13,7 @@ import bench_gpu
 import gpu_cases
 import pytest
 import torch
-from common import fill_randomly, grad_of, preset, random_batch, run
+from common import fill_randomly, grad_of, preset, random_batch, run, started_loader
 from gpu_cases import BF16, CASES, F32, F64, PLAIN, TRAINER, relative
 from torch import Tensor
 
@@ -155,13 +155,9 @@ def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor
     tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home, rounding=rounding),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    schedule = tg.Schedule(cfg)
-    cycles = [list(map(schedule.at, range(first, first + 2))) for first in (0, 2, 4)]
-    loader = tg.Loader(cfg, fabric, tg.find_shards(cfg.train_files), cycles, executor.exchange_ahead)
-    loader.start()
-    for values in sum(cycles, []):
-        tg.train_step(executor, loader, values)
-    loader.close()
+    with started_loader(cfg, fabric, 6, executor.exchange_ahead) as (loader, steps):
+        for values in steps:
+            tg.train_step(executor, loader, values)
     (places, rows), = executor.tables["trigram_embed"].home.touched()
     return [places, *rows]
 

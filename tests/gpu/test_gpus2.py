@@ -5,7 +5,7 @@ what test_faults.py shows, and is tried here with --all.
 """
 import pytest
 import torch
-from common import preset, random_stream, write_shard
+from common import preset, random_stream, started_loader, write_shard
 from faults import TIMEOUT, Job
 from ranks import COMM_TIMEOUT, Rank
 
@@ -31,18 +31,13 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     with an even number of ranks, half of them own no row that anybody wants of a token."""
     shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *SIZES)
     fabric = rank.fabric(tg.Config(device=device, num_slots=rank.world, comm_timeout=COMM_TIMEOUT))
-    cfg = preset("tiny", *SIZES, device=device, compile=0)
+    cfg = preset("tiny", *SIZES, device=device, compile=0, train_files=str(shard))
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    schedule = tg.Schedule(cfg)
-    steps = list(map(schedule.at, range(schedule.end_step)))
-    cycles = [steps[first:first + schedule.cycle] for first in range(0, len(steps), schedule.cycle)]
-    loader = tg.Loader(cfg, fabric, tg.find_shards(str(shard)), cycles, executor.exchange_ahead)
-    loader.start()
     found = []
-    for values in steps:
-        losses = tg.train_step(executor, loader, values)
-        found.append(sum(fabric.gather(float(losses.slot_sums.sum()))))
-    loader.close()
+    with started_loader(cfg, fabric, tg.Schedule(cfg).end_step, executor.exchange_ahead) as (loader, steps):
+        for values in steps:
+            losses = tg.train_step(executor, loader, values)
+            found.append(sum(fabric.gather(float(losses.slot_sums.sum()))))
     return found
 
 @devices()

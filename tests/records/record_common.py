@@ -21,6 +21,7 @@ RUN_S = 200                                                   # from one start t
 TARGET = 3.28
 A_LOSSES = [3.2780, 3.2795, 3.2770, 3.2788, 3.2781]
 B_LOSSES = [3.2782, 3.2791, 3.2774, 3.2785, 3.2779]
+NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # of the sides of a bench
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)

@@ -1,12 +1,13 @@
 """records/tools/report.py: which runs count, when a word is earned, and what is printed."""
-import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NOON, OTHER_SOURCE, RUN_S, SOURCE, TARGET,
-                           call, compare, edit, events_of, make_peer, make_run, make_side, make_sides, write_events)
+from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NO_FLAGS, NOON, OTHER_SOURCE, RUN_S, SOURCE,
+                           TARGET, call, compare, edit, events_of, make_peer, make_run, make_side, make_sides,
+                           write_events)
 
 from tools import report                                     # noqa: E402
 from tools.read import ToolError, read_runs                  # noqa: E402
@@ -14,6 +15,13 @@ from tools.read import ToolError, read_runs                  # noqa: E402
 DAY_S = 86_400
 HIGHER = [loss + 0.01 for loss in B_LOSSES]                   # above the target for sure
 LEVEL = [TARGET + off for off in (-0.0002, 0.0008, -0.0011, 0.0004, -0.0006)]
+
+def show(pool: Path, *options: object) -> dict:
+    return report.show(report.side_of("pool", [pool]), *options)
+
+def place(log: Path, pool: Path) -> dict:
+    run, = read_runs([log]).runs
+    return report.place(run, report.side_of("pool", [pool]))
 
 @pytest.mark.parametrize("of_b, word", [
     (dict(), "faster"), (dict(times=[seconds + 2 for seconds in B_TIMES]), "slower"),
@@ -45,18 +53,21 @@ def test_compare__numbers_of_runs_in_turn(tmp_path):
 def test_compare__no_word_where_sides_are_not_in_turn(tmp_path, of_b, why):
     """Fault 2: after a step of 0.4 % between all A and all B, 55 of 60 draws got a false word."""
     known = dict(driver="570.1", buses="one")
-    a, b = make_sides(tmp_path, known | (dict(apart=RUN_S) if of_b.get("apart") else {}), known | of_b)
+    of_a = dict(apart=RUN_S) if of_b.get("apart") else {}
+    a, b = make_sides(tmp_path, known | of_a, known | of_b)
     found = compare(a, b, TARGET)
     assert found["verdict"] == "not measured in turn" and why in found["reason"], found["reason"]
-    assert "python records bench" in found["reason"] and found["time"].p is None
-    assert found["share"] is None and found["time"].mean == pytest.approx(np.mean(B_TIMES) - np.mean(A_TIMES))
+    assert "python records bench" in found["reason"]
+    assert found["time"].p is None and found["share"] is None
+    assert found["time"].mean == pytest.approx(np.mean(B_TIMES) - np.mean(A_TIMES))
 
 def test_compare__fewer_steps_on_another_machine_make_no_word(tmp_path):
     """Fault 1: a program with 1 % fewer but dearer steps and no gain was `faster` in 25.7 % of draws."""
     rng = np.random.default_rng(0)
     for draw in range(10):
         times = (80 * rng.normal(0.99, 0.0008, 5)).tolist()
-        a, b = make_sides(tmp_path / str(draw), dict(buses="one"), dict(times=times, steps=9, buses="two"))
+        of_b = dict(times=times, steps=9, buses="two")
+        a, b = make_sides(tmp_path / str(draw), dict(buses="one"), of_b)
         found = compare(a, b, TARGET)
         assert found["verdict"] == "not measured in turn" and "another machine" in found["reason"]
 
@@ -67,13 +78,15 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason):
     """Fault 9: the first reason was "python differs"; words for 8 GPUs against 1 must not exist."""
     found = compare(*make_sides(tmp_path, b=b), TARGET)
     assert (found["verdict"] == "not comparable") == bool(first_reason)
-    assert not first_reason or found["reason"].startswith("other ") and first_reason in found["reason"], found["reason"]
+    if first_reason:
+        assert found["reason"].startswith("other ") and first_reason in found["reason"], found["reason"]
 
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path):
     """Fault 6: a pool against itself."""
     a, b = make_sides(tmp_path)
     assert compare(a, a)["reason"] == "5 runs are on both sides"
-    mixed = report.compare(report.side_of("A", [a]), report.side_of("B", [b, make_run(tmp_path / "c", 9, 3.27, 78.0)]))
+    c = make_run(tmp_path / "c", 9, 3.27, 78.0)
+    mixed = report.compare(report.side_of("A", [a]), report.side_of("B", [b, c]))
     assert mixed["verdict"] == "not comparable" and "B mixes source_sha256" in mixed["reason"]
 
 def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
@@ -83,10 +96,11 @@ def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
     assert compare(a, b, TARGET, True)["verdict"] == "same program"
     for log in b.glob("*/log.jsonl"):
         header, *events = events_of(log)
-        later = {key: fact for key, fact in header.items() if key != "type"} | dict(source_sha256="9" * 64)
-        write_events(log, [header, *events[:6], dict(type="resumed", step=4, **later), *events[6:]])
+        later = header | dict(type="resumed", step=4, source_sha256="9" * 64)
+        write_events(log, [header, *events[:6], later, *events[6:]])
     found = compare(a, b, TARGET)
-    assert found["verdict"] != "same program" and any("resumed with another source" in note for note in found["notes"])
+    assert found["verdict"] != "same program"
+    assert any("resumed with another source" in note for note in found["notes"])
 
 @pytest.mark.parametrize("losses, word, said", [
     ([3.2751], "not proven", "not proven by 1 of 1 started (n = 1)"), ([3.29], "not proven", "(n = 1)"),
@@ -94,16 +108,18 @@ def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
     (LEVEL, "not proven", "not proven by 5 of 5 started")])
 def test_proof__n_p_and_how_many_were_started(tmp_path, losses, word, said):
     """Fault 4: one run was `no record`."""
-    found = report.show(report.side_of("pool", [make_side(tmp_path / "a", losses, [80.0] * len(losses))]), TARGET)
+    found = show(make_side(tmp_path / "a", losses, [80.0] * len(losses)), TARGET)
     assert found["verdict"] == word and said in found["reason"], found["reason"]
 
 def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path):
     """Fault 6: the word did not change when runs were left out or unfinished."""
     pool = make_side(tmp_path / "a")
+    aborted = dict(type="aborted", cause="Ctrl-C")
     for seed in (7, 8):
-        log = make_run(pool / f"seed{seed}", seed, 3.29, 80.0, NOON + 9000 + seed * RUN_S) / "log.jsonl"
-        write_events(log, events_of(log)[:5] + [dict(type="aborted", cause="Ctrl-C")])
-    found = report.show(report.side_of("pool", [pool]), TARGET)
+        run = make_run(pool / f"seed{seed}", seed, 3.29, 80.0, NOON + 9000 + seed * RUN_S)
+        events = events_of(run / "log.jsonl")[:5]
+        write_events(run / "log.jsonl", [*events, aborted])
+    found = show(pool, TARGET)
     assert found["verdict"] == "proven" and "proven by 5 of 7 started (n = 5" in found["reason"]
     assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
 
@@ -111,11 +127,11 @@ def test_proof__lists_in_a_readme_are_stated(tmp_path):
     """Fault 4: lists beside a single log were not read."""
     make_peer(tmp_path / "one.txt", 3.279, 80.0)
     (tmp_path / "README.md").write_text(f"losses = {A_LOSSES}\n")
-    found = report.show(report.side_of("pool", [tmp_path]), TARGET)
+    found = show(tmp_path, TARGET)
     assert found["verdict"] == "not proven" and "(n = 1)" in found["reason"]
     assert any("a README states 5 losses, mean 3.27828" in note and "not counted" in note for note in found["notes"])
     (tmp_path / "one.txt").unlink()
-    alone = report.show(report.side_of("pool", [tmp_path]), TARGET)
+    alone = show(tmp_path, TARGET)
     assert alone["verdict"] == "proven" and "as stated" in alone["reason"]
 
 def test_verdict__systems_waives_p(tmp_path):
@@ -126,56 +142,68 @@ def test_verdict__systems_waives_p(tmp_path):
     assert found["verdict"] == "faster" and found["reason"].startswith("stated as a systems change, p is waived; B ")
     worse = compare(*make_sides(tmp_path / "more", b=dict(losses=HIGHER)), TARGET, True)
     assert worse["verdict"] == "undecided" and "but losses differ by +0.0099" in worse["reason"]
-    assert report.show(report.side_of("pool", [b]), TARGET, True)["verdict"] == "systems"
+    assert show(b, TARGET, True)["verdict"] == "systems"
 
 @pytest.mark.parametrize("off, word", [(0.01, "higher loss"), (-0.01, "lower loss"), (0.0, "faster")])
 def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word):
-    found = compare(*make_sides(tmp_path, b=dict(losses=[loss + off for loss in B_LOSSES])))
+    losses = [loss + off for loss in B_LOSSES]
+    found = compare(*make_sides(tmp_path, b=dict(losses=losses)))
     assert found["verdict"] == word and "B takes 1.2" in found["reason"]
 
 def test_in_words__one_seed_a_side_gives_the_difference(tmp_path):
     """Fault 11: one seed a side gave none."""
-    a, b = make_sides(tmp_path, dict(losses=[3.278], times=[80.0]), dict(losses=[3.281], times=[79.0]))
+    a = make_side(tmp_path / "a", [3.278], [80.0])
+    b = make_side(tmp_path / "b", [3.281], [79.0], NOON + RUN_S, source=OTHER_SOURCE)
     status, out, _ = call("compare", a, b)
-    assert "loss    +0.00300 nats (no test)" in out and "time    -1.000 s (no test)" in out and status == 7
+    assert "loss    +0.00300 nats (no test)" in out and "time    -1.000 s (no test)" in out
+    assert status == 7
 
 def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path):
     """Fault 11: lists of files took 700 characters."""
-    a, b = make_sides(tmp_path, b=dict(config={f"setting_{n}": n for n in range(20)}, losses=B_LOSSES, python="3.12"))
+    settings = {f"setting_{n}": n for n in range(20)}
+    a, b = make_sides(tmp_path, b=dict(config=settings, python="3.12"))
     for number in range(30):
         (b / f"notes-{number}.txt").write_text("no log\n")
         (b / f"trainer-{number}.py").write_text("pass\n")
     for verb in (["compare", a, b], ["show", b]):
         _, out, _ = call(*verb, f"--target={TARGET}")
-        assert len(out.splitlines()) <= 25, out
+        lines = out.splitlines()
+        assert len(lines) <= 25 and max(map(len, lines)) < 250, out
         assert "65 files not read: 35 not a log by its name, 30 no validation line" in out
-        assert max(map(len, out.splitlines())) < 250 and "inf" not in out.replace("info", "") and "nan" not in out
+        assert "inf" not in out.replace("info", "") and "nan" not in out
 
 def test_differing__of_tables_the_rows_that_differ(tmp_path):
     """Fault 11: `stages` differ row by row."""
     stages = [dict(steps=n, lr=1.0) for n in range(6)]
     others = [*stages[:3], dict(steps=3, lr=0.5), *stages[4:]]
-    found = compare(*make_sides(tmp_path, dict(config=dict(stages=stages)), dict(config=dict(stages=others))))
+    of_a = dict(config=dict(stages=stages))
+    of_b = dict(config=dict(stages=others))
+    found = compare(*make_sides(tmp_path, of_a, of_b))
     assert [line for line in found["differs"] if line.startswith("stages")] == ["stages[3] lr 1.0 -> 0.5"]
 
 def test_side_of__times_that_contradict_their_averages_do_not_count(tmp_path):
     """Fault 3: all times less 1.2 s passed as `faster`."""
-    for seed in range(5):
-        make_peer(tmp_path / f"a/{seed}.txt", A_LOSSES[seed], A_TIMES[seed], NOON + 2 * RUN_S * seed)
-        make_peer(tmp_path / f"b/{seed}.txt", B_LOSSES[seed], A_TIMES[seed] + seed / 100, NOON + RUN_S * (2 * seed + 1),
-                  source=OTHER_SOURCE, less_s=1.2)
-    found = compare(tmp_path / "a", tmp_path / "b", TARGET)
+    a = tmp_path / "a"
+    b = tmp_path / "b"
+
+    def make_b(seconds: list[float], **changes) -> None:
+        for seed, loss in enumerate(B_LOSSES):
+            started = NOON + RUN_S * (2 * seed + 1)
+            make_peer(b / f"{seed}.txt", loss, seconds[seed], started, source=OTHER_SOURCE, **changes)
+
+    for seed, loss in enumerate(A_LOSSES):
+        make_peer(a / f"{seed}.txt", loss, A_TIMES[seed], NOON + 2 * RUN_S * seed)
+    make_b([s + seed / 100 for seed, s in enumerate(A_TIMES)], less_s=1.2)
+    found = compare(a, b, TARGET)
     assert found["verdict"] == "not measured in turn" and "B has no times that count" in found["reason"]
     assert any("times of 5 runs do not count" in note for note in found["notes"])
-    for seed in range(5):
-        make_peer(tmp_path / f"b/{seed}.txt", B_LOSSES[seed], A_TIMES[seed] - 1.2, NOON + RUN_S * (2 * seed + 1),
-                  source=OTHER_SOURCE)
-    assert compare(tmp_path / "a", tmp_path / "b", TARGET)["verdict"] == "faster"
+    make_b([s - 1.2 for s in A_TIMES])
+    assert compare(a, b, TARGET)["verdict"] == "faster"
 
 def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path):
     pool = make_side(tmp_path / "a")
     make_run(pool / "longer", 8, 3.1, 160.0, steps=20)
-    assert "mixes ends" in report.show(report.side_of("pool", [pool]))["reason"]
+    assert "mixes ends" in show(pool)["reason"]
     log = make_run(tmp_path / "b/cut", 9, 3.1, 80.0) / "log.jsonl"
     write_events(log, events_of(log)[:9])
     with pytest.raises(ToolError, match="at least one finished run"):
@@ -183,25 +211,27 @@ def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path):
 
 @pytest.mark.parametrize("planned, looks_at", [(10, [4, 6, 10]), (6, [4, 6])])
 def test_turns_of__a_bench_counts_to_its_last_look(tmp_path, planned, looks_at):
-    lines = [dict(type="bench", pairs=planned, sides={"A": {"flags": []}, "B": {"flags": []}})]
-    for pair in range(5):
-        for place, name in enumerate("AB" if pair % 2 == 0 else "BA"):
-            number = 2 * pair + place + 1
-            seconds = (A_TIMES if name == "A" else B_TIMES)[pair]
-            folder = f"runs/{number:03}_{name}"
-            make_run(tmp_path / folder / "logs/x", pair, 3.27 + pair / 1e4, seconds + number / 1e3,
-                     NOON + number * RUN_S, source=OTHER_SOURCE if name == "B" else "a\n")
-            lines.append(dict(type="end", run=number, pair=pair, side=name, folder=folder, outcome="done"))
+    times = dict(A=A_TIMES, B=B_TIMES)
+    sources = dict(A="a\n", B=OTHER_SOURCE)
+    lines = [dict(type="bench", pairs=planned, sides=NO_FLAGS)]
+    for number, name in enumerate("ABBAABBAAB", 1):
+        pair = (number - 1) // 2
+        seconds = times[name][pair] + number / 1e3
+        folder = f"runs/{number:03}_{name}"
+        make_run(tmp_path / folder / "logs/x", pair, 3.27 + pair / 1e4, seconds, NOON + number * RUN_S, sources[name])
+        lines.append(dict(type="end", run=number, pair=pair, side=name, folder=folder, outcome="done"))
     write_events(tmp_path / "manifest.jsonl", lines)
     sides = [report.side_of(name, sorted(tmp_path.glob(f"runs/*_{name}"))) for name in "AB"]
     turns = report.turns_of(*sides)
-    assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5) and turns.planned == planned
+    assert turns.planned == planned
+    assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5)
     assert "".join("AB"[is_b] for is_b in turns.is_b) == "ABBAABBA"
 
 def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path):
     make_run(tmp_path / "runs/001_A/logs/x", 0, 3.27, 80.0)
-    lines = [dict(type="start", run=n, pair=n, side="A", folder=f"runs/00{n}_A") for n in (1, 2)]
-    lines.append(dict(type="end", run=1, pair=1, side="A", folder="runs/001_A", outcome="done"))
+    first = dict(run=1, pair=1, side="A", folder="runs/001_A")
+    second = dict(run=2, pair=2, side="A", folder="runs/002_A")
+    lines = [dict(type="start", **first), dict(type="start", **second), dict(type="end", **first, outcome="done")]
     write_events(tmp_path / "manifest.jsonl", lines)
     assert report.side_of("A", [tmp_path]).started == 2
     with open(tmp_path / "manifest.jsonl", "a") as file:
@@ -216,11 +246,13 @@ def test_placed__false_alarms_by_draws():
     rng = np.random.default_rng(2)
     outside = 0
     for _ in range(500):
-        walks = rng.normal(size=(2, 9, 12)).cumsum(axis=2) + rng.normal(size=(2, 9, 1))
+        walks = rng.normal(size=(2, 9, 12)).cumsum(axis=2)
+        walks += rng.normal(size=(2, 9, 1))
         alarm = False
         for walk in walks:                                    # of losses, of times
-            pool = [dict(enumerate(values)) for values in walk[1:]]
-            alarm |= not report.placed(dict(enumerate(walk[0])), pool)[-1].inside
+            run, *pool = [dict(enumerate(values)) for values in walk]
+            last = report.placed(run, pool)[-1]
+            alarm |= not last.inside
         outside += alarm
     assert outside <= 13, outside                             # 5 are expected
 
@@ -240,12 +272,11 @@ def test_place__while_a_run_goes_on(tmp_path):
     events = events_of(log)[:10]
     del events[-1]["train_loss"]
     write_events(log, events)
-    found = report.place(*read_runs([log]).runs, report.side_of("pool", [pool]))
+    found = place(log, pool)
     assert found["reached"] == 6 and not found["finished"] and found["verdict"] == "outside"
     assert found["reason"].startswith("time at step 6 is +1.2") and "still going" in found["notes"][-1]
-    elsewhere = make_side(tmp_path / "other", hardware="NVIDIA H200 x 8")
-    word = report.place(*read_runs([log]).runs, report.side_of("pool", [elsewhere]))
-    assert word["verdict"] == "inside" and any("time is not judged" in note for note in word["notes"])
+    found = place(log, make_side(tmp_path / "other", hardware="NVIDIA H200 x 8"))
+    assert found["verdict"] == "inside" and any("time is not judged" in note for note in found["notes"])
 
 def test_place__an_early_point_outside_is_a_remark(tmp_path):
     pool = make_side(tmp_path / "pool")
@@ -253,7 +284,7 @@ def test_place__an_early_point_outside_is_a_remark(tmp_path):
     events = events_of(log)
     events[2]["val_loss"] = 9.0
     write_events(log, events)
-    found = report.place(*read_runs([log]).runs, report.side_of("pool", [pool]))
+    found = place(log, pool)
     assert found["verdict"] == "inside" and "loss is outside its band at steps 0" in found["notes"]
 
 @pytest.mark.parametrize("argv, status, said", [
