@@ -101,12 +101,12 @@ add_fast_attention() {  # for GPUs. Nothing here ends a run: with another attent
 }
 
 run_tests() {
-    local folder=tests arg duration="about 6 minutes on 2 quiet cores"
+    local folder=tests arg duration="about 4 minutes on 2 quiet cores"
     local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
     [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
     for arg in "$@"; do
         [[ $arg == --all ]] || processes='' duration=''       # a few tests are not worth their start
-        [[ $arg != --all ]] || duration="with the long ones about 40 minutes on 2 quiet cores"
+        [[ $arg != --all ]] || duration="with the long ones about 25 minutes on 2 quiet cores"
         [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
     done
     [[ -z $duration ]] || say "tests: $duration; a dot is a test that passed, an s one that was skipped"
