@@ -1,5 +1,6 @@
 """data/pocket.py on the standard library of the Python that runs the tests."""
 import base64
+import json
 import os
 import random
 import subprocess
@@ -9,11 +10,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import ROOT
+from common import ROOT, preset
 from data_common import contents, failure
+
+import train_gpt as tg
 
 import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
+
+def test_shipped_data__are_those_of_the_records():
+    """Every byte that a run of preset pocket reads, as the trainer hashes it, and as the logs of the records have it."""
+    headers = []
+    for field in ("train_files", "val_files"):
+        headers += tg.find_shards(str(ROOT / tg.PRESETS["pocket"][field]))
+    shipped = tg.scan_shards(headers)
+    assert shipped == "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
+    logs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/log.jsonl"))
+    stated = {json.loads(log.open().readline())["data_sha256"] for log in logs}
+    assert len(logs) == 6 and stated == {shipped}
+    assert len(tg.read_vocabulary(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
+
+def test_shipped_data__come_with_their_licence():
+    """In full: what its second clause wants retained, and a summary of the changes, as its third wants."""
+    licence = (ROOT / "data/pocket/LICENSE").read_text()
+    for part in ("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "2022, 2023 Python Software Foundation",
+                 "BEOPEN.COM LICENSE AGREEMENT FOR PYTHON 2.0", "CNRI LICENSE AGREEMENT FOR PYTHON 1.6.1",
+                 "CWI LICENSE AGREEMENT FOR PYTHON 0.9.0 THROUGH 1.2"):
+        assert part in licence
+    report = json.loads((ROOT / "data/pocket/pocket.json").read_text())
+    page = (ROOT / "data/pocket/README.md").read_text()
+    assert report["python"] == "cpython 3.11.7" and "CPython 3.11.7" in page and "**Changed:**" in page
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
