@@ -826,8 +826,8 @@ def find_shards(pattern: str):
 def read_header(path: Path):
     """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
-         "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
-         "--val_files=", DataError)
+         "a .bin shard", "preset pocket: run where data/pocket is, as in a clone; preset record: python "
+         "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", DataError)
     size = path.stat().st_size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter

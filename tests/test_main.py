@@ -314,7 +314,7 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "leave the flag out"),
     (["--resume=old_run"], 2, "old_run/settings.json", "one of an older trainer needs that trainer"),
     (["--bigram_rows=2000000000"], 1, "memory", "GiB to use", "weights 238", "moments", "a smaller model"),
-    (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "pocket.py"),
+    (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "where data/pocket is"),
     (["--train_files=formula:512:511:200:1"], 2, "too few training tokens", "200", "--epochs=0"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),

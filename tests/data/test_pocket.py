@@ -83,7 +83,10 @@ def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(o
     before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     command = [sys.executable, str(ROOT / "data/pocket.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made, shipped = (contents(folder) for folder in (out, ROOT / "data/pocket"))
+    same = all(made[name] == shipped[name] for name in made if name.endswith((".bin", ".txt")))
     assert "nothing to do" in done.stdout
+    assert ("the same bytes as" in done.stdout, "NOT the bytes" in done.stdout) == (same, not same)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == times
     subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
     assert contents(out) == before
@@ -114,3 +117,12 @@ def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
     (tmp_path / "os.py").write_text("import sys\n")
     assert "different pieces, expected 2,047; use a complete Python" in failure(pocket, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_main__never_writes_into_the_shipped_folder(tmp_path, below):
+    """Not through a link either, and not with --force."""
+    (tmp_path / "link").symlink_to(ROOT / "data/pocket")
+    before = contents(ROOT / "data/pocket")
+    assert "found the shipped data, expected a folder of its own" in failure(
+        pocket, f"--out={tmp_path}/link/{below}", "--force")
+    assert contents(ROOT / "data/pocket") == before
