@@ -3779,7 +3779,8 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         log.total = log.done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
     end = schedule.at(log.done)
-    loss = executor.evaluate(validation.batches(end), end)
+    with log.phase("evaluation"):
+        loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 

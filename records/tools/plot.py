@@ -58,6 +58,7 @@ def chain(entries: Sequence[tuple[Facts, list[Run]]], path: Path) -> bool:
     figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
     if figure is None:
         return False
+    shown = []
     for result, runs in entries:
         its = result["in_turn"].get("base", {"ratio": 1.0, "low": 1.0, "high": 1.0})
         color = COLORS[result["class"] == "table"]
@@ -67,9 +68,12 @@ def chain(entries: Sequence[tuple[Facts, list[Run]]], path: Path) -> bool:
         xs, losses = sampled(runs, True, 1)
         share = its["ratio"] / np.mean([run.seconds for run in runs])
         right.plot(share * xs, losses.mean(0), color=color, linewidth=2)
+        shown += losses[:, xs >= SHOWN_FROM * xs[-1:]].ravel().tolist()
         last = its["ratio"], np.mean([run.loss for run in runs])
         for axes, place in ((left, (day, its["ratio"])), (right, last)):
             axes.annotate(f" {result['stated']['number']}", place, color=color, fontsize=17)
+        right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
+    right.set_ylim(min(shown, default=0) - 0.1, max(shown, default=10) + 0.1)
     left.xaxis_date()
     left.tick_params(axis="x", labelrotation=25)
     for axes, label in ((left, "training time over the base's"), (right, "validation loss (nats per token)")):
