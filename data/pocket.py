@@ -2,9 +2,10 @@
 
     python data/pocket.py [--out data/pocket_made] [--force]
 
-It says whether the bytes are those of data/pocket, and never writes there. No download, no packages. A document is a top-level definition with what follows it, or the text before the first; one
-longer than 256 tokens goes on in further documents. Validation files share no source file with training files. The
-vocabulary has 2,048 tokens: 256 bytes, the 1,791 most common pieces of the training files, and last the document start.
+It says whether the bytes are those of data/pocket, and never writes there. No download, no packages. A document is a
+top-level definition with what follows it, or the text before the first; one longer than 256 tokens goes on in further
+documents. Validation files share no source file with training files. The vocabulary has 2,048 tokens: 256 bytes, the
+1,791 most common pieces of the training files, and last the document start.
 For one Python version always the same bytes; a later call that finds all files whole does nothing.
 """
 import argparse

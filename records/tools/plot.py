@@ -18,6 +18,7 @@ COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
 GRID = 200                             # places on the x axis at which runs are averaged
 SMOOTHING = 0.04                       # share of the run over which training losses are averaged
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # the time of a base over that of the base
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
@@ -52,32 +53,34 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
     save(figure, path)
     return True
 
-def chain(entries: Sequence[tuple[Facts, list[Run]]], path: Path) -> bool:
-    """Draw the time of the entries of a chain (result.json, runs), as a share of the base's with its 99 % interval,
+def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
+    """Draw the time of the entries of a chain (result.json, and runs), as a share of the base's with its 99 % interval,
     against their date, and their loss against that time. Returns False, and says why, without matplotlib."""
     figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
     if figure is None:
         return False
     shown = []
-    for result, runs in entries:
-        its = result["in_turn"].get("base", {"ratio": 1.0, "low": 1.0, "high": 1.0})
+    for result, runs in zip(results, pools):
+        its = result["in_turn"].get("base", ITSELF)
+        ratio = its["ratio"]
         color = COLORS[result["class"] == "table"]
         day = min(run.started or 0.0 for run in runs) / 86_400
-        bars = [[its["ratio"] - its["low"]], [its["high"] - its["ratio"]]]
-        left.errorbar(day, its["ratio"], bars, color=color, marker="o", markersize=9, capsize=6)
+        bars = [[ratio - its["low"]], [its["high"] - ratio]]
+        left.errorbar(day, ratio, bars, color=color, marker="o", capsize=6)
         xs, losses = sampled(runs, True, 1)
-        share = its["ratio"] / np.mean([run.seconds for run in runs])
+        share = ratio / np.mean([run.seconds for run in runs])
         right.plot(share * xs, losses.mean(0), color=color, linewidth=2)
-        shown += losses[:, xs >= SHOWN_FROM * xs[-1:]].ravel().tolist()
-        last = its["ratio"], np.mean([run.loss for run in runs])
-        for axes, place in ((left, (day, its["ratio"])), (right, last)):
-            axes.annotate(f" {result['stated']['number']}", place, color=color, fontsize=17)
+        seen = losses[:, xs >= SHOWN_FROM * xs[-1:]]
+        shown += seen.ravel().tolist()
+        name = f" {result['stated']['number']}"
+        left.annotate(name, (day, ratio), color=color, fontsize=17)
+        right.annotate(name, (ratio, np.mean([run.loss for run in runs])), color=color, fontsize=17)
         right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
     right.set_ylim(min(shown, default=0) - 0.1, max(shown, default=10) + 0.1)
     left.xaxis_date()
     left.tick_params(axis="x", labelrotation=25)
-    for axes, label in ((left, "training time over the base's"), (right, "validation loss (nats per token)")):
-        axes.set_ylabel(label, color=INK, fontsize=17)
+    left.set_ylabel("training time over the base's", color=INK, fontsize=17)
+    right.set_ylabel("validation loss (nats per token)", color=INK, fontsize=17)
     figure.suptitle("blue: class plain, orange: class table", color=INK, fontsize=15)
     save(figure, path)
     return True

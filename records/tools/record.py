@@ -44,6 +44,7 @@ RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", 
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
 
 Problem = tuple[str, Any, Any]         # what, found, expected
+Sides = dict[str, Side]                # by group
 
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
@@ -114,10 +115,14 @@ def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
 
 def entries_of(root: Path, track: str) -> list[Facts]:
     """All entries of a track, oldest first."""
-    found = [(result["stated"], result) for result in map(load, folders(root))]
-    return [result for stated, result in found if (stated["kind"], stated["track"]) == ("entry", track)]
+    found = []
+    for result in map(load, folders(root)):
+        stated = result["stated"]
+        if (stated["kind"], stated["track"]) == ("entry", track):
+            found.append(result)
+    return found
 
-def rivals(root: Path, stated: Facts) -> dict[str, Facts]:
+def rivals(root: Path, stated: Facts) -> Facts:
     """Whom an entry of a chain has to race in turn: its parent, and its base; nobody, if it is the base."""
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
@@ -149,7 +154,7 @@ def read_log(path: Path) -> Run:
     except (OSError, NotALog) as error:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
-def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
+def grouped(folder: Path, stated: Facts) -> Sides:
     """The logs of a record, by group."""
     sides = {}
     for name, members in stated["groups"].items():
@@ -166,7 +171,7 @@ def class_of(settings: Facts) -> str | None:
         return None
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
 
-def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Problem]:
+def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     """Why these runs are no record, or no entry of its track."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
@@ -199,7 +204,7 @@ def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Prob
     if stated["kind"] == "entry":
         yield from misfits(folder, sides, stated)
 
-def misfits(folder: Path, sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
+def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
     """Which rules of its track an entry breaks, as far as logs can show it."""
     track = TRACKS.get(stated["track"])
     if track and track.is_chain:
@@ -219,7 +224,7 @@ def misfits(folder: Path, sides: dict[str, Side], stated: Facts) -> Iterator[Pro
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
-def broken_links(sides: dict[str, Side], stated: Facts, opponents: dict[str, Facts]) -> Iterator[Problem]:
+def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
     """Which rules of a chain an entry breaks."""
     track = TRACKS[stated["track"]]
     main = sides[stated["main"]]
@@ -236,18 +241,21 @@ def broken_links(sides: dict[str, Side], stated: Facts, opponents: dict[str, Fac
         if word != "faster":
             yield f"time beside the {role}, {folder_name(opponent)}", word, "faster, in turn with it"
 
-def in_turn(sides: dict[str, Side], stated: Facts, opponents: dict[str, Facts]) -> Facts:
+def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
     """By role: an entry's time over that of its parent, and of its base, by the runs of both in one bench."""
     found = {}
     for role, opponent in opponents.items():
         side = sides.get(opponent["stated"]["number"])
         benches = {report.noted(run)[0] for run in side.runs} if side else ()
         own = [run for run in sides[stated["main"]].runs if report.noted(run)[0] in benches]
-        its = report.compare(side, Side("B", own, [], Reading(own), len(own))) if own else {}
-        if its.get("share"):
-            found[role] = {"record": folder_name(opponent), "pairs": its["pairs"], "loss": its["loss"]}
-            found[role] |= {name: 1 + part for name, part in zip(("ratio", "low", "high"), its["share"])}
-            found[role]["word"] = statistics.time_word(its["share"], its["level"])
+        if not own:
+            continue
+        its = report.compare(side, Side("B", own, [], Reading(own), len(own)))
+        share = its["share"]
+        if share:
+            word = statistics.time_word(share, its["level"])
+            found[role] = {"record": folder_name(opponent), "pairs": its["pairs"], "loss": its["loss"], "word": word}
+            found[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
     return found
 
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
@@ -268,7 +276,7 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
         if int(step) != point.step or off > 1:
             yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
-def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
+def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
@@ -411,7 +419,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             (staged / f"sources/{name}.diff").write_bytes(diff.encode())
 
 def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
-         opponents: dict[str, Facts]) -> None:
+         opponents: Facts) -> None:
     """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest; in a chain the
     opponent whose run it is, or none) and the trainer that made it, beside it or in a folder above."""
     manifest, noted = report.noted(run)
@@ -424,8 +432,10 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     if opponents:                                                           # a bench has a folder of its own
         program = run.facts["source_sha256"], rounded(config(run))
-        known = {its["stated"]["number"]: (main_pool(its)["source_sha256"], its["config"]) for its in opponents.values()}
-        label = next((number for number, its in known.items() if its == program), "")
+        label = ""
+        for its in opponents.values():
+            if program == (main_pool(its)["source_sha256"], its["config"]):
+                label = its["stated"]["number"]
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = staged / "logs" / name
     if copy.exists():
@@ -539,7 +549,7 @@ def table(args: argparse.Namespace, root: Path) -> int:
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
         sides = [grouped(root / folder_name(entry), entry["stated"]) for entry in chained]
-        plot.chain([(entry, side[""].runs) for entry, side in zip(chained, sides)], args.plot)
+        plot.chain(chained, [side[""].runs for side in sides], args.plot)
     for title, rows in boards.items():
         columns = max(rows, key=len)                                         # the base has no ratios
         print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")

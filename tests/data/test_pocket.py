@@ -19,7 +19,7 @@ import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 
 def test_shipped_data__are_those_of_the_records():
-    """Every byte that a run of preset pocket reads, as the trainer hashes it, and as the logs of the records have it."""
+    """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
     headers = []
     for field in ("train_files", "val_files"):
         headers += tg.find_shards(str(ROOT / tg.PRESETS["pocket"][field]))

@@ -342,8 +342,9 @@ def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
     ({}, ["--idea=one two three four five six"], "one to 5 words"), ({}, ["--idea="], "one to 5 words")])
 def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
     folder = of_chain(tmp_path / "runs", **runs)
-    (tmp_path / "records").mkdir()
-    status, _, error = call("new", "--records", tmp_path / "records", "X", folder, "--track=pocket_time", "--idea=x", *argv)
+    root = tmp_path / "records"
+    root.mkdir()
+    status, _, error = call("new", "--records", root, "X", folder, "--track=pocket_time", "--idea=x", *argv)
     assert status == 2 and said in error, error
 
 @pytest.mark.parametrize("benches, parent, said", [
