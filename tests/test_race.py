@@ -107,10 +107,13 @@ def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, c
     assert evaluated == [log.schedule.at(step) for step in validated]
     assert (evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the true end"
     kinds = dict(step="train_loss", val="val_loss")
-    found = [(e["type"], e["step"], e["train_time_ms"], e[kinds[e["type"]]]) for e in events(tmp_path)[1:]]
+    numbers = [e for e in events(tmp_path) if e["type"] in kinds]
+    found = [(e["type"], e["step"], e["train_time_ms"], e[kinds[e["type"]]]) for e in numbers]
     of_steps = [("step", k, 3000 + 3000 * k, k / 10) for k in range(1, steps + 1)]
     of_validations = [("val", k, 3000 + 3000 * k, 7.0 - k) for k in validated]
     assert sorted(found) == sorted(of_steps + of_validations)
+    phases = [(e["name"], e["timed"]) for e in events(tmp_path) if e["type"] == "phase"]
+    assert phases == [("first batch", True), ("evaluation", False)]
     assert events(tmp_path)[0] == dict(type="phase", name="first batch", ms=3000.0, timed=True)
 
 
