@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, Run, executor, fabric, launch, preset, refused
+from common import ROOT, Run, executor, fabric, launch, nothing, preset, refused
 
 import train_gpt as tg
 
@@ -41,7 +41,12 @@ class TextData:
     def batches(self, values: tg.Values) -> tg.Values:
         return values
 
-def racer(time: Time, evaluated: list) -> SimpleNamespace:
+class Racer(SimpleNamespace):
+    """What a fork's race also calls does nothing."""
+    def __getattr__(self, name: str) -> Callable:
+        return nothing
+
+def racer(time: Time, evaluated: list) -> Racer:
     """Loader and executor of a race: a first batch takes 3 s, a step 1 + 2 s, a validation 40 s."""
     def forward_backward(batch: int, values: tg.Values) -> tg.Losses:
         assert batch == values.step
@@ -54,9 +59,9 @@ def racer(time: Time, evaluated: list) -> SimpleNamespace:
         time.work(40)
         return 7.0 - values.step
 
-    return SimpleNamespace(start=str, wait=functools.partial(time.work, 3), next=operator.attrgetter("step"),
-                           forward_backward=forward_backward, optim_step=functools.partial(time.work, 2),
-                           evaluate=evaluate, plans_ahead=None)
+    return Racer(start=str, wait=functools.partial(time.work, 3), next=operator.attrgetter("step"),
+                 forward_backward=forward_backward, optim_step=functools.partial(time.work, 2),
+                 evaluate=evaluate, plans_ahead=None)
 
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""

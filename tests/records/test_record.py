@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from common import run
+
 from record_common import NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
 
 from tools import record                                     # noqa: E402
@@ -289,6 +291,15 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2}
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
+
+def test_new__a_run_of_the_trainer_as_it_is(tmp_path):
+    """Its log.txt and log.jsonl say the same to these tools."""
+    runs = [run(tmp_path / f"runs/{seed}", f"--seed={seed}", "--max_steps=2", "--sample_tokens=0") for seed in (1, 2)]
+    assert [done.status for done in runs] == [0, 0], runs[0].err
+    root = tmp_path / "records"
+    root.mkdir()
+    new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
+    assert check(root) == ""
 
 @pytest.mark.parametrize("losses, facts, words", [
     ([2.21], {}, "2.210 nats per token: record 01 2.159 +- 0.014: inside its spread, 2.09 to 2.23"),
