@@ -39,7 +39,9 @@ find_python() {
 }
 
 has_packages() {  # $1 an interpreter. Looks at the installed files: importing torch would take seconds
-    "$1" - "$task" 2>/dev/null <<'CHECK'
+    local status=0
+    trap 'exit 130' INT                                       # a Ctrl-C as Python starts ends it with 1
+    "$1" - "$task" 2>/dev/null <<'CHECK' || status=$?
 import importlib.metadata, importlib.util, platform, re, sys
 needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
 if sys.argv[1] == "test":
@@ -49,6 +51,8 @@ if sys.argv[1] == "test":
 complete = all(importlib.util.find_spec(name) for name in needs)
 sys.exit(not (complete and re.match(r"2\.13\.", importlib.metadata.version("torch"))))
 CHECK
+    trap - INT
+    return $status
 }
 
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
@@ -184,11 +188,15 @@ import ctypes, subprocess, sys
 
 def follow(command, limit_s=0, **options):
     def as_if_alone():
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:     # which would raise in here
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         signal.alarm(limit_s)                                 # ends it; 0: never
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG: so does the end of this process
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     child = subprocess.Popen(command, preexec_fn=as_if_alone, **options)
+    for number in (signal.sigpending() & heard) - {signal.SIGCHLD}:           # came before there was a child to hear
+        return 128 + number                                   # it, which ends with this process
     while child.poll() is None:
         caught = signal.sigwaitinfo(heard)
         if caught.si_signo != signal.SIGCHLD and caught.si_code <= 0:         # else the terminal has told it, too
@@ -219,7 +227,9 @@ train() {  # $1 says what
         folder=logs/$(date +%Y%m%d-%H%M%S)-$preset-$(printf '%04x%04x' $RANDOM $RANDOM)
         set -- "$@" --run_dir="$folder"
     fi
-    exec "$python" -c "$(print_follower)" "$folder" "${command[@]}" train_gpt.py "$@"
+    local follower                                            # before exec: with it a Ctrl-C meanwhile would be lost
+    follower=$(print_follower)
+    exec "$python" -S -c "$follower" "$folder" "${command[@]}" train_gpt.py "$@"
 }
 
 task=train preset='' files='' folder='' slots=8

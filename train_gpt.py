@@ -100,7 +100,7 @@ class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
 
-def need(ok, what: str, found, expected, do: str, kind: type = ConfigError):
+def need(ok, what: str, found, expected, do: str, kind=ConfigError):
     """Raise an error of this kind unless ok."""
     if not ok:
         raise kind(what, found, expected, do)
@@ -452,7 +452,7 @@ def parse_flags(argv):
              f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
     return cfg
 
-def check_layers(layers: tuple):
+def check_layers(layers):
     """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
     kept = [""]                          # by the layers above; nothing can always be added
     for depth, layer in enumerate(layers):
@@ -932,9 +932,10 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
     largest_shard = max(header.tokens for header in train)
     unit = SLOT_UNIT * cfg.num_slots
-    need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens",
-         f"{largest_block} for a step's batch", "larger shards, or batches in --stages of at most "
-         f"{(largest_shard - cfg.num_slots) // unit * unit} tokens", DataError)
+    fits = max(0, largest_shard - cfg.num_slots) // unit * unit
+    need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens in one",
+         f"{largest_block} for a step's batch", f"more text, or batches in --stages of at most {fits} tokens",
+         DataError)
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     fits = tokens or max(whole_blocks(header.tokens, unit) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
@@ -3393,7 +3394,7 @@ def sync_to_disk(path: Path):
     os.close(handle)
 
 @contextlib.contextmanager
-def refused(path: Path, kind: type = RunError):
+def refused(path: Path, kind=RunError):
     """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
     try:
         yield
@@ -3460,7 +3461,8 @@ def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
-             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged", DataError)
+             "than its manifest says", "the file as it was written", "name a folder that --save made; if this is "
+             "one, it is damaged: copy it again", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
@@ -3542,7 +3544,7 @@ def load_checkpoint(run_dir: Path, executor: Executor):
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
-                    "--resume another run, resume with the trainer of that run, or start anew")
+                    "--resume the run before it, if it was itself resumed; or start anew, with --checkpoint_every=100")
 
 
 # ====== Room 9: Race ==================================================================================================
@@ -3615,7 +3617,8 @@ class Log:
         """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
         if self.on_terminal:
             with contextlib.suppress(OSError):
-                print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
+                most = shutil.get_terminal_size().columns - 1                 # a line that wraps would stay
+                print(f"\r\x1b[K{progress[:most]}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes):
         file = self.files.get(name)                                           # of rank 0, until the log is closed
@@ -3665,10 +3668,10 @@ class Log:
             self._write("log.txt", (line + "\n").encode())
             # The console gets a selection, with more for people.
             seconds_left = (min(self.total, self.schedule.end_step) - step) * ms / step / 1000
-            line += f" train_loss:{loss:.3f} (all predicted tokens), {max(seconds_left, 0):.0f} s left"
-            self.show(line)
+            more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
+            self.show(f"step:{step}/{self.total} {more}")
             if not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0:
-                self.fabric.say(line)
+                self.fabric.say(f"{line} {more}")
 
     def check(self, loss: float, what: str):
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -3821,7 +3824,7 @@ BUSY_CORES = 0.3                         # that work for others, and are worth a
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
-def within(seconds: float, call: Callable):
+def within(seconds, call):
     """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
@@ -3914,7 +3917,7 @@ def check_attention(cfg: Config, device: torch.device):
                 found.float(), exact, rtol=0, atol=most,
                 msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
 
-def version_of(package: str):
+def version_of(package):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -3964,7 +3967,7 @@ def seconds_of_others(fabric: Fabric):
     """Return s of this machine's cores that other processes have used so far; negative where it does not say.
     Collective."""
     busy = 0.0
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
         busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
     return busy - sum(fabric.gather(time.process_time()))
@@ -4010,7 +4013,8 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {attention}, products "
             f"of the head in {executor.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
-            "=" * 100):
+            "=" * 100,
+            f"logs in {log.run_dir}"):
         log.text(line)
     if resumed:
         log.text(f"goes on after step {log.done} of {resumed['source']}, whose lines stand above in the log")
@@ -4031,15 +4035,15 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
     validated = {os.path.realpath(header.name) for header in val_shards}
     shared = validated.intersection(os.path.realpath(header.name) for header in train_shards)
     if shared:
-        fabric.say(f"trained on and validated with: {min(shared)}, {len(shared)} such shards in all; "
-                   "the validation losses say nothing about other text")
+        fabric.say(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
+                   "other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
-        compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
+        compilers = (os.environ.get("CXX", "g++"), os.environ.get("CC", "gcc"), "clang")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
         if fabric.rank > 0:
@@ -4116,7 +4120,7 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
         log.text(f"this time does not count: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
-    log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
+    log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = executor.traffic()
@@ -4135,8 +4139,8 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
             break
         except RunError as error:
             failure = failure or error
-    if failure:
-        log.text(f"the weights could not be saved in {cfg.save}: they are {fate}")
+    if cfg.save:
+        log.text(f"weights {fate}")
     log.event("result", **result)
     log.close()
     return result, failure
@@ -4147,7 +4151,7 @@ def report(log: Log, executor: Executor, validation: ValidationSet, results: lis
     if cfg.sample_tokens:
         sample = generate(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
         executor.fabric.say(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], axis=0).tolist()
+    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
     last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
     if executor.fabric.rank == 0:
         print_result(json.dumps(last))
@@ -4205,12 +4209,13 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
         return log
 
     # Set-up and warm-up stand in the log of the first run.
-    busy = (seconds_of_others(fabric) - before) / (time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    busy = (seconds_of_others(fabric) - before) / seconds
     log = open_log(folders[0])
     if busy > BUSY_CORES:
         log.text(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
+    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
 
     # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
     with log.phase("validation data"):

@@ -303,7 +303,8 @@ def training_line(train: Shards, val: Shards) -> str:
     val_tokens = sum(val.sizes)
     if train.usable < MIN_TOKENS or max(val.sizes, default=0) < VAL_UNIT + 2:
         return (f"too short for ./run.sh: found {tokens:,} training and {val_tokens:,} validation tokens, expected "
-                f"{MIN_TOKENS:,} and {VAL_UNIT + 2:,}; add text, or give another --val_share")
+                f"{MIN_TOKENS:,} and {VAL_UNIT + 2:,} or more; add text, or try --tokenizer=bytes, which gives more "
+                "tokens; --force replaces what is in --out")
     flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}"]
     if tokens < POCKET_TOKENS:
         flags.append("--epochs=0")

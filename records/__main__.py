@@ -31,6 +31,9 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:
+        print(ToolError(sys.executable, f"no package {error.name}", "those of records/requirements.txt",
+                        f"{sys.executable} -m pip install -r records/requirements.txt"), file=sys.stderr)
     except ToolError as error:
         print(error, file=sys.stderr)
     except (OSError, ValueError, LookupError, ArithmeticError) as error:

@@ -289,7 +289,7 @@ def test_finish__a_full_disk(tmp_path, monkeypatch):
     done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
-    assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
+    assert f"weights in {tmp_path / 'run/save'}" in done.lines
     assert names(tmp_path) == ["run"]
     sample(tmp_path / "run/save")
 
@@ -301,7 +301,7 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.status == 1 and done.events[-1]["type"] == "result"
-    assert f"the weights could not be saved in {tmp_path / 'save'}: they are lost" in done.lines
+    assert "weights lost" in done.lines
     assert names(tmp_path) == ["run"]
     assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 

@@ -168,9 +168,9 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     assert shown.out.endswith("a line of text\n") and len(lines(tmp_path)) == 101, "the log has every step"
     plain = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
     assert plain == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
-    for_people = "step_avg:50.00ms train_loss:2.500 (all predicted tokens), 5 s left"
-    renewed = f"\r\x1b[Kstep:4/100 train_time:200ms {for_people}\r"
-    assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms {for_people}\n")
+    for_people = "5 s left, train_loss:2.500 (sum over predicted tokens)"
+    renewed = f"\r\x1b[Kstep:4/100 {for_people}\r"
+    assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms step_avg:50.00ms {for_people}\n")
     assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
 
 def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):

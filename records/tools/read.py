@@ -39,7 +39,7 @@ LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc)\w*)[ \t]*=[ \t]*\[([^\]]*)\]
 DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
 LOSS_RANGE = 1.0, 4.0                  # of lists in a README
-BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
+BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "save", "checkpoints"
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
 # A log against itself
 RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
