@@ -48,7 +48,6 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-
 def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
     headers = tg.find_shards(tokens())
@@ -99,7 +98,6 @@ def print_bytes() -> None:
 
 
 # ---- Large tables against small ones ---------------------------------------------------------------------------------
-
 ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
 
 class Timed:

@@ -163,7 +163,6 @@ def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], ti
     return plan, [batch.rows[table.label] for batch in batches]
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
-    """A planner of these tables alone."""
     planner = tg.Planner(cfg, where)
     planner.tables = tables
     planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
@@ -220,7 +219,6 @@ def angles_by_channel(angles: Tensor) -> Tensor:
     return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
 
 def whole(_: str, x: Tensor) -> Tensor:
-    """The part of a parameter that the only rank keeps."""
     return x
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
@@ -349,7 +347,6 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 class Forked:
     """A process that does main(words) as the script does, or another call, with all that a test has patched."""
-
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
                  before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
         """before: called in the process before all else."""
@@ -387,7 +384,6 @@ class Forked:
         return self.status
 
     def send(self, number: int) -> None:
-        """Send a signal to the process, if it is there."""
         if self.poll() is None:
             os.kill(self.child, number)
 
@@ -431,7 +427,6 @@ def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 def run(folder: Path, *flags: str) -> Run:
-    """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
 

@@ -109,7 +109,6 @@ def hashes(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
     return {name: digest(x) for name, x in sorted(tensors.items())}
 
 def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
-    """Add the losses of a run and the state in its newest checkpoint to what is kept of its case."""
     for line in (run_dir / "log.jsonl").read_text("utf-8").splitlines():
         event = json.loads(line)
         if event["type"] in LOSSES:
@@ -160,11 +159,9 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
     return found
 
 def versions() -> dict[str, str]:
-    """Name what bits depend on besides the trainer."""
     return dict(python=sys.version.split()[0], torch=torch.__version__, cpu=torch.backends.cpu.get_cpu_capability())
 
 def main() -> int:
-    """Make or compare; return 1 if a case differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("make", "compare"))
     parser.add_argument("trainer", type=Path)

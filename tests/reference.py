@@ -91,11 +91,9 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers[preferred.argmax(dim=-1)].copysign(x)
 
 def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
-    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds.
-
-    y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
-    logits_dtype: None rounds nothing at all.
-    """
+    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds. y (N, D), w (D, V),
+    targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor. logits_dtype: None
+    rounds nothing at all."""
     def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         if logits_dtype is None:
             return x
@@ -154,7 +152,6 @@ def adam(p, g, state, number, betas, eps, lr, decay) -> Tensor:
 
 class Reference:
     """Weights, gradients and updates of a run, each in one piece, by label."""
-
     def __init__(self, cfg: tg.Config, weights: dict[str, Tensor]) -> None:
         """weights: of all parameters, or for `optim_step` alone of some."""
         self.cfg = cfg
@@ -420,13 +417,9 @@ def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
 
 @dataclass
 class NaiveTable:
-    """A table of n-grams under the row-wise rule: rows x width weights, from zero.
-
-    Every update decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches these
-    rows only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is
-    v * beta2^(e - last).
-    """
-
+    """A table of n-grams under the row-wise rule: rows x width weights, from zero. Every update decays v of ALL rows
+    and moves the weights of the rows that were asked for. The trainer touches these rows only, and catches up on what
+    their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last)."""
     label: str
     rows: int
     width: int

@@ -188,7 +188,6 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
 
 
 # ---- settings of an earlier run -------------------------------------------------------------------------------------
-
 def write_settings(folder: Path, **flags: str) -> None:
     (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", **flags)))
 

@@ -24,7 +24,6 @@ import train_gpt as tg
 MOST_ROWS = 2**31 - 1
 
 # ---- hashes ---------------------------------------------------------------------------------------------------------
-
 RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
 RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
@@ -70,7 +69,6 @@ def test_NGRAM_FACTORS__none_is_shared():
 
 
 # ---- packing and validation slots -----------------------------------------------------------------------------------
-
 def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length: int, longest: int):
     """Recipe 5.2 word by word: (pieces of each slot, next document), or None where the documents run out."""
     starts = [at for at, token in enumerate(tokens) if token == start_token]
@@ -139,9 +137,7 @@ def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
 
 
 # ---- loader ---------------------------------------------------------------------------------------------------------
-
 def write_shards(folder, *counts: int) -> list[list[int]]:
-    """Shards of random documents; returns their tokens."""
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
     for k, stream in enumerate(streams):
         write_shard(folder / f"train_{k}.bin", stream, 50, 3)
@@ -181,7 +177,6 @@ def logical(batch, label) -> list:
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
 
 def check_batches(batches, steps) -> None:
-    """Against (tokens, bounds) of each slot."""
     for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
         assert batch.step == step
         assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
@@ -302,11 +297,9 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
     ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_block", 4, None), ("exchange", 2, tg.ConfigError),
     ("exchange", 2, None)])
 def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call, error):
-    """Damage, ranks that disagree, or no answer (None), on the way to the second cycle.
-
-    It may be one rank's alone, and is not the end of the data: nobody may begin to send that cycle's rows, so it
-    surfaces in plans_ahead at once, and in next.
-    """
+    """Damage, ranks that disagree, or no answer (None), on the way to the second cycle. It may be one rank's alone, and
+    is not the end of the data: nobody may begin to send that cycle's rows, so it surfaces in plans_ahead at once, and
+    in next."""
     write_shards(tmp_path, 400, 4000)
     calls = []
     release = threading.Event()
@@ -347,7 +340,6 @@ def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
 
 
 # ---- row plans ------------------------------------------------------------------------------------------------------
-
 def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[int]]:
     """(physical rows, how many of each owner): row r is the r div W-th of rank r mod W, shards are equally long."""
     size = math.ceil(count / world)
@@ -446,7 +438,6 @@ def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, e
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------
-
 GOOD = [3, 1, 2, 3, 4, 5] * 20
 BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
     "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
@@ -582,7 +573,6 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
 
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
-
 def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
     """Write one as a data tool does, that claims these contents."""
     entries = {}

@@ -78,7 +78,6 @@ def first(folder: Path, pattern: str) -> Path:
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------------------
-
 def flipped(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -139,7 +138,6 @@ def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
 
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
-
     def __reduce__(self):
         return os.mkdir, ("evil_was_here",)
 
@@ -157,7 +155,6 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
 
 
 # ---- Other content with right hashes ---------------------------------------------------------------------------------
-
 def on(name: str, edit_entry=None):
     """Return a change of one entry, or its removal."""
     def edit(tensors: dict) -> dict:
@@ -217,7 +214,6 @@ def test_sample_saved__damaged_settings(save):
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
-
 def test_write_folder__the_manifest_names_every_file(sound):
     for folder in (sound / "save", sound / "run" / tg.CHECKPOINTS / "step-0000004"):
         manifest = json.loads((folder / tg.MANIFEST).read_text())
@@ -348,7 +344,6 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
 
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
-
 def test_resume__equals_an_uninterrupted_run(tmp_path):
     """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
     whole, begun = tmp_path / "whole", tmp_path / "begun"

@@ -42,7 +42,6 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
         np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
 
 def record_rows() -> dict[str, tg.Parameter]:
-    """The parameters of the record preset, by label."""
     return {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
 
 @pytest.mark.recipe
@@ -58,7 +57,6 @@ def test_parameter_table__of_the_record_preset():
     assert not rows and total == 543_818_890 - 4_718_592, "the recipe's total without the padding layer of the MLP"
 
 def check_spread(x: torch.Tensor, std: float) -> None:
-    """Of thousands of draws around 0."""
     assert float(x.std()) == pytest.approx(std, rel=0.02)
     assert abs(float(x.mean())) < std / 50
 

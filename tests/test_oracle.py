@@ -47,7 +47,6 @@ TOLERANCES = (
 
 class Vectors:
     """The arrays of one file, which of them were used, and the comparison."""
-
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file = file
@@ -64,7 +63,6 @@ class Vectors:
         return key in self.arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """Return an input of the computation."""
         self.left.discard(key)
         return self.arrays[key]
 
@@ -102,7 +100,6 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A directory of vectors."""
     path: Path
 
     @functools.cached_property
@@ -175,7 +172,6 @@ def gradient(run: tg.Executor | Reference, label: str) -> Tensor:
 
 class Trajectory:
     """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
-
     def __init__(self, oracle: Oracle, naive: bool = False) -> None:
         """naive: a run of reference.py in place of the trainer's."""
         self.meta = oracle.meta["trajectory"]
@@ -287,7 +283,6 @@ DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 # ---- Config S: one slot with known parameters, forward and backward
 class ConfigS:
     """The slot through the trainer and, in float64, through reference.py."""
-
     def __init__(self, oracle: Oracle) -> None:
         sizes = self.sizes = oracle.meta["config_s"]
         assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
@@ -312,7 +307,6 @@ class ConfigS:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
     def stretched(self) -> tg.Values:
-        """Return values after one change of the windows."""
         short, long = self.sizes["yarn1_windows"]
         stages = [tg.STAGES[0]._replace(long_window=window) for window in (self.sizes["long_window"], long)]
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))

@@ -70,7 +70,6 @@ def validations(folder: Path) -> list[float]:
 
 
 # ---- Resumed ---------------------------------------------------------------------------------------------------------
-
 def test_row_files__every_owner_writes_its_touched_rows(place):
     result, = Run(place / "whole2", 0, "", "").of("result")
     for label in LABELS:
@@ -141,9 +140,7 @@ def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(
 
 
 # ---- Stopped while it writes -----------------------------------------------------------------------------------------
-
 def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
-    """Kill it with half of a file on the disk."""
     def half_written(path: Path) -> None:
         if path.parent.name.startswith("step-0000008") and path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
@@ -151,7 +148,6 @@ def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
     before_flush(patch, half_written)
 
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
-    """Kill it with all files written."""
     rename = Path.rename
 
     def stopped(path: Path, target: Path) -> Path:
@@ -189,7 +185,6 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
-
 def test_sample_saved__is_the_runs_text(place, tmp_path):
     """Saves of one rank and of two are the same to rounding."""
     run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)

@@ -102,7 +102,6 @@ def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
 
 # ---- Steps
 def graphs() -> int:
-    """How many were compiled so far in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 def mean_loss(losses: tg.Losses) -> float:
@@ -110,7 +109,6 @@ def mean_loss(losses: tg.Losses) -> float:
 
 class Run:
     """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: executor, loader, schedule."""
-
     def __init__(self, fabric: tg.Fabric) -> None:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
         began = time.perf_counter()
@@ -231,7 +229,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
     args = parse(argv)
     if args.device == "cuda" and not torch.cuda.device_count():
         print(f"bench_gpu\n  found:    torch {torch.__version__}, which sees no CUDA device\n"

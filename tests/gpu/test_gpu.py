@@ -101,7 +101,6 @@ def test_choose_attention__against_the_reference(fabric, name):
         assert found["wrong"] == []
 
 def test_HeadLoss__beyond_2_to_31_logits(gpu):
-    """Those of the third stage, compiled."""
     needs_memory(30e9)
     lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=49_152))
     name = "head, fp8" if lab.has_fp8 else "head, plain"

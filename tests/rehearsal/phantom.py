@@ -65,7 +65,6 @@ auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functio
 
 class Recorder:
     """What is told of the card. This one listens to nothing; counts.py has one that does."""
-
     def elsewhere(self) -> contextlib.AbstractContextManager:
         """What happens in here is the work of another thread than the training one."""
         return contextlib.nullcontext()
@@ -75,7 +74,6 @@ class Recorder:
 
 class Card(FakeTensorMode):
     """Tensors on "cuda" are fake; what touches the host alone is computed as ever."""
-
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.recorder = recorder
@@ -365,7 +363,6 @@ def counts_of(words: list[int]) -> dict[str, int]:
                 special=sum(word & 0x1FF == MULTIFUNCTION for word in words))
 
 def machine_words(code: bytes) -> list[int]:
-    """The instructions of the one kernel in an ELF file."""
     table, = struct.unpack_from("<Q", code, 0x28)
     entry, count, names_at = struct.unpack_from("<HHH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", code, table + entry * at) for at in range(count)]
@@ -384,7 +381,6 @@ def branches(words: list[int]) -> Iterator[tuple[int, int]]:
             yield at, at + 1 + distance // 4
 
 def launcher(source: Any, metadata: Any) -> Callable:
-    """What puts a compiled kernel on a stream."""
     def launch(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         args = rest[4:]                                       # after metadata and hooks
         owner = running[-1] if running else None
@@ -410,7 +406,6 @@ def install_triton(card: dict[str, Any]) -> None:
 
 @dataclass
 class Work:
-    """A collective that is under way."""
     recorded: Any
 
     def wait(self, *_: Any) -> bool:

@@ -45,7 +45,6 @@ def test_rehearse__all_is_as_the_ledger_says(cache):
 
 @needs_tool
 def test_Tally__counts_what_others_count(cache, quick):
-    """While the quick part is under way."""
     ended_well(ROOT, cache, "-m", "rehearsal.counted")
 
 @needs_tool

@@ -60,7 +60,6 @@ def argument(kind: type, args: tuple) -> Any:
 
 class Listeners:
     """What happens before and after calls of the trainer: they tell the tally where the run is."""
-
     def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
         self.tally = tally
         self.options = options
@@ -119,7 +118,6 @@ def start_race(tally: Tally, executor: tg.Executor) -> None:
     torch._logging.set_logs(recompiles=True)
 
     def keep_reason(record: logging.LogRecord) -> None:
-        """Why Dynamo compiles something again, as it logs it."""
         text = record.getMessage()
         if "Recompiling" in text or "guard" in text:
             tally.reasons.append(" ".join(text.split()))
@@ -169,7 +167,6 @@ def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
     return compile_call
 
 def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
-    """Whether the function is to be compiled now; else it runs as it is written."""
     if options.graphs == "none":
         return False
     if name.startswith("GPT.") and options.stages:
@@ -217,11 +214,9 @@ def flags_of_walk(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
             f"--run_dir={folder}/run"]
 
 def english_like(count: int, seed: int) -> np.ndarray:
-    """Tokens whose documents and repetitions are like those of English text.
-
-    Documents: lognormal, as measured on 40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that
-    gives as many distinct tokens and neighbours as text has, within 5 % from 16,384 to 98,304 tokens.
-    """
+    """Tokens whose documents and repetitions are like those of English text. Documents: lognormal, as measured on
+    40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that gives as many distinct tokens and
+    neighbours as text has, within 5 % from 16,384 to 98,304 tokens."""
     rng = np.random.default_rng(seed)
 
     def drawn(names: int, exponent: float, shift: float, size: Any) -> np.ndarray:
@@ -270,7 +265,6 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
 
 class WalkedHome(tg.HostHome):
     """Its pool's work waits, in its order, until the walked thread wants a result: no other thread knows the card."""
-
     def __init__(self, *args: Any) -> None:
         self.to_do: list[tuple[Future, Callable, tuple]] = []
         super().__init__(*args)
