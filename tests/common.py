@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib.util
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -75,6 +77,16 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
 
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
+
+def logical_rows(batch: tg.Batch, label: str) -> Tensor:
+    """Return the rows of a table that a batch reads, as files and recipes number them."""
+    plan = batch.plans[label]
+    rows = batch.rows[label].long()
+    world = len(plan.send_counts)
+    if world > 1:                            # else its index is of the table, not of a list
+        rows = plan.my_rows[rows]
+        rows = rows % plan.shard_size * world + rows // plan.shard_size
+    return rows
 
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
@@ -186,11 +198,9 @@ def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int,
     values = [schedule.at(step) for step in range(steps)]
     cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
     loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files), cycles, exchange)
-    loader.start()
-    try:
+    with contextlib.closing(loader):
+        loader.start()
         yield loader, values
-    finally:
-        loader.close()
 
 def owned(x: Tensor, where: tg.Fabric) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
@@ -430,12 +440,26 @@ def run(folder: Path, *flags: str) -> Run:
     done, = launch(folder, 1, *flags)
     return done
 
-def before_flush(monkeypatch, act: Callable[[Path], object]) -> None:
-    """Let this be done with a path before it is flushed to the disk."""
+@contextlib.contextmanager
+def no_large_files(limit: int) -> Iterator[None]:
+    """Writing beyond `limit` bytes fails, as on a full disk; Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def before_flush(monkeypatch, act: Callable[[Path], object], folder: str = "") -> None:
+    """Let this be done with a path, if its folder's name begins so, before it is flushed to the disk."""
     sync = tg.sync_to_disk
 
     def acting(path: Path) -> None:
-        act(path)
+        if path.parent.name.startswith(folder):
+            act(path)
         sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", acting)

@@ -142,8 +142,6 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
     """Say what differs between two runs of a case: in bits, and apart from that in names."""
     found = []
     for section, before in stored.items():
-        if section == "sent":            # of an older file
-            continue
         after = now.get(section, {})
         differing = [name for name in before if name in after and after[name] != before[name]]
         if differing and section == "losses":

@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import fabric, plan_of, planner_of, preset, random_stream, refused, started_loader, write_shard
+from common import (fabric, logical_rows, plan_of, planner_of, preset, random_stream, refused, started_loader,
+                    write_shard)
 from reference import ngram_rows
 
 import train_gpt as tg
@@ -65,7 +66,6 @@ def test_NGRAM_FACTORS__none_is_shared():
     """Signs by the hash of the row would be alike for n-grams that share a row."""
     factors = [factor for of_rows, of_signs in tg.NGRAM_FACTORS.values() for factor in (*of_rows, *of_signs)]
     assert len(set(factors)) == len(factors)
-    assert all(factor % 2 == 1 for factor in factors)
 
 
 # ---- packing and validation slots -----------------------------------------------------------------------------------
@@ -166,16 +166,6 @@ def slow_stream(streams, values, slots=8):
         steps.append([slow_slot(streams[shard], pieces) for pieces in block])
     return steps
 
-def logical(batch, label) -> list:
-    """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
-    plan = batch.plans[label]
-    read = batch.rows[label]
-    world = len(plan.send_counts)
-    if world == 1:
-        return read.tolist()
-    physical = plan.my_rows[read.long()]
-    return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
-
 def check_batches(batches, steps) -> None:
     for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
         assert batch.step == step
@@ -200,7 +190,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
             tokens = batch.tokens.numpy()
             bigrams = [slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()]
             read = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
-            assert logical(batch, label) == np.asarray(read[label]).tolist()
+            np.testing.assert_array_equal(logical_rows(batch, label), read[label])
 
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
 ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED, num_extension_steps=4)

@@ -9,6 +9,7 @@ trainer by the trajectory. A directory with all vectors compares both, everywher
 """
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import json
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, executor, fabric, grad_of
+from common import BF16, F64, ROOT, executor, fabric, grad_of, logical_rows
 from reference import Reference
 from torch import Tensor
 
@@ -110,12 +111,9 @@ class Oracle:
     def files(self) -> list[str]:
         return sorted(file.stem for file in self.path.glob("*.npz"))
 
-    def open(self, file: str) -> Vectors:
-        return Vectors(self, file)
-
     def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
         """Return the file and the section of meta.json of this name."""
-        return self.open(name), self.meta[name]
+        return Vectors(self, name), self.meta[name]
 
     def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
         """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
@@ -176,11 +174,11 @@ class Trajectory:
         """naive: a run of reference.py in place of the trainer's."""
         self.meta = oracle.meta["trajectory"]
         assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
-        self.vectors = oracle.open("traj")
+        self.vectors = Vectors(oracle, "traj")
         val_batch_tokens = self.meta["val_slot_tokens"] * oracle.meta["recipe"]["num_slots"]
         self.cfg = oracle.config("trajectory", self.meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
         self.schedule = tg.Schedule(self.cfg)
-        stored = oracle.open("traj_init")
+        stored = Vectors(oracle, "traj_init")
         weights = stored_weights(self.cfg, stored)
         stored.finish()
         self.run = Reference(self.cfg, weights) if naive else executor_with(self.cfg, weights)
@@ -286,7 +284,7 @@ class ConfigS:
     def __init__(self, oracle: Oracle) -> None:
         sizes = self.sizes = oracle.meta["config_s"]
         assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
-        self.stored = oracle.open("s_inputs")
+        self.stored = Vectors(oracle, "s_inputs")
         length = sizes["slot_tokens"]
         stages = len(oracle.meta["recipe"]["windows_blocks"])
         self.cfg = oracle.config("config_s", [length] * stages, num_slots=1, max_doc_len=length,
@@ -313,7 +311,7 @@ class ConfigS:
         return replace(self.values, short_window=short, long_window=long, rotary=rotary)
 
 def check_s_acts(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), oracle.open("s_acts")
+    s, vectors = ConfigS(oracle), Vectors(oracle, "s_acts")
     one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
     names = [name for name, in vectors.find("losses_(.*)")]
     cases = [("", name, s.values, s.batch) for name in names or ["m3"]]
@@ -355,7 +353,7 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
 def check_s_grads(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), oracle.open("s_grads")
+    s, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
     cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")]
     cases.append(("yarn1.", "m2", s.stretched()))
     for run in s.runs:
@@ -386,7 +384,7 @@ def check_traj(oracle: Oracle) -> None:
     Trajectory(oracle).check()
 
 def check_opt(oracle: Oracle) -> None:
-    vectors = oracle.open("opt")
+    vectors = Vectors(oracle, "opt")
     for case, in vectors.find(r"pe_in\.(.*)"):
         x = vectors.tensor(f"pe_in.{case}")
         matrices = x.view(-1, *x.shape[-2:])
@@ -534,21 +532,9 @@ def loaded(cfg: tg.Config, where: tg.Fabric, headers: list, steps: list[tg.Value
             yield [values]
 
     loader = tg.Loader(cfg, where, headers, cycles())
-    loader.start()
-    try:
+    with contextlib.closing(loader):
+        loader.start()
         yield from map(loader.next, steps)
-    finally:
-        loader.close()
-
-def logical_rows(batch: tg.Batch, label: str) -> Tensor:
-    """Return the rows of a table that a batch reads, as files and recipes number them."""
-    plan = batch.plans[label]
-    rows = batch.rows[label].long()
-    world = len(plan.send_counts)
-    if world > 1:                                                        # else its index is of the table, not of a list
-        rows = plan.my_rows[rows]
-        rows = rows % plan.shard_size * world + rows // plan.shard_size
-    return rows
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, meta = oracle.part("bigram")

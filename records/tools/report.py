@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tools import plot
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed

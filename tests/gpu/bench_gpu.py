@@ -10,6 +10,7 @@ after each line that is printed. Status: 0, or 1 if a check failed, or 2 without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -152,12 +153,10 @@ class Run:
         starts = [first] + (cycles - 1) * [first + cycle]
         of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
         loader = tg.Loader(self.cfg, self.fabric, self.headers, of_cycles)
-        loader.start()
-        try:
+        with contextlib.closing(loader):
+            loader.start()
             for values in sum(of_cycles, []):
                 yield tg.train_step(self.executor, loader, values)
-        finally:
-            loader.close()
 
     def measure_stage(self, stage: int, cycles: int) -> dict[str, Any]:
         """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""

@@ -101,7 +101,7 @@ class Phase:
         else:
             self.timeline.append(["run", key, 1])
 
-class Tally(phantom.Recorder):
+class Tally:
     """Listens to the card and to the trainer's own calls."""
     def __init__(self, world: int) -> None:
         self.world = world

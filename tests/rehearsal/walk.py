@@ -246,7 +246,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*")
     return parser.parse_args(argv)
 
-def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
+def install(card: str, recorder: Tally, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
