@@ -228,9 +228,6 @@ def angles_by_channel(angles: Tensor) -> Tensor:
     turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
     return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
 
-def whole(_: str, x: Tensor) -> Tensor:
-    return x
-
 def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
     tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
@@ -408,12 +405,9 @@ class Forked:
 
     def texts(self) -> tuple[str, str]:
         """Return what was said on stdout and stderr."""
-        found = []
         for file in self.files:
             file.seek(0)
-            found.append(file.read())
-            file.close()
-        return tuple(found)
+        return tuple(file.read() for file in self.files)
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as trial:

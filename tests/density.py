@@ -23,7 +23,6 @@ FEW_STATEMENTS = 60                      # below that, mean and p90 say little
 FREE = 2                                 # a small file may have two of anything
 
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
-    """Return the strings that stand alone."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 

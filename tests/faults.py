@@ -121,8 +121,6 @@ def hold_store(port: int, _: list[str]) -> None:
     time.sleep(3 * BOUND)
     del store
 
-
-# ------ Places and acts -----------------------------------------------------------------------------------------------
 # Name -> a function of the trainer; and "once": at its first call, or in the race from FAULT_STEP on: "before" its
 # call, "after" it, or before it and in a "thread" of its own.
 PLACES: dict[str, tuple[Any, str, str]] = {

@@ -45,25 +45,19 @@ def rotated(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tenso
     turned = torch.view_as_real(pairs * torch.exp(-1j * angles)).flatten(-2)
     return torch.cat((turned, still), dim=-1)
 
-def documents_of(borders: Tensor, positions: int) -> Tensor:
-    """borders (C,), ascending from 0 -> number of each position's document."""
-    return torch.searchsorted(borders.long(), torch.arange(positions), right=True)
-
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
     """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
     return torch.sigmoid(features[:, :GATE] @ weight.t())
 
-def attention_weights(q: Tensor, k: Tensor, documents: Tensor, window: int, scale: float) -> Tensor:
-    """Softmax over the keys that a query sees: its own and `window` before it, of its document. (H, N, N)."""
+def attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, window: int, scale: float) -> Tensor:
+    """q, k, v (N, H, E) -> (N, H, E): softmax over the keys that a query sees, its own and `window` before it, of its
+    document; borders (C,) of documents ascend from 0."""
     at = torch.arange(len(q))
+    documents = torch.searchsorted(borders.long(), at, right=True)
     back = at[:, None] - at
     seen = (back >= 0) & (back <= window) & (documents[:, None] == documents)
     scores = scale * torch.einsum("qhe,khe->hqk", q, k)
-    return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-
-def attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, window: int, scale: float) -> Tensor:
-    """q, k, v (N, H, E) -> (N, H, E)."""
-    weights = attention_weights(q, k, documents_of(borders, len(q)), window, scale)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khe->qhe", weights, v)
 
 def next_token_losses(logits: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor:

@@ -33,6 +33,8 @@ BETA1 = 0.75
 ONE_OWNER = 24                           # its multiples are the first rank's at each number of ranks
 # Relative and absolute, of row-wise updates. In bf16 only where p - u cancels: torch's root of f32 is not numpy's.
 TOLERANCE = dict(float64=(1e-12, 1e-12), bfloat16=(0.0, 1e-7))
+PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 Found = dict[str, Any]
 
 

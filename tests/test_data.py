@@ -18,7 +18,7 @@ import pytest
 import torch
 from common import (fabric, logical_rows, plan_of, planner_of, preset, random_stream, refused, started_loader,
                     write_shard)
-from reference import ngram_rows
+from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
@@ -29,11 +29,6 @@ RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
 RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
 
-def slow_hash(tokens: list[int], rows: int) -> list[int]:
-    """Position 1 takes the number of the last row for its previous token."""
-    overwritten = np.array([rows - 1, *tokens[1:]])
-    return ngram_rows(overwritten, (tg.HASH_CURRENT, tg.HASH_PREVIOUS), rows).tolist()
-
 @pytest.mark.recipe
 def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
     def hashed(tokens, rows: int) -> list[int]:
@@ -41,8 +36,8 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
     assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
     assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
     for rows in (2, 640, 251_520, MOST_ROWS):
-        tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
-        assert hashed(tokens, rows) == slow_hash(tokens, rows)
+        tokens = np.random.default_rng(rows).integers(0, 65536, 400)
+        assert hashed(tokens, rows) == bigram_rows(tokens, rows).tolist()
 
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
@@ -188,7 +183,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
         for batch in batches:
             tokens = batch.tokens.numpy()
-            bigrams = [slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()]
+            bigrams = [bigram_rows(slot, cfg.bigram_rows) for slot in tokens]
             read = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
             np.testing.assert_array_equal(logical_rows(batch, label), read[label])
 

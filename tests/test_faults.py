@@ -177,7 +177,6 @@ def waiting(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * (name in LONG)) for name in CASES])
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
-    """And the cause is said once."""
     job = waiting.get(name) or begin(name, tmp_path)
     check(job.wait(), CASES[name])
 

@@ -107,12 +107,7 @@ class Oracle:
     def meta(self) -> dict[str, Any]:
         return json.loads((self.path / "meta.json").read_text())
 
-    @property
-    def files(self) -> list[str]:
-        return sorted(file.stem for file in self.path.glob("*.npz"))
-
     def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
-        """Return the file and the section of meta.json of this name."""
         return Vectors(self, name), self.meta[name]
 
     def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
@@ -397,7 +392,6 @@ def check_opt(oracle: Oracle) -> None:
     vectors.finish()
 
 def check_normuon(vectors: Vectors, case: str) -> None:
-    """A bank over a few steps with plain float64 weights."""
     p = vectors.tensor(f"{case}.p0")
     count, height, width = p.shape
     second = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
@@ -652,7 +646,7 @@ def cases() -> Iterator:
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
             yield pytest.param(path, "", id=name, marks=skip)
-        for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
+        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:      # where two others start
             yield pytest.param(path, file, id=f"{name}-{file}")
 
 @pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))

@@ -28,7 +28,7 @@ from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngr
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
-from row_cycles import StagedHome
+from row_cycles import PAIRS, TRIPLES, StagedHome
 from torch import Tensor
 
 import train_gpt as tg
@@ -69,8 +69,6 @@ def tiny(**changes: Any) -> tg.Config:
     tg.check_config(cfg)
     return cfg
 
-PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
-TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
     "all layers": dict(),
     "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
@@ -142,7 +140,6 @@ runs = pytest.mark.parametrize("name, world", [
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
-    """Every slot at every step, and every validation, on every rank."""
     alone, = runs_of(ranks, 1, name)
     by_rank = runs_of(ranks, world, name)
     slots = np.stack([found["slot_losses"] for found in by_rank], axis=2)     # slot s is rank s mod W's

@@ -79,7 +79,6 @@ def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable
     return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
 
 def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
-    """A plan of this rank for these rows, exchanged."""
     fabric = table.fabric
     cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode))
     read = np.asarray([rows], np.int32)

@@ -23,7 +23,7 @@ from common import executor as make_executor
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import ngram_rows, put_together
-from row_cycles import PATTERNS, StagedHome, Trial, differences, drive, naive_run
+from row_cycles import PAIRS, PATTERNS, TRIPLES, StagedHome, Trial, differences, drive, naive_run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -107,9 +107,6 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
         assert all(x.equal(y) for x, y in zip(eager, by_graph)) and not eager[0].equal(rows.bfloat16())
         counts.append(graphs.frame_count)                     # a trace that begins again counts, too
     assert counts[1] == counts[0] > 0
-
-PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
-TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 
 
 # ---- Homes ----------------------------------------------------------------------------------------------------------
@@ -320,9 +317,9 @@ def losses_and_gradients(executor: tg.Executor) -> tuple[list[Tensor], tg.Batch]
     cfg = executor.cfg
     values = tg.Schedule(cfg).at(0)
     loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), [[values]], executor.exchange_ahead)
-    loader.start()
-    batch = loader.next(values)
-    loader.close()
+    with contextlib.closing(loader):
+        loader.start()
+        batch = loader.next(values)
     sums = executor.forward_backward(batch, values).slot_sums
     loss = torch.tensor(executor.evaluate([batch], values))
     return [sums, executor.model.lm_head.main_grad, loss], batch

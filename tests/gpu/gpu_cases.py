@@ -128,7 +128,6 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
-    """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
     return tg.choose_attention(cfg, fabric)
 

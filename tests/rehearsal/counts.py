@@ -78,7 +78,6 @@ def executed_tiles(bounds: np.ndarray, window: int) -> int:
 # ---- What is recorded
 @dataclass
 class Buffer:
-    """A storage on the device."""
     size: int                            # bytes
     shape: str
     maker: str = ""                      # the first launch that touched it

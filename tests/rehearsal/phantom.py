@@ -177,13 +177,6 @@ class Event:
     def synchronize(self) -> None:
         mode.recorder.host_waited(f"{self.name} of the device")
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-    def elapsed_time(self, _: Event) -> float:
-        return 0.0
-
 class Stream(Event):
     name = "a stream"
 

@@ -55,7 +55,6 @@ def inside(listener: Callable, original: Callable) -> Callable:
     return call
 
 def argument(kind: type, args: tuple) -> Any:
-    """The first of this kind."""
     return next(x for x in args if isinstance(x, kind))
 
 class Listeners:
