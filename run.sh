@@ -13,17 +13,21 @@ set -euo pipefail
 say() { printf '== %s\n' "$*"; }
 die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  do:       %s\n' "$@" >&2; exit 2; }
 
-usage() {
+help() {
     cat <<TEXT
 usage: ./run.sh [--field=value ...]       set up, get data, train, print the result and a sample
        ./run.sh test [--all] [...]        set up, run the tests; other arguments go to pytest
-environment:
+On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
+
+TEXT
+    "$python" train_gpt.py "$@"
+    cat <<TEXT
+
+environment of ./run.sh:
   PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
   NPROC=...    processes that train together; divides num_slots [all GPUs; 1 on a CPU]
   PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
   TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
-On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
-
 TEXT
 }
 
@@ -97,12 +101,12 @@ add_fast_attention() {  # for GPUs. Nothing here ends a run: with another attent
 }
 
 run_tests() {
-    local folder=tests arg duration="about 6 minutes on 2 quiet cores"
+    local folder=tests arg duration="about 4 minutes on 2 quiet cores"
     local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
     [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
     for arg in "$@"; do
         [[ $arg == --all ]] || processes='' duration=''       # a few tests are not worth their start
-        [[ $arg != --all ]] || duration="with the long ones about 40 minutes on 2 quiet cores"
+        [[ $arg != --all ]] || duration="with the long ones about 25 minutes on 2 quiet cores"
         [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
     done
     [[ -z $duration ]] || say "tests: $duration; a dot is a test that passed, an s one that was skipped"
@@ -248,8 +252,7 @@ if [[ -z $preset ]]; then
 fi
 case $task in
     help)
-        usage
-        exec "$python" train_gpt.py "$@" ;;
+        help "$@" ;;
     sample)
         exec "$python" train_gpt.py "$@" ;;
     train)

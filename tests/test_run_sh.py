@@ -68,7 +68,7 @@ def run_sh(tmp_path: Path):
 def started(done: subprocess.CompletedProcess) -> str:
     """Return the last command that the parrot was asked to run."""
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()[-1].partition(": ")[2]
+    return re.findall(r"^\S* \d*: (.*)$", done.stdout, re.MULTILINE)[-1]
 
 @pytest.mark.parametrize("flags, variables, parts", [
     *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "", "1.5", "99999")),
