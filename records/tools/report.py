@@ -223,7 +223,8 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
     report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
-    report |= {"memory": difference(a.memory(), b.memory()), "differs": differing(a, b)}
+    report["memory"] = difference(a.memory(), b.memory())
+    report["differs"] = differing(a, b)
     refused = refusals(a, b)
     said = verdict(a, b, report, systems)
     if refused:
