@@ -143,12 +143,9 @@ read_flags() {  # what this script must know of the trainer's flags; and slips, 
         die "a word without a flag" "$word" "--field=value" "./run.sh --help lists them; a prompt needs --sample=DIR"
 }
 
-get_data() {
+get_data() {  # of preset record; those of pocket are here
     if [[ -n $files ]]; then
         return
-    elif [[ $preset == pocket || $preset == pocket_* ]]; then
-        say "data: the source text of Python's standard library"
-        "$python" data/pocket.py
     elif [[ ($preset == record || $preset == record_*) && $gpus != 0 ]]; then
         say "data: 900 million tokens of FineWeb"
         local status=0

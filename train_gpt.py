@@ -826,8 +826,8 @@ def find_shards(pattern: str):
 def read_header(path: Path):
     """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
-         "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
-         "--val_files=", DataError)
+         "a .bin shard", "preset pocket: run where data/pocket is, as in a clone; preset record: python "
+         "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", DataError)
     size = path.stat().st_size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
@@ -3782,7 +3782,8 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         log.total = log.done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
     end = schedule.at(log.done)
-    loss = executor.evaluate(validation.batches(end), end)
+    with log.phase("evaluation"):
+        loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
@@ -4006,8 +4007,8 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
             f"Running Python {facts['python']}",
             f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
             f"with world_size {fabric.world}",
-            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, seed {cfg.seed}, attention kernel "
-            f"{attention}, products of the head in {executor.precision} precision",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {attention}, products "
+            f"of the head in {executor.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100):
         log.text(line)

@@ -19,7 +19,7 @@ from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # brackets may also be just that
-    need(names, pattern, "no file", "token shards", "run: python data/pocket.py")
+    need(names, pattern, "no file", "token shards", "give a file, or a pattern in quotes, as --help has it")
     paths = [Path(name) for name in sorted(names)]
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})

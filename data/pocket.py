@@ -1,10 +1,11 @@
-"""Make the embedded data set: the source of Python's own standard library as token shards.
+"""Make a data set of the source of Python's own standard library, as data/pocket, which is shipped, was made.
 
-    python data/pocket.py [--out data/pocket] [--force]
+    python data/pocket.py [--out data/pocket_made] [--force]
 
-No download, no packages. A document is a top-level definition with what follows it, or the text before the first; one
-longer than 256 tokens goes on in further documents. Validation files share no source file with training files. The
-vocabulary has 2,048 tokens: 256 bytes, the 1,791 most common pieces of the training files, and last the document start.
+It says whether the bytes are those of data/pocket, and never writes there. No download, no packages. A document is a
+top-level definition with what follows it, or the text before the first; one longer than 256 tokens goes on in further
+documents. Validation files share no source file with training files. The vocabulary has 2,048 tokens: 256 bytes, the
+1,791 most common pieces of the training files, and last the document start.
 For one Python version always the same bytes; a later call that finds all files whole does nothing.
 """
 import argparse
@@ -28,6 +29,7 @@ DOC_START = VOCAB_SIZE - 1
 MAX_DOC_LEN = 256                            # tokens, document start included
 VAL_SHARE = 12                               # one file in twelve is for validation
 MIN_VAL_TOKENS = 70_000                      # a final validation reads 65,536 and one more
+SHIPPED = Path(__file__).resolve().with_suffix("")
 SHARDS = {TRAIN: "pocket_train_000000.bin", VAL: "pocket_val_000000.bin"}
 # What not every Python of this version has; the last two are written when it is built, and hold its paths.
 ELSEWHERE = re.compile(r"(test|tests|idlelib|lib2to3|site-packages|dist-packages|__pycache__)$|_sysconfigdata|config-")
@@ -129,15 +131,25 @@ def make(root: Path, folder: Path, made_by: dict) -> list[str]:
     write_file(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return lines
 
+def beside_shipped(out: Path) -> str:
+    """Return in words whether `out` has the tokens and the vocabulary of the shipped data. Raises DataError."""
+    made, shipped = read_manifest(out), read_manifest(SHIPPED)
+    same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCABULARY)]
+    if all(same):
+        return f"the same bytes as {SHIPPED}"
+    return f"NOT the bytes of {SHIPPED}: another Python's library, whose losses stand beside those of no record"
+
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = Path(__file__).resolve()
-    parser.add_argument("--out", type=folder_name, default=here.with_suffix(""), help="default: data/pocket")
+    parser.add_argument("--out", type=folder_name, default=SHIPPED.with_name("pocket_made"),
+                        help="default: data/pocket_made")
     parser.add_argument("--force", action="store_true", help="make it again, and replace what others left there")
     args = parser.parse_args(argv)
+    need(not args.out.is_relative_to(SHIPPED), args.out, "the shipped data", "a folder of its own",
+         "give another --out; git restores data/pocket")
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
-               "source_sha256": hashlib.sha256(here.read_bytes()).hexdigest()}
+               "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with locked(args.out.parent):
         if made_before(args.out, made_by) and not args.force:
             lines = [f"{args.out}: complete, nothing to do (--force makes it again)"]
@@ -145,7 +157,7 @@ def main(argv: list[str] | None = None) -> None:
             replace = args.force or not kind_of(args.out / REPORT)             # made here, in another version
             with new_data_set(args.out, "pocket", replace) as folder:
                 lines = make(Path(sysconfig.get_path("stdlib")), folder, made_by)
-    say(*lines)
+    say(*lines, beside_shipped(args.out))
 
 
 if __name__ == "__main__":

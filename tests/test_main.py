@@ -60,7 +60,7 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     values = [schedule.at(step) for step in range(12)]
     phases = [(e["name"], e["timed"]) for e in first.of("phase") if "warm-up of stage" not in e["name"]]
     assert phases == [("set-up", False), ("validation data", False), ("warm-up of validation", False),
-                      ("warm-up", False), ("first batch", True)]
+                      ("warm-up", False), ("first batch", True), ("evaluation", False)]
     assert [e["step"] for e in first.of("step")] == list(range(1, 13))
     assert [e["step"] for e in first.of("val")] == [v.step for v in values if v.validate] + [12]
     assert first.of("step")[-1]["tokens"] == sum(8 * v.slot_tokens for v in values)
@@ -145,7 +145,7 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
         assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
         phases = [e["name"] for e in log.of("phase") if not e["name"].startswith("warm-up of")]
         before = ["set-up", "validation data", "warm-up"] if seed == 1 else ["reset"]
-        assert phases == [*before, "first batch"]
+        assert phases == [*before, "first batch", "evaluation"]
         assert log.events[-1]["type"] == "result" and (log.folder / "train_gpt.py").exists()
     last = json.loads(done.out.splitlines()[-1])
     results = [log.of("result")[0] for log in logs]
@@ -318,7 +318,7 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "leave the flag out"),
     (["--resume=old_run"], 2, "old_run/settings.json", "one of an older trainer needs that trainer"),
     (["--bigram_rows=2000000000"], 1, "memory", "GiB to use", "weights 238", "moments", "a smaller model"),
-    (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "pocket.py"),
+    (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "where data/pocket is"),
     (["--train_files=formula:512:511:200:1"], 2, "too few training tokens", "200", "--epochs=0"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),

@@ -1,6 +1,6 @@
 """Verbs `bench` and `try`: run trainers in turn on this machine until it is decided which takes less time or loss.
 
-    python records bench A.py B.py [-- flags of both]            two trainers
+    python records bench A.py B.py [-- flags of both]            two trainers; 'B.py --seed=1' has flags of its own
     python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
     python records try idea.patch [-- flags]                     the trainer here, with and without a patch, on `pocket`
 An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
@@ -255,8 +255,9 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
-    base = args.scripts[0]
-    sides = {name: trainer(script, args.both) for name, script in zip("AB", args.scripts)}
+    base, of_base = args.scripts[0]
+    sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
+    args.both += of_base
     for text in args.arm:
         name, _, what = text.partition("=")
         if what.startswith("-"):
@@ -284,6 +285,11 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: trainer(script, flags) for name, script in scripts.items()}
 
+def side_as_typed(text: str) -> tuple[Path, list[str]]:
+    """A trainer, and the flags that follow it in quotes."""
+    words = [text] if Path(text).is_file() else shlex.split(text)
+    return Path(*words[:1]), words[1:]
+
 def parsed(argv: list[str]) -> argparse.Namespace:
     """argv: the verb and its arguments; flags of all runs after `--`."""
     verb = argv[0]
@@ -292,14 +298,15 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     if verb == "try":
         parser.add_argument("patch", type=Path, help="a patch of train_gpt.py (git diff), or a whole trainer")
     else:
-        parser.add_argument("scripts", nargs="+", type=Path, metavar="TRAINER", help="A, and B unless there are arms")
+        parser.add_argument("scripts", nargs="+", type=side_as_typed, metavar="TRAINER",
+                            help="A, and B unless there are arms; each may have flags of its own: 'A.py --flag=1'")
         parser.add_argument("--arm", action="append", default=[], help="NAME, NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS")
     parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
     parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
-    parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer]")
+    parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer, else here]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves [try: OUT/curves.png]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
@@ -317,11 +324,11 @@ def main(argv: list[str]) -> int:
         args.plot = args.out / "curves.png" if args.plot is None else args.plot
         sides = sides_to_try(args)
     else:
-        home = args.scripts[0].resolve().parent
+        home = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
         sides = sides_to_bench(args)
     if args.data is None:
-        args.data = home / DATA
+        args.data = home / DATA if (home / DATA).is_dir() else ROOT / DATA
     try:
         bench = Bench(args, sides)
         status = bench.race()

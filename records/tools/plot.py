@@ -7,10 +7,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from tools.read import Run
+from tools.read import Facts, Run
 
 INK = "#7d8590"                        # readable on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
@@ -18,22 +19,17 @@ GRID = 200                             # places on the x axis at which runs are 
 SMOOTHING = 0.04                       # share of the run over which training losses are averaged
 COLUMNS, ROWS = 60, 10                 # of a curve of characters
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # the time of a base over that of the base
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
     """Draw each group's mean, with the band of its runs; the first group stands behind the others. Returns False, and
     says why, without matplotlib."""
-    try:
-        import matplotlib
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        print("no picture: pip install matplotlib", file=sys.stderr)
+    figure, both = two_frames(("step", "training time (s)"), sharey=True)
+    if figure is None:
         return False
-    figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
-    figure.patch.set_alpha(0)
     limits: list[float] = []
-    for axes, column, label in zip(both, (0, 1), ("step", "training time (s)")):
+    for axes, column in zip(both, (0, 1)):
         for number, (name, runs) in enumerate(groups.items()):
             color = COLORS[number % len(COLORS)]
             for is_val in (False, True):
@@ -49,22 +45,72 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
             axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
         if target:
             axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
-        axes.patch.set_alpha(0)
-        axes.set_xlabel(label, color=INK, fontsize=17)
-        axes.tick_params(colors=INK, labelsize=15)
-        axes.grid(color=INK, alpha=0.25)
-        for spine in axes.spines.values():
-            spine.set_color(INK)
     if limits:
         room = 0.05 * (max(limits) - min(limits)) + 1e-6
         both[0].set_ylim(min(limits) - room, max(limits) + room)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
     if len(groups) <= MOST_NAMED:
         both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
+    save(figure, path)
+    return True
+
+def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
+    """Draw the time of the entries of a chain (result.json, and runs), as a share of the base's with its 99 % interval,
+    against their date, and their loss against that time. Returns False, and says why, without matplotlib."""
+    figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
+    if figure is None:
+        return False
+    shown = []
+    for result, runs in zip(results, pools):
+        its = result["in_turn"].get("base", ITSELF)
+        ratio = its["ratio"]
+        color = COLORS[result["class"] == "table"]
+        day = min(run.started or 0.0 for run in runs) / 86_400
+        bars = [[ratio - its["low"]], [its["high"] - ratio]]
+        left.errorbar(day, ratio, bars, color=color, marker="o", capsize=6)
+        xs, losses = sampled(runs, True, 1)
+        share = ratio / np.mean([run.seconds for run in runs])
+        right.plot(share * xs, losses.mean(0), color=color, linewidth=2)
+        seen = losses[:, xs >= SHOWN_FROM * xs[-1:]]
+        shown += seen.ravel().tolist()
+        name = f" {result['stated']['number']}"
+        left.annotate(name, (day, ratio), color=color, fontsize=17)
+        right.annotate(name, (ratio, np.mean([run.loss for run in runs])), color=color, fontsize=17)
+        right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
+    right.set_ylim(min(shown, default=0) - 0.1, max(shown, default=10) + 0.1)
+    left.xaxis_date()
+    left.tick_params(axis="x", labelrotation=25)
+    left.set_ylabel("training time over the base's", color=INK, fontsize=17)
+    right.set_ylabel("validation loss (nats per token)", color=INK, fontsize=17)
+    figure.suptitle("blue: class plain, orange: class table", color=INK, fontsize=15)
+    save(figure, path)
+    return True
+
+def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
+    """An empty figure and its two axes, with labels below. Without matplotlib None, and why is said."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        print("no picture: pip install matplotlib", file=sys.stderr)
+        return None, (None, None)
+    figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", **how)
+    figure.patch.set_alpha(0)
+    for axes, label in zip(both, labels):
+        axes.patch.set_alpha(0)
+        axes.set_xlabel(label, color=INK, fontsize=17)
+        axes.tick_params(colors=INK, labelsize=15)
+        axes.grid(color=INK, alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+    return figure, both
+
+def save(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
-    return True
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
     """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""

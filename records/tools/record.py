@@ -39,26 +39,34 @@ BUDGET_OFF = 0.03                      # a run that ends further off its time bu
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
+CHAIN_SEEDS, IDEA_WORDS = 5, 5         # of an entry of a chain, the fewest seeds and the most words of its idea
+POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
+THREADS = re.compile(r", (\d+) threads$")                            # of a rank, at the end of its hardware
 FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
 
 Problem = tuple[str, Any, Any]         # what, found, expected
+Sides = dict[str, Side]                # by group
 
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
     target: float | None               # the mean final validation loss is to be below, nats per token
     rank: str                          # "time" or "loss": the lower the better
-    needs: Facts              # what each run must have
+    needs: Facts                       # what each run must have
     alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
+    is_chain: bool = False             # an entry was faster than its parent and than the first one, each in turn
 
 TRACKS = {
     "8xGPU": Track(3.28, "time", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
     "1xGPU": Track(3.28, "time", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
     "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
+    "pocket_time": Track(2.20, "time", {"val_tokens": 65_536, "data_sha256": POCKET_DATA, "threads": 2}, (), True),
     "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
 }
+
+CHAINS = [("entry", name) for name, track in TRACKS.items() if track.is_chain]
 
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
@@ -96,6 +104,37 @@ def diff_of(old: Path, new: Path) -> str:
     before, after = (text(path).splitlines(True) for path in (old, new))
     return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
 
+def rounded(facts: Any) -> Any:
+    """As result.json has them."""
+    return json.loads(json.dumps(jsonable(facts)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+
+def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
+    """The lines of one type in all manifests of a record, and where the run of each is."""
+    found = sorted((folder / "logs").rglob(MANIFEST))
+    return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, kind)]
+
+def entries_of(root: Path, track: str) -> list[Facts]:
+    """All entries of a track, oldest first."""
+    found = []
+    for result in map(load, folders(root)):
+        stated = result["stated"]
+        if (stated["kind"], stated["track"]) == ("entry", track):
+            found.append(result)
+    return found
+
+def rivals(root: Path, stated: Facts) -> Facts:
+    """Whom an entry of a chain has to race in turn: its parent, and its base; nobody, if it is the base."""
+    if (stated["kind"], stated["track"]) not in CHAINS:
+        return {}
+    before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
+    named = {folder_name(entry): entry for entry in before}
+    if before and stated["parent"] not in named:
+        raise ToolError("parent", stated["parent"], f"one of {[*named]}", "name it: --parent")
+    return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
+
+def folder_name(result: Facts) -> str:
+    return "_".join(result["stated"][key] for key in ("date", "number", "name"))
+
 def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
     """[old, new] of each key that differs; None for what is not there."""
     keys = sorted({*old, *new})
@@ -104,6 +143,9 @@ def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
 def value(run: Run, key: str) -> Any:
     """A fact of a run, wherever its log states it."""
     stated = run.facts["config"] | run.facts | run.result
+    threads = THREADS.search(str(stated.get("hardware")))
+    if threads:
+        stated["threads"] = int(threads[1]) * stated["world_size"]
     return stated.get("tokens" if key == "tokens_trained" else key)
 
 def read_log(path: Path) -> Run:
@@ -112,7 +154,7 @@ def read_log(path: Path) -> Run:
     except (OSError, NotALog) as error:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
-def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
+def grouped(folder: Path, stated: Facts) -> Sides:
     """The logs of a record, by group."""
     sides = {}
     for name, members in stated["groups"].items():
@@ -129,13 +171,13 @@ def class_of(settings: Facts) -> str | None:
         return None
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
 
-def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Problem]:
+def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     """Why these runs are no record, or no entry of its track."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
-    for line in manifest_lines(folder / "logs" / MANIFEST, "end"):
-        if line["outcome"] == "done" and not (folder / "logs" / line["folder"]).exists():
+    for place, line in manifests(folder, "end"):
+        if line["outcome"] == "done" and not place.exists():
             yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
@@ -160,12 +202,14 @@ def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Prob
         if stated["track"] != "budget" or not FITTED.search(mixed):
             yield "a group", mixed, "runs of one program, to one end"
     if stated["kind"] == "entry":
-        yield from misfits(sides, stated)
+        yield from misfits(folder, sides, stated)
 
-def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
+def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
     """Which rules of its track an entry breaks, as far as logs can show it."""
     track = TRACKS.get(stated["track"])
-    if not track or len(sides) != (2 if stated["base"] else 1):
+    if track and track.is_chain:
+        yield from broken_links(sides, stated, rivals(folder.parent, stated))
+    elif not track or len(sides) != (2 if stated["base"] else 1):
         yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group beside a baseline"
         return
     for run in sides[stated["main"]].runs:
@@ -179,6 +223,40 @@ def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
         for key in ENTRY:
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
+
+def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+    """Which rules of a chain an entry breaks."""
+    track = TRACKS[stated["track"]]
+    main = sides[stated["main"]]
+    word, reason = report.proof(main, track.target)
+    if word != "proven" or len(main.losses()) < CHAIN_SEEDS:
+        yield "target", reason, f"proven (p < {statistics.ALPHA}) over {CHAIN_SEEDS} seeds or more"
+    if not 0 < len(stated.get("idea", "").split()) <= IDEA_WORDS:
+        yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
+    if class_of(main.runs[0].facts["config"]) is None:
+        yield "class", "a configuration that does not say how many rows its tables have", "plain or table"
+    raced = in_turn(sides, stated, opponents)
+    for role, opponent in opponents.items():
+        word = raced[role]["word"] if role in raced else "no bench with its source and settings"
+        if word != "faster":
+            yield f"time beside the {role}, {folder_name(opponent)}", word, "faster, in turn with it"
+
+def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
+    """By role: an entry's time over that of its parent, and of its base, by the runs of both in one bench."""
+    found = {}
+    for role, opponent in opponents.items():
+        side = sides.get(opponent["stated"]["number"])
+        benches = {report.noted(run)[0] for run in side.runs} if side else ()
+        own = [run for run in sides[stated["main"]].runs if report.noted(run)[0] in benches]
+        if not own:
+            continue
+        its = report.compare(side, Side("B", own, [], Reading(own), len(own)))
+        share = its["share"]
+        if share:
+            word = statistics.time_word(share, its["level"])
+            found[role] = {"record": folder_name(opponent), "pairs": its["pairs"], "loss": its["loss"], "word": word}
+            found[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
+    return found
 
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     """Where the result of log.jsonl is not its last validation, or log.txt not log.jsonl, rounded."""
@@ -198,7 +276,7 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
         if int(step) != point.step or off > 1:
             yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
-def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
+def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
@@ -220,9 +298,10 @@ def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
     result["config"] = config(first)
     parent = load(folder.parent / stated["parent"]) if stated["parent"] else {}
     result["changed"] = changes(parent.get("config", result["config"]), result["config"])
-    ends = manifest_lines(folder / "logs" / MANIFEST, "end")
-    result["unfinished"] = [line for line in ends if line["outcome"] != "done"]
-    return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+    result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
+    if (stated["kind"], stated["track"]) in CHAINS:
+        result["in_turn"] = in_turn(sides, stated, rivals(folder.parent, stated))
+    return rounded(result)
 
 def numbers(run: Run) -> Facts:
     """Of one run."""
@@ -240,6 +319,8 @@ def page(result: Facts) -> str:
     what = stated["kind"].capitalize()
     if stated["kind"] == "entry":
         what += f" of track `{stated['track']}`, class {result['class']}"
+    if "idea" in stated:
+        what += f", idea: {stated['idea']}"
     head = f"## Numbers\n\n{what}, {stated['date']}: [source]({SOURCE}), [logs](logs), [all numbers]({RESULT})."
     if stated["parent"]:
         head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
@@ -254,6 +335,12 @@ def page(result: Facts) -> str:
     benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
     for name, its in (result["verdicts"] | benches).items():
         rows.append([name, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
+    beside = []
+    for role, its in result.get("in_turn", {}).items():
+        name = f"[{role} {its['record']}](../{its['record']}/{PAGE})"
+        ratio = "{ratio:.4g} ({low:.4g} to {high:.4g})".format_map(its)
+        beside.append([name, ratio, its["pairs"], interval(its["loss"]), its["word"]])
+    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", beside))
     columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
     parts.append(markdown(columns, rows))
     rows = []
@@ -299,6 +386,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
+        stated |= {"idea": args.idea} if args.idea is not None else {}
         place = root / ".unfinished"
         shutil.rmtree(place, ignore_errors=True)                            # of an earlier call that failed
         gather(args.runs, place, stated)
@@ -309,16 +397,17 @@ def new(args: argparse.Namespace, root: Path) -> int:
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
     """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
     sources: dict[str, Path] = {}
+    opponents = rivals(staged.parent, stated)
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
             for log in sorted(Path(path).rglob(LOG)) or [Path(path, LOG)]:
-                keep(read_log(log), group, staged, stated, sources)
+                keep(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
         raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
     groups = list(stated["groups"])
-    stated |= {"base": None, "main": groups[0]}
-    if len(groups) > 1:
+    stated |= {"base": None, "main": "" if "" in groups else groups[0]}
+    if len(groups) > 1 and not opponents:
         stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
@@ -329,9 +418,10 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             (staged / "sources").mkdir(exist_ok=True)
             (staged / f"sources/{name}.diff").write_bytes(diff.encode())
 
-def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path]) -> None:
-    """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
-    that made it, beside it or in a folder above."""
+def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
+         opponents: Facts) -> None:
+    """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest; in a chain the
+    opponent whose run it is, or none) and the trainer that made it, beside it or in a folder above."""
     manifest, noted = report.noted(run)
     if noted.get("outcome", "done") != "done":
         return                                                              # the manifest lists it
@@ -340,12 +430,19 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         raise ToolError(f"run {run.path}", resumed, "a run of one program", "leave it out")
     label = group or noted.get("side", "")
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
+    if opponents:                                                           # a bench has a folder of its own
+        program = run.facts["source_sha256"], rounded(config(run))
+        label = ""
+        for its in opponents.values():
+            if program == (main_pool(its)["source_sha256"], its["config"]):
+                label = its["stated"]["number"]
+        name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = staged / "logs" / name
     if copy.exists():
         raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
     copy.mkdir(parents=True)
     if manifest:
-        shutil.copyfile(manifest, staged / "logs" / MANIFEST)
+        shutil.copyfile(manifest, copy.parents[len(Path(noted["folder"]).parts) - 1] / MANIFEST)
     for log in (LOG, TEXT_LOG):
         if run.path.with_name(log).exists():
             shutil.copyfile(run.path.with_name(log), copy / log)
@@ -390,7 +487,7 @@ def findings(folder: Path) -> Iterator[str]:
     try:
         result = load(folder)
         stated = result["stated"]
-        if folder.name != "_".join(stated[key] for key in ("date", "number", "name")):
+        if folder.name != folder_name(result):
             yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
         if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
             yield f"date {stated['date']}: expected no day to come"
@@ -445,21 +542,45 @@ def table(args: argparse.Namespace, root: Path) -> int:
             alike = {"track": track, "class": result["class"]}
             alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
             lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
-    boards = {title: board(entries) for title, entries in lists.items()}
+    boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.json:
         print(json.dumps(boards, indent=1))
         return 0
+    if args.plot:
+        chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
+        sides = [grouped(root / folder_name(entry), entry["stated"]) for entry in chained]
+        plot.chain(chained, [side[""].runs for side in sides], args.plot)
     for title, rows in boards.items():
-        columns = [list(row.values()) for row in rows]
-        print(f"{title}\n{markdown(' | '.join(rows[0]), columns)}\n")
+        columns = max(rows, key=len)                                         # the base has no ratios
+        print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")
     print("`check` tells whether these hold; rules: records/README.md")
     return 0
 
-def board(entries: list[Facts]) -> list[Facts]:
+def links(root: Path, entries: list[Facts]) -> list[Facts]:
+    """Rows of a chain, oldest first, the base before those of either class."""
+    rows = []
+    base = entries_of(root, entries[0]["stated"]["track"])[:1]
+    for result in base + [entry for entry in entries if entry not in base]:
+        stated = result["stated"]
+        loss = main_pool(result)["loss"]
+        row = {"record": f"{stated['number']} {stated['name']}", "class": result["class"], "idea": stated["idea"]}
+        row |= {"loss": loss["mean"], "n": loss["n"]}
+        for role, its in result["in_turn"].items():
+            row[f"ratio_to_{role}"] = its["ratio"]
+            row[f"{role} 99 %"] = [round(its["low"], 4), round(its["high"], 4)]
+        if result["in_turn"]:
+            diff = text(root / folder_name(result) / DIFF).splitlines()[2:]          # after the names of both files
+            row["diff_lines"] = sum(line[0] in "+-" for line in diff)
+        rows.append(row)
+    return rows
+
+def board(root: Path, entries: list[Facts]) -> list[Facts]:
     """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
     systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
     the next entry's."""
     track = TRACKS[entries[0]["stated"]["track"]]
+    if track.is_chain:
+        return links(root, entries)
     entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
     rows: list[Facts] = []
     rank = 0
@@ -528,6 +649,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("chosen", nargs="*", metavar="RECORD")
     elif verb == "table":
         parser.add_argument("--json", action="store_true")
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the chain of pocket_time")
     elif verb == "stand":
         parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a folder of several")
     else:
@@ -538,6 +660,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
         parser.add_argument("--update", metavar="RECORD", help="make its pages again")
         parser.add_argument("--parent", help="a record")
+        parser.add_argument("--idea", help=f"of an entry of pocket_time, at most {IDEA_WORDS} words")
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, args.records.resolve())

@@ -54,7 +54,8 @@ def test_read_stream__wrong_requests(tmp_path):
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
     for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
-                                (tmp_path / "none.bin", 1, "data/pocket.py"), (tmp_path / "short.bin", 1, "words 0"),
+                                (tmp_path / "none.bin", 1, "or a pattern in quotes"),
+                                (tmp_path / "short.bin", 1, "words 0"),
                                 (other, 1, "found vocabulary size 9, expected 7 as in --train"),
                                 (gpt2, 1, "found vocabulary size 50257"),
                                 (tmp_path / "[79].bin", 1, "found vocabulary sizes [7, 9], expected one")):

@@ -1,5 +1,6 @@
 """data/pocket.py on the standard library of the Python that runs the tests."""
 import base64
+import json
 import os
 import random
 import subprocess
@@ -9,11 +10,36 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common import ROOT
+from common import ROOT, preset
 from data_common import contents, failure
+
+import train_gpt as tg
 
 import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
+
+def test_shipped_data__are_those_of_the_records():
+    """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
+    headers = []
+    for field in ("train_files", "val_files"):
+        headers += tg.find_shards(str(ROOT / tg.PRESETS["pocket"][field]))
+    shipped = tg.scan_shards(headers)
+    assert shipped == "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
+    logs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/log.jsonl"))
+    stated = {json.loads(log.open().readline())["data_sha256"] for log in logs}
+    assert len(logs) == 6 and stated == {shipped}
+    assert len(tg.read_vocabulary(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
+
+def test_shipped_data__come_with_their_licence():
+    """In full: what its second clause wants retained, and a summary of the changes, as its third wants."""
+    licence = (ROOT / "data/pocket/LICENSE").read_text()
+    for part in ("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "2022, 2023 Python Software Foundation",
+                 "BEOPEN.COM LICENSE AGREEMENT FOR PYTHON 2.0", "CNRI LICENSE AGREEMENT FOR PYTHON 1.6.1",
+                 "CWI LICENSE AGREEMENT FOR PYTHON 0.9.0 THROUGH 1.2"):
+        assert part in licence
+    report = json.loads((ROOT / "data/pocket/pocket.json").read_text())
+    page = (ROOT / "data/pocket/README.md").read_text()
+    assert report["python"] == "cpython 3.11.7" and "CPython 3.11.7" in page and "**Changed:**" in page
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
@@ -57,7 +83,10 @@ def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(o
     before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     command = [sys.executable, str(ROOT / "data/pocket.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
+    made, shipped = (contents(folder) for folder in (out, ROOT / "data/pocket"))
+    same = all(made[name] == shipped[name] for name in made if name.endswith((".bin", ".txt")))
     assert "nothing to do" in done.stdout
+    assert ("the same bytes as" in done.stdout, "NOT the bytes" in done.stdout) == (same, not same)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == times
     subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
     assert contents(out) == before
@@ -88,3 +117,12 @@ def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
     (tmp_path / "os.py").write_text("import sys\n")
     assert "different pieces, expected 2,047; use a complete Python" in failure(pocket, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_main__never_writes_into_the_shipped_folder(tmp_path, below):
+    """Not through a link either, and not with --force."""
+    (tmp_path / "link").symlink_to(ROOT / "data/pocket")
+    before = contents(ROOT / "data/pocket")
+    assert "found the shipped data, expected a folder of its own" in failure(
+        pocket, f"--out={tmp_path}/link/{below}", "--force")
+    assert contents(ROOT / "data/pocket") == before

@@ -52,6 +52,14 @@ def lines(out: Path, kind: str) -> list[dict]:
 def patch_of(old: str, new: str) -> str:
     return "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "a/train_gpt.py", "b/train_gpt.py"))
 
+def test_side_as_typed__a_trainer_and_flags_of_its_own(tmp_path, monkeypatch):
+    blank = tmp_path / "a clone/trainer.py"
+    blank.parent.mkdir()
+    trainer(blank.parent)
+    for text, script, flags in ((str(blank), blank, []), ("a.py", Path("a.py"), []), ("", Path(), []),
+                                (f"'{blank}' --lr=1 --x='y z'", blank, ["--lr=1", "--x=y z"])):
+        assert bench.side_as_typed(text) == (script, flags)
+
 @pytest.fixture
 def out(tmp_path) -> Path:
     return tmp_path / "out"

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from common import run
+
 from record_common import NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
 
 from tools import record                                     # noqa: E402
@@ -288,6 +290,15 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
 
+def test_new__a_run_of_the_trainer_as_it_is(tmp_path):
+    """Its log.txt and log.jsonl say the same to these tools."""
+    runs = [run(tmp_path / f"runs/{seed}", f"--seed={seed}", "--max_steps=2", "--sample_tokens=0") for seed in (1, 2)]
+    assert [done.status for done in runs] == [0, 0], runs[0].err
+    root = tmp_path / "records"
+    root.mkdir()
+    new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
+    assert check(root) == ""
+
 @pytest.mark.parametrize("losses, facts, words", [
     ([2.21], {}, "2.210 nats per token: record 01 2.159 +- 0.014: inside its spread, 2.09 to 2.23"),
     ([2.24], {}, "2.240 nats per token: record 01 2.159 +- 0.014: outside its spread, 2.09 to 2.23"),
@@ -317,3 +328,93 @@ def test_stand__what_it_knows():
     drawn, = re.findall(r"^TRIGRAM_NATS = (\S+)", (record.RECORDS / "guide/race.py").read_text(), re.M)
     assert float(stated) == pytest.approx(nats, abs=5.1e-4) and float(drawn) == nats
     assert record.T_95 == pytest.approx([stats.t.isf(0.025, free) for free in range(1, 6)], rel=2e-4)
+
+RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1)
+
+def bench_runs(place: Path, sources: dict, seconds: dict, loss: dict, pairs: int = 6) -> Path:
+    """A bench as `records bench` leaves it: sides in ABBA order, a manifest, seeds by pair."""
+    lines = [dict(type="bench", pairs=pairs, sides={name: {"flags": []} for name in sources})]
+    for number in range(1, 2 * pairs + 1):
+        side, pair = "ABBA"[(number - 1) % 4], (number + 1) // 2
+        folder = f"runs/{number:03}_{side}"
+        make_run(place / folder / "logs/x", pair, loss[side] + pair / 1000 + number / 1e5,
+                 seconds[side] * (1 + (pair % 3) / 1000), source=sources[side], **RECORD_OF_CHAIN)
+        facts = dict(run=number, pair=pair, side=side, folder=folder, cause="", outcome="done")
+        lines += [facts | dict(type="start"), facts | dict(type="end")]
+    write_events(place / "manifest.jsonl", lines)
+    return place
+
+THIRD_SOURCE = SOURCE.replace("= 9\n", "= 99\n").replace("= 7\n", "= 8\n")
+BASE, PARENT = dict(seconds=100.0, loss=2.16), dict(seconds=80.0, loss=2.17)
+
+@pytest.fixture(scope="module")
+def chain(tmp_path_factory) -> Path:
+    """Three links: the base, a record in turn with it, and one in turn with that one and with the base."""
+    place = tmp_path_factory.mktemp("chain")
+    root = place / "records"
+    root.mkdir()
+    track = "--track=pocket_time"
+    for seed in range(6):
+        make_run(place / f"base/seed{seed}", seed, 2.16 + seed / 1000, 100.0 + seed / 10, **RECORD_OF_CHAIN)
+    new(root, "Base", place / "base", track, "--date=2026-01-01", "--idea=recipe A, fewest steps")
+    bench = bench_runs(place / "with_base", {"A": SOURCE, "B": OTHER_SOURCE}, {"A": 100.0, "B": 80.0},
+                       {"A": 2.16, "B": 2.17})
+    new(root, "Eight", bench, track, "--date=2026-01-02", "--parent=01", "--idea=eight for seven")
+    third = [bench_runs(place / "third_with_parent", {"A": OTHER_SOURCE, "B": THIRD_SOURCE}, {"A": 80.0, "B": 60.0},
+                        {"A": 2.17, "B": 2.18}),
+             bench_runs(place / "third_with_base", {"A": SOURCE, "B": THIRD_SOURCE}, {"A": 101.0, "B": 59.0},
+                        {"A": 2.16, "B": 2.1805})]
+    new(root, "NinetyNine", *third, track, "--date=2026-01-03", "--parent=02", "--idea=ninety nine for nine")
+    assert check(root) == ""
+    return place
+
+def test_chain__ratios_are_those_of_the_benches(chain):
+    (title, rows), = json.loads(call("table", "--records", chain / "records", "--json")[1]).items()
+    assert title == "track pocket_time, class plain" and {row["class"] for row in rows} == {"plain"}
+    assert [row["idea"] for row in rows] == ["recipe A, fewest steps", "eight for seven", "ninety nine for nine"]
+    assert [row.get("ratio_to_parent") for row in rows] == [None, pytest.approx(0.8), pytest.approx(0.75)]
+    assert [row.get("ratio_to_base") for row in rows] == [None, pytest.approx(0.8), pytest.approx(59 / 101)]
+    assert not [key for key in rows[0] if "ratio" in key or "diff" in key], "the base has none"
+    assert [row["n"] for row in rows] == [6, 6, 6] and [row.get("diff_lines") for row in rows] == [None, 2, 2]
+    page = (chain / "records/2026-01-03_03_NinetyNine/README.md").read_text()
+    assert "class plain, idea: ninety nine for nine" in page and "[base 2026-01-01_01_Base]" in page
+
+def test_chain__picture(chain, tmp_path):
+    image = pytest.importorskip("matplotlib.image")
+    status, said, _ = call("table", "--records", chain / "records", f"--plot={tmp_path}/chain.png")
+    assert status == 0 and "eight for seven" in said
+    ink = image.imread(tmp_path / "chain.png")[..., 3] > 0.5
+    assert ink[:, :ink.shape[1] // 2].any() and ink[:, ink.shape[1] // 2:].any(), "both halves"
+
+def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
+    for seed in range(seeds):
+        make_run(folder / f"seed{seed}", seed, loss + seed / 1000, 100.0, **RECORD_OF_CHAIN | facts)
+    return folder
+
+@pytest.mark.parametrize("runs, argv, said", [
+    (dict(seeds=4), [], "over 5 seeds or more"), (dict(loss=2.21), [], "against 2.2: not below it"),
+    (dict(data_sha256="e" * 64), [], f"{record.POCKET_DATA} on track pocket_time"),
+    (dict(hardware="a CPU, 4 cores, 4 threads"), [], "2 on track pocket_time"),
+    (dict(world_size=2), [], "2 on track pocket_time"), (dict(config={"val_tokens": 1024}), [], "65536 on track"),
+    (dict(config={"vocab_size": None}), [], "plain or table"),
+    ({}, ["--idea=one two three four five six"], "one to 5 words"), ({}, ["--idea="], "one to 5 words")])
+def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
+    folder = of_chain(tmp_path / "runs", **runs)
+    root = tmp_path / "records"
+    root.mkdir()
+    status, _, error = call("new", "--records", root, "X", folder, "--track=pocket_time", "--idea=x", *argv)
+    assert status == 2 and said in error, error
+
+@pytest.mark.parametrize("benches, parent, said", [
+    (["slower"], "01", "faster, in turn with it"), (["third_with_parent"], "02", "beside the base, 2026-01-01_01_Base"),
+    (["third_with_base"], "02", "beside the parent, 2026-01-02_02_Eight"), (["with_base"], None, "name it: --parent"),
+    (["no_bench"], "01", "no bench")])
+def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said):
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    bench_runs(tmp_path / "slower", {"A": SOURCE, "B": THIRD_SOURCE}, {"A": 100.0, "B": 101.0}, {"A": 2.16, "B": 2.17})
+    of_chain(tmp_path / "no_bench", source=THIRD_SOURCE)
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    places = [next(path for path in (tmp_path / name, chain / name) if path.exists()) for name in benches]
+    flags = [f"--parent={parent}"] if parent else []
+    status, _, error = call("new", "--records", root, "X", *places, "--track=pocket_time", "--idea=x", *flags)
+    assert status == 2 and said in error, error

@@ -152,8 +152,8 @@ def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
 def main(argv: Sequence[str]) -> int:
     reason = why_not()
     if reason:
-        print(f"the rehearsal is skipped: {reason}")
-        return 0
+        print(f"the rehearsal is not run: {reason}")
+        return 2
     wanted = parse(argv)
     path = Path(wanted.ledger)
     try:
