@@ -3,6 +3,7 @@ import functools
 import math
 import operator
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
