@@ -9,6 +9,7 @@ Tokens are the GPT-2 shards that DATA names (default ../shared/data/measure_trai
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import os
 import sys
@@ -48,7 +49,6 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-
 def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
     headers = tg.find_shards(tokens())
@@ -58,12 +58,11 @@ def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     steps = [replace(values, step=step) for step in range(2 * most)]
     pairs = [steps[first:first + 2] for first in range(0, len(steps), 2)]
     loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers, pairs)
-    loader.start()
     plans = []
-    with contextlib.suppress(tg.DataEnded):
+    with contextlib.closing(loader), contextlib.suppress(tg.DataEnded):
+        loader.start()
         for step in steps:
             plans.append(loader.next(step).plans)
-    loader.close()
     return plans[::2]
 
 class Moved(NamedTuple):
@@ -99,7 +98,6 @@ def print_bytes() -> None:
 
 
 # ---- Large tables against small ones ---------------------------------------------------------------------------------
-
 ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
 
 class Timed:
@@ -177,13 +175,11 @@ def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
 
-def print_host() -> None:
-    compare(0, 1, "", "host", (10**6, 10**8), 96, 98_304)
-
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    BENCHES = dict(bytes=print_bytes, scale=print_scale, host=print_host)
+    BENCHES = dict(bytes=print_bytes, scale=print_scale,
+                   host=functools.partial(compare, 0, 1, "", "host", (10**6, 10**8), 96, 98_304))
     for name in sys.argv[1:] or BENCHES:
         BENCHES[name]()
         print()

@@ -2,11 +2,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import importlib.util
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -75,6 +77,16 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
 
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
+
+def logical_rows(batch: tg.Batch, label: str) -> Tensor:
+    """Return the rows of a table that a batch reads, as files and recipes number them."""
+    plan = batch.plans[label]
+    rows = batch.rows[label].long()
+    world = len(plan.send_counts)
+    if world > 1:                            # else its index is of the table, not of a list
+        rows = plan.my_rows[rows]
+        rows = rows % plan.shard_size * world + rows // plan.shard_size
+    return rows
 
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
@@ -163,7 +175,6 @@ def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], ti
     return plan, [batch.rows[table.label] for batch in batches]
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
-    """A planner of these tables alone."""
     planner = tg.Planner(cfg, where)
     planner.tables = tables
     planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
@@ -187,11 +198,9 @@ def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int,
     values = [schedule.at(step) for step in range(steps)]
     cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
     loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files), cycles, exchange)
-    loader.start()
-    try:
+    with contextlib.closing(loader):
+        loader.start()
         yield loader, values
-    finally:
-        loader.close()
 
 def owned(x: Tensor, where: tg.Fabric) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
@@ -218,10 +227,6 @@ def angles_by_channel(angles: Tensor) -> Tensor:
     """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
     turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
     return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
-
-def whole(_: str, x: Tensor) -> Tensor:
-    """The part of a parameter that the only rank keeps."""
-    return x
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
@@ -349,7 +354,6 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 class Forked:
     """A process that does main(words) as the script does, or another call, with all that a test has patched."""
-
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
                  before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
         """before: called in the process before all else."""
@@ -387,7 +391,6 @@ class Forked:
         return self.status
 
     def send(self, number: int) -> None:
-        """Send a signal to the process, if it is there."""
         if self.poll() is None:
             os.kill(self.child, number)
 
@@ -402,12 +405,9 @@ class Forked:
 
     def texts(self) -> tuple[str, str]:
         """Return what was said on stdout and stderr."""
-        found = []
         for file in self.files:
             file.seek(0)
-            found.append(file.read())
-            file.close()
-        return tuple(found)
+        return tuple(file.read() for file in self.files)
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as trial:
@@ -431,16 +431,29 @@ def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 def run(folder: Path, *flags: str) -> Run:
-    """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
 
-def before_flush(monkeypatch, act: Callable[[Path], object]) -> None:
-    """Let this be done with a path before it is flushed to the disk."""
+@contextlib.contextmanager
+def no_large_files(limit: int) -> Iterator[None]:
+    """Writing beyond `limit` bytes fails, as on a full disk; Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+def full_disk(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+def before_flush(monkeypatch, act: Callable[[Path], object], folder: str = "") -> None:
+    """Let this be done with a path, if its folder's name begins so, before it is flushed to the disk."""
     sync = tg.sync_to_disk
 
     def acting(path: Path) -> None:
-        act(path)
+        if path.parent.name.startswith(folder):
+            act(path)
         sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", acting)

@@ -23,7 +23,6 @@ FEW_STATEMENTS = 60                      # below that, mean and p90 say little
 FREE = 2                                 # a small file may have two of anything
 
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
-    """Return the strings that stand alone."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 
@@ -42,7 +41,6 @@ def end_of_head(node: ast.stmt) -> tuple[int, int]:
     return min([*decorators, (first.lineno, first.col_offset)])
 
 def statement_sizes(tree: ast.Module, places: list[tuple[int, int]]) -> list[int]:
-    """Return the tokens of each statement, ascending."""
     left_out = set(docstrings(tree))
     for holder in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
         left_out |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
@@ -69,7 +67,6 @@ def count_constructs(tree: ast.Module) -> Counter:
     return counts
 
 class Density(NamedTuple):
-    """What a reader has before him."""
     lines: int
     tokens: int                          # neither comments nor docstrings
     functions: int

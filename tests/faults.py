@@ -47,7 +47,6 @@ class Ended(NamedTuple):
 
 class Job:
     """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
-
     def __init__(self, folder: Path, *flags: str, **how: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -121,9 +120,6 @@ def hold_store(port: int, _: list[str]) -> None:
     os.rename("launcher.part", "launcher")
     time.sleep(3 * BOUND)
     del store
-
-
-# ------ Places and acts -----------------------------------------------------------------------------------------------
 
 # Name -> a function of the trainer; and "once": at its first call, or in the race from FAULT_STEP on: "before" its
 # call, "after" it, or before it and in a "thread" of its own.

@@ -109,7 +109,6 @@ def hashes(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
     return {name: digest(x) for name, x in sorted(tensors.items())}
 
 def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
-    """Add the losses of a run and the state in its newest checkpoint to what is kept of its case."""
     for line in (run_dir / "log.jsonl").read_text("utf-8").splitlines():
         event = json.loads(line)
         if event["type"] in LOSSES:
@@ -143,8 +142,6 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
     """Say what differs between two runs of a case: in bits, and apart from that in names."""
     found = []
     for section, before in stored.items():
-        if section == "sent":            # of an older file
-            continue
         after = now.get(section, {})
         differing = [name for name in before if name in after and after[name] != before[name]]
         if differing and section == "losses":
@@ -160,11 +157,9 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
     return found
 
 def versions() -> dict[str, str]:
-    """Name what bits depend on besides the trainer."""
     return dict(python=sys.version.split()[0], torch=torch.__version__, cpu=torch.backends.cpu.get_cpu_capability())
 
 def main() -> int:
-    """Make or compare; return 1 if a case differs or fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("task", choices=("make", "compare"))
     parser.add_argument("trainer", type=Path)

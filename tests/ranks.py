@@ -22,7 +22,6 @@ PATIENCE = 120                           # s for what the ranks of one call do; 
 
 @dataclass(frozen=True)
 class Rank:
-    """One process of a world."""
     rank: int
     world: int
     folder: Path                         # of this call
@@ -44,16 +43,13 @@ class Rank:
 class Ranks:
     """The fixture `ranks`. One call is one world; an equal call is answered with what the first one found, the same
     objects: do not change them."""
-
     def __init__(self, folder: Path):
         self.folder = folder
         self.answers = {}                # what was asked -> folder, by rank what it found, why some found nothing
 
     def __call__(self, world: int, run: Callable[..., Any], **given: Any) -> list[Any]:
-        """run(rank, **given) on each rank of a world; by rank, what it returned.
-
-        Fails with the stack of every rank that raised, or was there after PATIENCE seconds.
-        """
+        """run(rank, **given) on each rank of a world; by rank, what it returned. Fails with the stack of every rank
+        that raised, or was there after PATIENCE seconds."""
         return self.answer(world, run, given)[1]
 
     def folder_of(self, world: int, run: Callable[..., Any], **given: Any) -> Path:

@@ -45,25 +45,19 @@ def rotated(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tenso
     turned = torch.view_as_real(pairs * torch.exp(-1j * angles)).flatten(-2)
     return torch.cat((turned, still), dim=-1)
 
-def documents_of(borders: Tensor, positions: int) -> Tensor:
-    """borders (C,), ascending from 0 -> number of each position's document."""
-    return torch.searchsorted(borders.long(), torch.arange(positions), right=True)
-
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
     """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
     return torch.sigmoid(features[:, :GATE] @ weight.t())
 
-def attention_weights(q: Tensor, k: Tensor, documents: Tensor, window: int, scale: float) -> Tensor:
-    """Softmax over the keys that a query sees: its own and `window` before it, of its document. (H, N, N)."""
+def attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, window: int, scale: float) -> Tensor:
+    """q, k, v (N, H, E) -> (N, H, E): softmax over the keys that a query sees, its own and `window` before it, of its
+    document; borders (C,) of documents ascend from 0."""
     at = torch.arange(len(q))
+    documents = torch.searchsorted(borders.long(), at, right=True)
     back = at[:, None] - at
     seen = (back >= 0) & (back <= window) & (documents[:, None] == documents)
     scores = scale * torch.einsum("qhe,khe->hqk", q, k)
-    return scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
-
-def attention(q: Tensor, k: Tensor, v: Tensor, borders: Tensor, window: int, scale: float) -> Tensor:
-    """q, k, v (N, H, E) -> (N, H, E)."""
-    weights = attention_weights(q, k, documents_of(borders, len(q)), window, scale)
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(dim=-1)
     return torch.einsum("hqk,khe->qhe", weights, v)
 
 def next_token_losses(logits: Tensor, targets: Tensor, weights: Sequence[float]) -> Tensor:
@@ -91,11 +85,9 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers[preferred.argmax(dim=-1)].copysign(x)
 
 def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
-    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds.
-
-    y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
-    logits_dtype: None rounds nothing at all.
-    """
+    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds. y (N, D), w (D, V),
+    targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor. logits_dtype: None
+    rounds nothing at all."""
     def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         if logits_dtype is None:
             return x
@@ -154,7 +146,6 @@ def adam(p, g, state, number, betas, eps, lr, decay) -> Tensor:
 
 class Reference:
     """Weights, gradients and updates of a run, each in one piece, by label."""
-
     def __init__(self, cfg: tg.Config, weights: dict[str, Tensor]) -> None:
         """weights: of all parameters, or for `optim_step` alone of some."""
         self.cfg = cfg
@@ -420,13 +411,9 @@ def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
 
 @dataclass
 class NaiveTable:
-    """A table of n-grams under the row-wise rule: rows x width weights, from zero.
-
-    Every update decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches these
-    rows only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is
-    v * beta2^(e - last).
-    """
-
+    """A table of n-grams under the row-wise rule: rows x width weights, from zero. Every update decays v of ALL rows
+    and moves the weights of the rows that were asked for. The trainer touches these rows only, and catches up on what
+    their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last)."""
     label: str
     rows: int
     width: int

@@ -33,15 +33,15 @@ BETA1 = 0.75
 ONE_OWNER = 24                           # its multiples are the first rank's at each number of ranks
 # Relative and absolute, of row-wise updates. In bf16 only where p - u cancels: torch's root of f32 is not numpy's.
 TOLERANCE = dict(float64=(1e-12, 1e-12), bfloat16=(0.0, 1e-7))
+PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 Found = dict[str, Any]
 
 
 # ---- What is late ----------------------------------------------------------------------------------------------------
-
 class Exchange:
     """Stands for dist.all_to_all_single. What arrives is NaN until it was waited for, and what left is NaN after that;
     rows that nobody has waited for arrive after those of the next exchange."""
-
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.exchange = dist.all_to_all_single
@@ -63,7 +63,6 @@ class Exchange:
 
 @dataclass(eq=False)
 class Late:
-    """The handle of such an exchange."""
     exchange: Exchange
     work: Any
     arriving: Tensor
@@ -97,7 +96,6 @@ def taken(state: tg.RowState) -> tg.RowState:
 
 class StagedHome(tg.HostHome):
     """Each transfer is late by chance, and goes through staging of its own, which is spoiled after it."""
-
     empties = False                      # rows that came up are spoiled at home, too, until they are back
 
     def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
@@ -119,10 +117,8 @@ class EmptyingHome(StagedHome):
 
 
 # ---- What is read, and the gradients ---------------------------------------------------------------------------------
-
 @dataclass(frozen=True)
 class Trial:
-    """Updates of some tables at once."""
     tables: tuple[tuple[str, int], ...]  # pattern of reads, rows
     mode: str = "sparse"                 # of dense-Adam tables
     home: str = ""                       # of row-wise tables; "": tables have dense Adam
@@ -186,10 +182,8 @@ def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
 
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
-
 class TableOptimizer(tg.Optimizer):
     """The trainer's optimizer with nothing but tables."""
-
     def __init__(self, cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[str, tg.RowTable]) -> None:
         self.cfg = cfg
         self.fabric = fabric
@@ -211,7 +205,6 @@ class TableOptimizer(tg.Optimizer):
 
 class Cycles:
     """A trial on one rank: plans a cycle ahead as the loader makes them, and steps as the executor makes them."""
-
     def __init__(self, fabric: tg.Fabric, trial: Trial) -> None:
         self.fabric = fabric
         self.trial = trial
@@ -255,7 +248,6 @@ class Cycles:
         return self.made[update]
 
     def look_up(self, label: str, update: int, step: int) -> None:
-        """Read rows, and add a gradient that depends on them."""
         plans, places = self.plans(update)
         cache, row_grads = self.tables[label].rows_for_forward(plans[label])
         index = torch.from_numpy(places[label][step][0])
@@ -311,7 +303,6 @@ def drive(fabric: tg.Fabric, trial: Trial) -> dict[str, Found]:
 
 
 # ---- Slow but right --------------------------------------------------------------------------------------------------
-
 @functools.cache
 def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """One rank, whole tables. Returns the rows before each update, and everything after the last."""

@@ -186,9 +186,6 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     cfg = tg.parse_flags(["--sample=~/x", "--prompt=~/z"])
     assert (cfg.sample, cfg.prompt) == (str(tmp_path / "x"), "~/z")
 
-
-# ---- settings of an earlier run -------------------------------------------------------------------------------------
-
 def write_settings(folder: Path, **flags: str) -> None:
     (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", **flags)))
 

@@ -22,7 +22,6 @@ WIDE = dict(dtype="bfloat16", head_dim=128, model_dim=256)
 
 
 # ------ Attention -----------------------------------------------------------------------------------------------------
-
 class Cards:
     """A rank with a card that calls itself CUDA; of other ranks, what they would say in the place of what it says."""
     on_cuda = True
@@ -42,7 +41,6 @@ class Cards:
 
 class Registry:
     """torch's own of flash attentions, and packages that are there: what is called, by name."""
-
     def __init__(self, monkeypatch, capability: int = 9, **kernels) -> None:
         self.kernels = kernels                       # by name; "varlen" is torch's own
         self.active: list[str] = []
@@ -199,7 +197,6 @@ def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeyp
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
-
 def bytes_of(tensors) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
@@ -263,7 +260,6 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
 def let_room_be(monkeypatch, room: float) -> None:
-    """Let so many bytes of each device be free for use."""
     def total_memory(_: tg.Fabric) -> float:
         return (room + 0.5) / tg.MEMORY_SHARE
 
@@ -280,7 +276,6 @@ def with_table(name: str, columns: str) -> tg.Config:
     return preset(name, tables=tg.parse_value("tables", f"trigram_embed 3 {columns}"))
 
 def record(*flags: str) -> tg.Config:
-    """The record preset on GPT-2 shards."""
     given = tg.parse_flags(["--preset=record", *flags])
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
     return tg.resolve(given, shards, shards)

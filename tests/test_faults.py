@@ -30,7 +30,6 @@ SPEED = ("ConfigError: --adam_lr", "'fast'")
 BUG = "ZeroDivisionError: a bug"         # the trace ends with it
 
 class Case(NamedTuple):
-    """What `Job` is given, and how it must end."""
     how: dict[str, Any]
     status: tuple                        # by rank; a tuple: one of these
     cause: tuple[str, ...]               # regular expressions of what all ranks together say, the first begins a line
@@ -41,7 +40,6 @@ def of_two(fault: str, status: tuple, *cause: str, log: int | str = 2, **how: An
     return Case(dict(world=2, faults={1: fault}) | how, status, cause, log)
 
 def alone(status: int, *cause: str, log: int | str = 3) -> tuple:
-    """A fault in a single process."""
     return (status,), cause, log
 
 OF_TWO = {                               # status of both ranks, parts of the message
@@ -179,7 +177,6 @@ def waiting(request, tmp_path_factory):
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * (name in LONG)) for name in CASES])
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
-    """And the cause is said once."""
     job = waiting.get(name) or begin(name, tmp_path)
     check(job.wait(), CASES[name])
 

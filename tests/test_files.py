@@ -4,12 +4,10 @@ that go on from them.
 One run with tables in both homes is the sound one; each case changes one thing of a copy. `seal` writes a manifest that
 vouches for the change, so that what is looked at is the content.
 """
-import errno
 import hashlib
 import json
 import os
 import pickle
-import resource
 import shutil
 import signal
 import time
@@ -18,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, before_flush, executor, fabric, losses, nothing, preset, recorded_writes, refused, run,
-                    weights)
+from common import (Run, before_flush, executor, fabric, full_disk, losses, no_large_files, nothing, preset,
+                    recorded_writes, refused, run, weights)
 
 import train_gpt as tg
 
@@ -78,7 +76,6 @@ def first(folder: Path, pattern: str) -> Path:
 
 
 # ---- Damage ----------------------------------------------------------------------------------------------------------
-
 def flipped(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -139,7 +136,6 @@ def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
 
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
-
     def __reduce__(self):
         return os.mkdir, ("evil_was_here",)
 
@@ -157,7 +153,6 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
 
 
 # ---- Other content with right hashes ---------------------------------------------------------------------------------
-
 def on(name: str, edit_entry=None):
     """Return a change of one entry, or its removal."""
     def edit(tensors: dict) -> dict:
@@ -217,7 +212,6 @@ def test_sample_saved__damaged_settings(save):
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
-
 def test_write_folder__the_manifest_names_every_file(sound):
     for folder in (sound / "save", sound / "run" / tg.CHECKPOINTS / "step-0000004"):
         manifest = json.loads((folder / tg.MANIFEST).read_text())
@@ -243,20 +237,13 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
 
     def failing(handle: int) -> None:
         if next(left) == 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            full_disk()
 
     monkeypatch.setattr(os, "fsync", failing)
     contents = {f"{number}.pt": dict(x=torch.ones(3)) for number in range(3)}
     with refused(tg.RunError, "No space left on device"):
         tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
-
-def full_disk(name: str):
-    """What becomes a folder whose name begins so finds no room."""
-    def full(path: Path) -> None:
-        if path.parent.name.startswith(name):
-            raise OSError(errno.ENOSPC, "No space left on device")
-    return full
 
 def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)
@@ -284,7 +271,7 @@ def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_pat
     assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
 def test_finish__a_full_disk(tmp_path, monkeypatch):
-    before_flush(monkeypatch, full_disk("elsewhere"))
+    before_flush(monkeypatch, full_disk, "elsewhere")
     folder = tmp_path / "elsewhere"
     done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
@@ -294,12 +281,8 @@ def test_finish__a_full_disk(tmp_path, monkeypatch):
     sample(tmp_path / "run/save")
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
-    try:
+    with no_large_files(300_000):
         done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.status == 1 and done.events[-1]["type"] == "result"
     assert "weights lost" in done.lines
     assert names(tmp_path) == ["run"]
@@ -309,17 +292,17 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, monkeypatch, where, number, cause):
     def end(path: Path) -> None:
-        if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
+        if path.name == tg.MANIFEST:
             signal.raise_signal(number)
             time.sleep(100)
 
-    before_flush(monkeypatch, end)
+    before_flush(monkeypatch, end, Path(where).name)
     done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
     assert done.status == 128 + number and cause in done.err and cause in done.of("aborted")[0]["cause"]
     assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    before_flush(monkeypatch, full_disk("step-0000004"))
+    before_flush(monkeypatch, full_disk, "step-0000004")
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
@@ -348,7 +331,6 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
 
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
-
 def test_resume__equals_an_uninterrupted_run(tmp_path):
     """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
     whole, begun = tmp_path / "whole", tmp_path / "begun"

@@ -40,7 +40,6 @@ def room_of(line: int) -> int:
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
-
 def test_size__the_file_is_read_in_an_evening():
     found = density(TEXT)
     assert found.lines <= 4_700 and found.tokens <= 37_500 and found.functions <= 330, found
@@ -82,7 +81,6 @@ def test_density__each_packed_construct(construct):
 
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
-
 def test_source__one_statement_a_line_and_no_hidden_state():
     """No semicolon, no body after a colon, no global, no silent assert; the environment is the last room's."""
     statements = [node for node in NODES if isinstance(node, ast.stmt)]
@@ -111,7 +109,6 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
 
 
 # ---- Rooms ----------------------------------------------------------------------------------------------------------
-
 def test_rooms__in_order_with_banner_plan_and_tests():
     banners = [line for line in LINES if line.startswith("# ===")]
     numbered = [(str(k), name) for k, name in enumerate(ROOMS, 1)]
@@ -148,7 +145,6 @@ def test_config__tables_name_what_exists():
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
-
 def test_import__definitions_and_constants_only():
     """But for what the file does when it is the program: at its end, and before torch is imported."""
     main = [node for node in TREE.body if isinstance(node, ast.If)]

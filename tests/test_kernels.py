@@ -24,7 +24,6 @@ MOST_SHARED = {80: 166_912, 90: 232_448, 100: 232_448}        # bytes: CUDA prog
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    """Random numbers whose gradient is asked for."""
     return randn(*shape, seed=seed, dtype=dtype).requires_grad_()
 
 def randint(high: int, *shape: int, seed: int = 0) -> Tensor:
@@ -40,7 +39,6 @@ def assert_close_for_its_size(got: Tensor, want: Tensor, share: float, rtol: flo
     assert_close(got, want, rtol=rtol, atol=share * float(want.abs().max()))
 
 def assert_equals_autograd(got, want, inputs, grad):
-    """The same outputs and the same gradients of the inputs."""
     assert_close(got, want)
     found = torch.autograd.grad(got, inputs, grad)
     for a, b in zip(found, torch.autograd.grad(want, inputs, grad), strict=True):
@@ -48,7 +46,6 @@ def assert_equals_autograd(got, want, inputs, grad):
 
 
 # ---- norm, rotation, MLP --------------------------------------------------------------------------------------------
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("shape, size", [((5,), 1.0), ((3, 16), 1e-3), ((2, 3, 7), 1e-5), ((4, 12), 0.0)])
 def test_rms_norm(shape, size):
@@ -196,7 +193,6 @@ def test_fits_relu_sq(monkeypatch, dtype, width, hidden, capability, on_cuda, fi
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("bounds, window, max_len, heads, width", [
     ([0, 1], 5, 1, 1, 4),                                            # one token
     ([0, 0, 4, 4, 9, 9], 2, 9, 2, 3),                                # empty documents, the bound too large
@@ -219,7 +215,6 @@ def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bou
 
 class LinearVarlen:
     """In the place of torch's operation and its backward, which have no kernel for a CPU: q + 2 k + 3 v."""
-
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
@@ -263,7 +258,6 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
 
 
 # ---- head and loss --------------------------------------------------------------------------------------------------
-
 def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
     weights = torch.tensor(weights, dtype=F64)
     loss_weight = torch.tensor(loss_weight, dtype=F64)
@@ -303,7 +297,6 @@ def test_losses_with_gradient__as_a_compiler_takes_them_are_those_of_a_softmax(m
 
 
 # ---- fp8 ------------------------------------------------------------------------------------------------------------
-
 def test_e4m3__rounds_to_the_nearest_number_and_saturates():
     x = 3 * randn(2000, dtype=F32)
     want = reference.nearest_fp8(x / 0.01, torch.float8_e4m3fn)
@@ -368,7 +361,6 @@ def test_fp8_product__the_devices_is_the_emulated_one(a, b, out):
 
 
 # ---- sums of rows ---------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("rows", [
     [3], [5] * 9, [7, 0, 3, 1], [0, 10, 10, 0], (11 * np.random.default_rng(0).random(200)**4).astype(int).tolist(),
     list(range(11)) * 3], ids=["one line", "the same row", "no row twice", "first and last", "skewed", "all"])

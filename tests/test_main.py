@@ -46,7 +46,6 @@ KEYS = {
 
 
 # ---- a run that works -----------------------------------------------------------------------------------------------
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Run:
     """The tiny preset as it is, shared by the tests that only look."""
@@ -203,7 +202,6 @@ def test_make_profile__two_ranks(tmp_path):
 
 
 # ---- text, and the console ------------------------------------------------------------------------------------------
-
 @pytest.fixture
 def text(tmp_path) -> list[str]:
     """Flags of a short run on text: 20 starts a document; few consoles know the letters of the others."""
@@ -265,7 +263,6 @@ def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch)
 
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------
-
 START = 511
 PIECES = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(START)]
 FILES = ("--preset=tiny", "--train_files=train_0.bin", "--val_files=val_0.bin")
@@ -395,7 +392,6 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
-
 def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     """There are enough tokens by the count, but packing drops the rests of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
@@ -409,7 +405,6 @@ def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
 
 class FullDisk(io.FileIO):
     """A file whose disk is full after some lines: half of the next one still goes in."""
-
     def __init__(self, path: Path, room: int) -> None:
         super().__init__(path, "xb")
         self.room = room

@@ -45,10 +45,8 @@ def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_
     (True, True, False, "dummy"), (True, False, True, None), (True, True, True, "dummy")])
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_linear__what_backward_returns(main_grad, flag, delayed, want, scale):
-    """The six configurations of the contract, in two micro-batches. Hooks see what is returned.
-
-    Autograd follows no flush, else the sums would hold all that the factors came from.
-    """
+    """The six configurations of the contract, in two micro-batches. Hooks see what is returned. Autograd follows no
+    flush, else the sums would hold all that the factors came from."""
     weight = owner(4, 3)
     queue = [] if delayed else None
     seen = []

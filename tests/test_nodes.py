@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import ROOT, Run, launch, losses
+from common import PATIENCE, ROOT, Run, launch, losses
 
-PATIENCE = 100                           # s for a whole run, on a busy machine
 TIMEOUT = 10                             # s of --comm_timeout where the link is cut
 SLACK = 10 + 20                          # s from the timeout to the end: 10 that are promised, 20 for a busy machine
 LINK = "link0"                           # the name of either end, in its node

@@ -63,7 +63,6 @@ def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
     return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in parameters}
 
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
-    """A backward pass adds random gradients, then the update."""
     for label, grad in random_grads(optimizer, values.step).items():
         add_grad(optimizer, label, grad, values)
     optimizer.step(values, tg.do_nothing)
@@ -76,10 +75,8 @@ SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam
 @pytest.mark.recipe
 @pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in SETTINGS.items())], ids=str)
 def test_step__is_the_references(changes):
-    """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step.
-
-    With other settings, too: one that is ignored would have its default.
-    """
+    """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step. With other
+    settings, too: one that is ignored would have its default."""
     cfg = small(stages=untied_at(1), **changes)
     optimizer = make(cfg)
     schedule = tg.Schedule(cfg)

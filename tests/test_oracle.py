@@ -9,6 +9,7 @@ trainer by the trajectory. A directory with all vectors compares both, everywher
 """
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import functools
 import json
@@ -24,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, executor, fabric, grad_of
+from common import BF16, F64, ROOT, executor, fabric, grad_of, logical_rows
 from reference import Reference
 from torch import Tensor
 
@@ -47,7 +48,6 @@ TOLERANCES = (
 
 class Vectors:
     """The arrays of one file, which of them were used, and the comparison."""
-
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file = file
@@ -64,7 +64,6 @@ class Vectors:
         return key in self.arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        """Return an input of the computation."""
         self.left.discard(key)
         return self.arrays[key]
 
@@ -102,23 +101,14 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Oracle:
-    """A directory of vectors."""
     path: Path
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         return json.loads((self.path / "meta.json").read_text())
 
-    @property
-    def files(self) -> list[str]:
-        return sorted(file.stem for file in self.path.glob("*.npz"))
-
-    def open(self, file: str) -> Vectors:
-        return Vectors(self, file)
-
     def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
-        """Return the file and the section of meta.json of this name."""
-        return self.open(name), self.meta[name]
+        return Vectors(self, name), self.meta[name]
 
     def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
         """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
@@ -175,16 +165,15 @@ def gradient(run: tg.Executor | Reference, label: str) -> Tensor:
 
 class Trajectory:
     """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
-
     def __init__(self, oracle: Oracle, naive: bool = False) -> None:
         """naive: a run of reference.py in place of the trainer's."""
         self.meta = oracle.meta["trajectory"]
         assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
-        self.vectors = oracle.open("traj")
+        self.vectors = Vectors(oracle, "traj")
         val_batch_tokens = self.meta["val_slot_tokens"] * oracle.meta["recipe"]["num_slots"]
         self.cfg = oracle.config("trajectory", self.meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
         self.schedule = tg.Schedule(self.cfg)
-        stored = oracle.open("traj_init")
+        stored = Vectors(oracle, "traj_init")
         weights = stored_weights(self.cfg, stored)
         stored.finish()
         self.run = Reference(self.cfg, weights) if naive else executor_with(self.cfg, weights)
@@ -287,11 +276,10 @@ DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 # ---- Config S: one slot with known parameters, forward and backward
 class ConfigS:
     """The slot through the trainer and, in float64, through reference.py."""
-
     def __init__(self, oracle: Oracle) -> None:
         sizes = self.sizes = oracle.meta["config_s"]
         assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
-        self.stored = oracle.open("s_inputs")
+        self.stored = Vectors(oracle, "s_inputs")
         length = sizes["slot_tokens"]
         stages = len(oracle.meta["recipe"]["windows_blocks"])
         self.cfg = oracle.config("config_s", [length] * stages, num_slots=1, max_doc_len=length,
@@ -312,14 +300,13 @@ class ConfigS:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
     def stretched(self) -> tg.Values:
-        """Return values after one change of the windows."""
         short, long = self.sizes["yarn1_windows"]
         stages = [tg.STAGES[0]._replace(long_window=window) for window in (self.sizes["long_window"], long)]
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
         return replace(self.values, short_window=short, long_window=long, rotary=rotary)
 
 def check_s_acts(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), oracle.open("s_acts")
+    s, vectors = ConfigS(oracle), Vectors(oracle, "s_acts")
     one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
     names = [name for name, in vectors.find("losses_(.*)")]
     cases = [("", name, s.values, s.batch) for name in names or ["m3"]]
@@ -361,7 +348,7 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
 def check_s_grads(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), oracle.open("s_grads")
+    s, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
     cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")]
     cases.append(("yarn1.", "m2", s.stretched()))
     for run in s.runs:
@@ -392,7 +379,7 @@ def check_traj(oracle: Oracle) -> None:
     Trajectory(oracle).check()
 
 def check_opt(oracle: Oracle) -> None:
-    vectors = oracle.open("opt")
+    vectors = Vectors(oracle, "opt")
     for case, in vectors.find(r"pe_in\.(.*)"):
         x = vectors.tensor(f"pe_in.{case}")
         matrices = x.view(-1, *x.shape[-2:])
@@ -405,7 +392,6 @@ def check_opt(oracle: Oracle) -> None:
     vectors.finish()
 
 def check_normuon(vectors: Vectors, case: str) -> None:
-    """A bank over a few steps with plain float64 weights."""
     p = vectors.tensor(f"{case}.p0")
     count, height, width = p.shape
     second = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
@@ -540,21 +526,9 @@ def loaded(cfg: tg.Config, where: tg.Fabric, headers: list, steps: list[tg.Value
             yield [values]
 
     loader = tg.Loader(cfg, where, headers, cycles())
-    loader.start()
-    try:
+    with contextlib.closing(loader):
+        loader.start()
         yield from map(loader.next, steps)
-    finally:
-        loader.close()
-
-def logical_rows(batch: tg.Batch, label: str) -> Tensor:
-    """Return the rows of a table that a batch reads, as files and recipes number them."""
-    plan = batch.plans[label]
-    rows = batch.rows[label].long()
-    world = len(plan.send_counts)
-    if world > 1:                                                        # else its index is of the table, not of a list
-        rows = plan.my_rows[rows]
-        rows = rows % plan.shard_size * world + rows // plan.shard_size
-    return rows
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, meta = oracle.part("bigram")
@@ -672,7 +646,7 @@ def cases() -> Iterator:
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
             yield pytest.param(path, "", id=name, marks=skip)
-        for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
+        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:      # where two others start
             yield pytest.param(path, file, id=f"{name}-{file}")
 
 @pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))

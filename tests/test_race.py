@@ -3,6 +3,7 @@ import functools
 import math
 import operator
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,6 @@ from tools import read
 
 class Time:
     """A clock that only moves when somebody works."""
-
     def __init__(self, monkeypatch) -> None:
         self.now = 100.0
         monkeypatch.setattr(tg, "time", SimpleNamespace(perf_counter=lambda: self.now))
@@ -31,7 +31,6 @@ def losses(*slot_sums: float, tokens: int = 10) -> tg.Losses:
 
 class TextData:
     """Validation data as far as the log looks at them."""
-
     def __init__(self, **extra: float) -> None:
         self.extra = extra
 
@@ -76,7 +75,6 @@ def lines(tmp_path) -> list[str]:
 
 
 # ---- clock ----------------------------------------------------------------------------------------------------------
-
 def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
     """With the work that the device is still at, 4 s each time that it is waited for. Another thread may read it at any
     moment, also between two assignments of its stop: a jump would end a race by the clock."""
@@ -123,7 +121,6 @@ def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, c
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------
-
 def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path):
     log = make_log(tmp_path)
     for k in range(1, 6):
@@ -191,7 +188,6 @@ def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
 
 
 # ---- warm-up --------------------------------------------------------------------------------------------------------
-
 def kind(x):
     """Return what a graph is compiled for anew: shapes but for dimensions that are marked dynamic, types, spans."""
     if isinstance(x, torch.Tensor):
@@ -240,7 +236,6 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
 
 # ---- time budget ----------------------------------------------------------------------------------------------------
-
 def trained(schedule: tg.Schedule, clock: SimpleNamespace, speed) -> list[tg.Values]:
     """Return the steps of a race by the clock. speed(share of the budget used): s that a step takes."""
     cycles = tg.cycles_from(0, schedule, clock)
@@ -263,7 +258,6 @@ SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) fo
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
 def test_cycles_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name, adam_every):
-    """It passes through all of its plan, whatever the speed."""
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     clock = SimpleNamespace(fabric=fabric(), ms=0.0)
@@ -307,7 +301,6 @@ def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(tmp_path, ranks
 
 
 # ---- sample ---------------------------------------------------------------------------------------------------------
-
 def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
     """Sample from an executor with these logits after a context; columns beyond the vocabulary are never drawn."""
     cfg = preset(**dict(vocab_size=10, document_start=9, sample_tokens=5) | changes)

@@ -28,7 +28,7 @@ from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngr
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
-from row_cycles import StagedHome
+from row_cycles import PAIRS, TRIPLES, StagedHome
 from torch import Tensor
 
 import train_gpt as tg
@@ -52,9 +52,7 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
-
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
-    """Hash every byte that a run may change."""
     tensors = tensors_of(executor)
     hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
@@ -71,8 +69,6 @@ def tiny(**changes: Any) -> tg.Config:
     tg.check_config(cfg)
     return cfg
 
-PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
-TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
     "all layers": dict(),
     "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
@@ -144,7 +140,6 @@ runs = pytest.mark.parametrize("name, world", [
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
-    """Every slot at every step, and every validation, on every rank."""
     alone, = runs_of(ranks, 1, name)
     by_rank = runs_of(ranks, world, name)
     slots = np.stack([found["slot_losses"] for found in by_rank], axis=2)     # slot s is rank s mod W's
@@ -156,10 +151,8 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
 @runs
 def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world):
     """Adam divides by the gradient's own size: where that is nearly 0, rounding decides, even the sign of an entry.
-
-    Such entries are few, so norms are compared. As measured: 1e-12. All ranks have the same bits at the start, which
-    no rank tells another, and at the end.
-    """
+    Such entries are few, so norms are compared. As measured: 1e-12. All ranks have the same bits at the start, which no
+    rank tells another, and at the end."""
     alone, = runs_of(ranks, 1, name)
     by_rank = runs_of(ranks, world, name)
     assert_close(by_rank[0]["state"], alone["state"], 1e-9)
@@ -210,7 +203,6 @@ def test_Log__rank_0_keeps_that_of_all(ranks):
 
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
-
 @contextlib.contextmanager
 def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Executor, tg.Loader, list[tg.Values]]]:
     """An executor with weights that leave no term at zero, a started loader, and the first steps."""
@@ -264,11 +256,9 @@ def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
 
 def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
     """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
-    come the integers of this rank's slots; those of tables, of which row_cycles.py has more, are zeros.
-
-    spoil: with NaN in all that is added for the communication alone. order: of reductions and updates; 0: the
-    trainer's, 1: its reverse, else one by chance. Returns the state right after the untying and at the end.
-    """
+    come the integers of this rank's slots; those of tables, of which row_cycles.py has more, are zeros. spoil: with NaN
+    in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
+    reverse, else one by chance. Returns the state right after the untying and at the end."""
     stages = tuple(stage._replace(batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
     cfg = tiny(num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
                dtype=dtype, num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
@@ -339,7 +329,6 @@ def test_orders__any_order_of_communication_gives_the_same_bits(ranks, world, or
 
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
-
 def other_fact(rank: Rank, teller: int, changes: dict[str, str]) -> str:
     """Return what check_agreement says when one rank has other facts."""
     facts = {"--seed": "1", "data_sha256": "d1", "torch": "2"}

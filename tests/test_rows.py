@@ -35,7 +35,6 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 
 # ---- Cycles of tables ------------------------------------------------------------------------------------------------
-
 def trials(world: int) -> list[Trial]:
     """Each pattern in both modes, both types, and on tables of several sizes; half as many for many ranks."""
     sizes = (53, 48, 5, 1, 97, 2)
@@ -73,16 +72,13 @@ def test_report_traffic__is_what_collectives_were_given(ranks, world):
 
 
 # ---- One table -------------------------------------------------------------------------------------------------------
-
 def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable:
-    """A dense-Adam table with random rows."""
     values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
     shard = torch.nn.Parameter(owned(values, fabric))
     return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
 
 def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
-    """A plan of this rank for these rows, exchanged."""
     fabric = table.fabric
     cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode))
     read = np.asarray([rows], np.int32)
@@ -129,7 +125,6 @@ def test_debug_rows__a_gradient_in_rows_of_no_plan(ranks, world, mode):
         assert poisoned and "in rows of no plan" in error
 
 def two_cycles(rank: Rank, mode: str) -> tuple[str, float]:
-    """Batches of two cycles before one update."""
     table = row_table(rank.fabric(), row_comms=mode)
     ones = torch.ones(2, WIDTH)
     first = plan_for(table, [3, 4], cycle=3)
@@ -236,7 +231,6 @@ def test_return_gradients__added_in_the_order_of_ranks(ranks, world):
 
 
 # ---- Plans that ranks disagree about, lists that are wrong -----------------------------------------------------------
-
 def every_second_row(fabric: tg.Fabric, labels: Sequence[str], **tag: Any) -> dict[str, tg.TablePlan]:
     """Plans of this rank for every second row of each owner's shard."""
     specs = [tg.Table(label, 60, 1, None) for label in labels]
@@ -303,7 +297,6 @@ def test_exchange_plans__a_list_that_no_plan_can_hold(ranks, name):
 
 
 # ---- add_rows --------------------------------------------------------------------------------------------------------
-
 LINES = 4                                # less than a row has: its lines cross blocks
 
 def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -347,7 +340,6 @@ def test_add_rows__kernel_in_interpreter():
     assert list(found.values()) == [[0.0, 0]] * 8
 
 def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
-    """Compile for a generation of GPUs; return what is made."""
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
     types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
     constants = dict(LINES=tg.ADD_ROWS_LINES, WIDTH=1024)

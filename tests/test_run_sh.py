@@ -121,7 +121,6 @@ def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tm
     assert said.format(tmp_path) in done.stderr
 
 def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
-    """It runs in the script's own folder, in bash."""
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
     done = run_sh("--seed=1", script=("sh", "./link"))
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"

@@ -60,9 +60,7 @@ for stage in (0, 3, None):
 @pytest.mark.parametrize("changes", CASES)
 def test_warm_up_steps__meet_every_kind_of_step(changes):
     """A graph depends on the stage, on whether Adam updates and on being tied: the warm-up runs each kind of the race.
-
-    In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last.
-    """
+    In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last."""
     schedule = tg.Schedule(plan(**changes))
     every = [schedule.at(step) for step in range(schedule.end_step)]
     steps = schedule.warm_up_steps()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, before_flush, fabric, launch, losses, preset, weights
+from common import Run, before_flush, fabric, full_disk, launch, losses, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -70,7 +70,6 @@ def validations(folder: Path) -> list[float]:
 
 
 # ---- Resumed ---------------------------------------------------------------------------------------------------------
-
 def test_row_files__every_owner_writes_its_touched_rows(place):
     result, = Run(place / "whole2", 0, "", "").of("result")
     for label in LABELS:
@@ -141,17 +140,14 @@ def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(
 
 
 # ---- Stopped while it writes -----------------------------------------------------------------------------------------
-
 def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
-    """Kill it with half of a file on the disk."""
     def half_written(path: Path) -> None:
-        if path.parent.name.startswith("step-0000008") and path.name == "rows-trigram_embed-0of1-1.pt":
+        if path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-    before_flush(patch, half_written)
+    before_flush(patch, half_written, "step-0000008")
 
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
-    """Kill it with all files written."""
     rename = Path.rename
 
     def stopped(path: Path, target: Path) -> Path:
@@ -176,7 +172,7 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
-            raise OSError(errno.ENOSPC, "No space left on device")
+            full_disk()
 
     before_flush(monkeypatch, full)
     ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, OFTEN, f"--save={tmp_path / 'full'}")
@@ -189,7 +185,6 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
-
 def test_sample_saved__is_the_runs_text(place, tmp_path):
     """Saves of one rank and of two are the same to rounding."""
     run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)

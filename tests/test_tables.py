@@ -23,7 +23,7 @@ from common import executor as make_executor
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import ngram_rows, put_together
-from row_cycles import PATTERNS, StagedHome, Trial, differences, drive, naive_run
+from row_cycles import PAIRS, PATTERNS, TRIPLES, StagedHome, Trial, differences, drive, naive_run
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -37,7 +37,6 @@ cadences = pytest.mark.parametrize("cadence", [2, 4])
 
 
 # ---- Row-wise tables alone -------------------------------------------------------------------------------------------
-
 SIZES = (53, 97, 31, 40, 29, 3)          # rows; the last are fewer than ranks
 FEW = (("uniform", 53), ("uniform", 5), ("come back", 64), ("every other update", 40), ("odd slots empty", 53))
 
@@ -84,10 +83,8 @@ def test_updates__in_bf16_to_the_bit(ranks, home, rounding):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.all)])
 def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
-    """bf16, rounded by chance: whole numbers that wrap, in what a compiler makes of them.
-
-    Squares of these gradients sum up exactly, in whatever order.
-    """
+    """bf16, rounded by chance: whole numbers that wrap, in what a compiler makes of them. Squares of these gradients
+    sum up exactly, in whatever order."""
     graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(tg.rowwise_update, backend=graphs, dynamic=False, fullgraph=True)
     number = torch.tensor(7, dtype=torch.int32)
@@ -111,12 +108,8 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
         counts.append(graphs.frame_count)                     # a trace that begins again counts, too
     assert counts[1] == counts[0] > 0
 
-PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
-TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
-
 
 # ---- Homes ----------------------------------------------------------------------------------------------------------
-
 def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
     """Make a home of ten rows of three f64 numbers."""
     cfg = replace(preset(), dtype="float64", model_dim=3, **changes)
@@ -173,8 +166,6 @@ def test_HostHome__rows_that_did_not_get_home_are_missed_next(seen_by):
             home.settle()
 
 class Slow(tg.HostHome):
-    """Each transfer takes its time."""
-
     def _bring_up(self, places):
         time.sleep(0.2)
         return super()._bring_up(places)
@@ -236,7 +227,6 @@ def test_HOMES__a_hundred_million_rows_take_memory_for_those_that_are_touched(ho
 
 
 # ---- Snapshots of executors ------------------------------------------------------------------------------------------
-
 @contextlib.contextmanager
 def few_layers_and_staging() -> Iterator[None]:
     """A small model, and a host home that hides no fault."""
@@ -245,7 +235,6 @@ def few_layers_and_staging() -> Iterator[None]:
         yield
 
 def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
-    """These steps from the start of the data, and then every byte that a run may change."""
     with started_loader(executor.cfg, executor.fabric, steps, executor.exchange_ahead) as (loader, plan):
         for values in plan:
             tg.train_step(executor, loader, values)
@@ -302,7 +291,6 @@ def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(home):
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
-
 def test_sign_vectors__are_signs_from_a_constant_seed():
     signs = tg.sign_vectors(24)
     assert signs.shape == (tg.SIGN_VECTORS + 1, 24)
@@ -329,9 +317,9 @@ def losses_and_gradients(executor: tg.Executor) -> tuple[list[Tensor], tg.Batch]
     cfg = executor.cfg
     values = tg.Schedule(cfg).at(0)
     loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), [[values]], executor.exchange_ahead)
-    loader.start()
-    batch = loader.next(values)
-    loader.close()
+    with contextlib.closing(loader):
+        loader.start()
+        batch = loader.next(values)
     sums = executor.forward_backward(batch, values).slot_sums
     loss = torch.tensor(executor.evaluate([batch], values))
     return [sums, executor.model.lm_head.main_grad, loss], batch

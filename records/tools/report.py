@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tools import plot
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
@@ -225,7 +223,8 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
     report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
-    report |= {"memory": difference(a.memory(), b.memory()), "differs": differing(a, b)}
+    report["memory"] = difference(a.memory(), b.memory())
+    report["differs"] = differing(a, b)
     refused = refusals(a, b)
     said = verdict(a, b, report, systems)
     if refused:

@@ -3,7 +3,6 @@ import contextlib
 import errno
 import io
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Callable
 
 import pytest
-from common import ROOT, preset, recorded_writes, write_shard
+from common import ROOT, full_disk, no_large_files, preset, recorded_writes, write_shard
 from data_common import TEXT, contents, failure, wrong_flag
 
 import train_gpt as tg
@@ -74,19 +73,6 @@ def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkey
         for empty in ("", "/"):
             assert "expected the name of a folder" in wrong_flag(tool, capsys, *arguments, f"--out={empty}")
     assert contents(tmp_path) == {"source.txt": TEXT.encode()}
-
-@contextlib.contextmanager
-def no_large_files(limit: int):
-    """Writing beyond `limit` bytes fails, as on a full disk; Python ignores the signal that comes with it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-def full_disk(*_) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
 
 @pytest.mark.parametrize("when", ["writing", "flushing", "naming", "a signal"])
 @pytest.mark.parametrize("old", [False, True])

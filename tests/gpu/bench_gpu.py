@@ -10,6 +10,7 @@ after each line that is printed. Status: 0, or 1 if a check failed, or 2 without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
@@ -102,7 +103,6 @@ def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
 
 # ---- Steps
 def graphs() -> int:
-    """How many were compiled so far in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 def mean_loss(losses: tg.Losses) -> float:
@@ -110,7 +110,6 @@ def mean_loss(losses: tg.Losses) -> float:
 
 class Run:
     """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: executor, loader, schedule."""
-
     def __init__(self, fabric: tg.Fabric) -> None:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
         began = time.perf_counter()
@@ -154,12 +153,10 @@ class Run:
         starts = [first] + (cycles - 1) * [first + cycle]
         of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
         loader = tg.Loader(self.cfg, self.fabric, self.headers, of_cycles)
-        loader.start()
-        try:
+        with contextlib.closing(loader):
+            loader.start()
             for values in sum(of_cycles, []):
                 yield tg.train_step(self.executor, loader, values)
-        finally:
-            loader.close()
 
     def measure_stage(self, stage: int, cycles: int) -> dict[str, Any]:
         """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""
@@ -231,7 +228,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
     args = parse(argv)
     if args.device == "cuda" and not torch.cuda.device_count():
         print(f"bench_gpu\n  found:    torch {torch.__version__}, which sees no CUDA device\n"

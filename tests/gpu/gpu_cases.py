@@ -47,7 +47,6 @@ BIG_CARD = 60 << 30                      # bytes
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
-    """One operation at one size."""
     inputs: list[Tensor]
     ways: dict[str, Call]                # of copies of the inputs; what the trainer does stands first
     exact: Call                          # of copies in f64
@@ -129,7 +128,6 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
-    """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
     return tg.choose_attention(cfg, fabric)
 
@@ -152,7 +150,6 @@ class Lab:
         self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E)
 
     def cases(self) -> list[str]:
-        """Those that the device can run."""
         return [name for name in CASES if self.has_fp8 or "fp8" not in name]
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
@@ -249,7 +246,6 @@ def head(lab: Lab, precision: str) -> Case:
     return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
 
 def evaluation_head(lab: Lab) -> Case:
-    """As many rows as evaluation takes at a time."""
     s = lab.sizes
     rows = min(s.T, tg.EVAL_ROWS)
     y = tg.rms_norm(lab.normal(rows, s.D))
@@ -316,7 +312,6 @@ def normuon(lab: Lab, bank: str) -> Case:
                 (0.15, 1e-6, 0.05))
 
 def adam(lab: Lab) -> Case:
-    """A table's update: gradients in f32, weights in bf16."""
     shape = lab.sizes.R, lab.sizes.D
     p = lab.normal(*shape, scale=0.1)
     grad = lab.normal(*shape, dtype=F32)

@@ -28,7 +28,6 @@ def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
     return gpu_cases.Lab(fabric, seed=seed)
 
 def needs_memory(size: float) -> None:
-    """Skip where fewer bytes of the device are free."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < size:
         pytest.skip("too little memory on this CUDA device")
@@ -101,7 +100,6 @@ def test_choose_attention__against_the_reference(fabric, name):
         assert found["wrong"] == []
 
 def test_HeadLoss__beyond_2_to_31_logits(gpu):
-    """Those of the third stage, compiled."""
     needs_memory(30e9)
     lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=49_152))
     name = "head, fp8" if lab.has_fp8 else "head, plain"
@@ -201,7 +199,6 @@ def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
     assert found["new_graphs"] == 0 and found["peak_mib"] < run.figures["estimate_mib"] / tg.MEMORY_SHARE
 
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
-    """Nothing that runs on the device is left out."""
     run = started(fabric)
     restore = run.executor.snapshot()
     losses = []
@@ -212,7 +209,6 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
 
 @pytest.mark.all
 def test_warm_up__no_stage_compiles_after_it(fabric):
-    """The race's own, whole, evaluations too."""
     run = started(fabric)
     tg.warm_up(run.cfg, fabric, run.executor, SimpleNamespace(phase=contextlib.nullcontext))
     for stage in range(3):

@@ -29,7 +29,6 @@ def drift(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return times(rng, draws, runs) + np.linspace(0, 0.02, runs)
 
 def step(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """One step of 0.4 %, anywhere."""
     at = rng.integers(1, runs, (draws, 1))
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= at)
 
@@ -51,7 +50,6 @@ def skew(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
     return SD * rng.exponential(size=(draws, runs))
 
 def spikes(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """One run in ten is 1 % late."""
     return times(rng, draws, runs) + 0.01 * (rng.random((draws, runs)) < 0.1)
 
 NOISES: dict[str, Noise] = {
@@ -82,7 +80,6 @@ def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, 
     return float(np.mean(said & (apart < 0) if shift else said))
 
 def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
-    """The same for a bench that stops at its first word."""
     rng = np.random.default_rng([seed, planned])
     values = noise(rng, draws, 2 * planned) + shift * sides(planned, "ABBA")
     said = np.zeros(draws, bool)

@@ -65,7 +65,6 @@ def write_events(path: Path, events: list[dict]) -> None:
     path.write_text("".join(json.dumps(event) + "\n" for event in events))
 
 def write_text_log(folder: Path) -> None:
-    """log.txt of the events in log.jsonl, as the trainer writes it."""
     header, *events = events_of(folder / "log.jsonl")
     said = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
             f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
@@ -112,7 +111,6 @@ def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, to
     return path
 
 def call(*argv: object) -> tuple[int, str, str]:
-    """Status, stdout and stderr of a verb."""
     spec = importlib.util.spec_from_file_location("records_main", ROOT / "records/__main__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -36,7 +36,6 @@ def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
     assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], is_val, column)[0].size, "one point"
 
 def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
-    """Fault 11: it was a traceback."""
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 0 and "verdict: " in said and error == "no picture: pip install matplotlib\n"

@@ -136,7 +136,6 @@ def test_read_ours__torn_aborted_void_and_resumed():
     assert resumed.steps[:, 2].tolist() == [5 - n / 10 for n in range(1, 7)] + [1.0] * 6
 
 def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
-    """Fault 10: no verb could read such a log."""
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")[:-5]
     del events[-1]["train_loss"]
@@ -193,7 +192,6 @@ def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])
 def test_averages_contradict__all_lines(tmp_path, change, believed):
-    """Fault 3: a log of which all lines contradict their step_avg was believed."""
     run = only(make_peer(tmp_path / "log.txt", 3.279, 80.0, **change))
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void

@@ -35,7 +35,6 @@ def new(root: Path, *argv: object) -> Path:
     return Path.cwd() / out.strip()
 
 def check(root: Path, *argv: object) -> str:
-    """What check finds, "" for nothing."""
     status, out, error = call("check", "--records", root, *argv)
     assert status == int("all numbers follow from their files" not in out), out + error
     return out if status else ""
@@ -181,7 +180,6 @@ def set_facts(logs: Path, seeds: Sequence[int], kinds: str = "", facts: Mapping 
         write_events(log, events)
 
 def restate(folder: Path, value: object, *keys: str) -> None:
-    """Change what result.json states."""
     result = result_of(folder)
     holder = result["stated"]
     for key in keys[:-1]:

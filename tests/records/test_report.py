@@ -82,7 +82,6 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason):
         assert found["reason"].startswith("other ") and first_reason in found["reason"], found["reason"]
 
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path):
-    """Fault 6: a pool against itself."""
     a, b = make_sides(tmp_path)
     assert compare(a, a)["reason"] == "5 runs are on both sides"
     c = make_run(tmp_path / "c", 9, 3.27, 78.0)
@@ -107,12 +106,10 @@ def test_same_program__and_a_resume_with_another_source_is_another(tmp_path):
     (A_LOSSES, "proven", "proven by 5 of 5 started (n = 5, p 0.0074)"), (HIGHER, "no record", "would not help"),
     (LEVEL, "not proven", "not proven by 5 of 5 started")])
 def test_proof__n_p_and_how_many_were_started(tmp_path, losses, word, said):
-    """Fault 4: one run was `no record`."""
     found = show(make_side(tmp_path / "a", losses, [80.0] * len(losses)), TARGET)
     assert found["verdict"] == word and said in found["reason"], found["reason"]
 
 def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path):
-    """Fault 6: the word did not change when runs were left out or unfinished."""
     pool = make_side(tmp_path / "a")
     aborted = dict(type="aborted", cause="Ctrl-C")
     for seed in (7, 8):
@@ -124,7 +121,6 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path):
     assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
 
 def test_proof__lists_in_a_readme_are_stated(tmp_path):
-    """Fault 4: lists beside a single log were not read."""
     make_peer(tmp_path / "one.txt", 3.279, 80.0)
     (tmp_path / "README.md").write_text(f"losses = {A_LOSSES}\n")
     found = show(tmp_path, TARGET)
@@ -151,7 +147,6 @@ def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word):
     assert found["verdict"] == word and "B takes 1.2" in found["reason"]
 
 def test_in_words__one_seed_a_side_gives_the_difference(tmp_path):
-    """Fault 11: one seed a side gave none."""
     a = make_side(tmp_path / "a", [3.278], [80.0])
     b = make_side(tmp_path / "b", [3.281], [79.0], NOON + RUN_S, source=OTHER_SOURCE)
     status, out, _ = call("compare", a, b)
@@ -159,7 +154,6 @@ def test_in_words__one_seed_a_side_gives_the_difference(tmp_path):
     assert status == 7
 
 def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path):
-    """Fault 11: lists of files took 700 characters."""
     settings = {f"setting_{n}": n for n in range(20)}
     a, b = make_sides(tmp_path, b=dict(config=settings, python="3.12"))
     for number in range(30):
@@ -173,7 +167,6 @@ def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path):
         assert "inf" not in out.replace("info", "") and "nan" not in out
 
 def test_differing__of_tables_the_rows_that_differ(tmp_path):
-    """Fault 11: `stages` differ row by row."""
     stages = [dict(steps=n, lr=1.0) for n in range(6)]
     others = [*stages[:3], dict(steps=3, lr=0.5), *stages[4:]]
     of_a = dict(config=dict(stages=stages))
@@ -266,7 +259,6 @@ def test_place__the_last_point_decides(tmp_path, loss, seconds, word):
     assert ("loss at step 10 is" in out) == (word == "inside" or loss != 3.2785)
 
 def test_place__while_a_run_goes_on(tmp_path):
-    """Fault 10: interrupted runs, and runs that go on, could not be read."""
     pool = make_side(tmp_path / "pool")
     log = make_run(tmp_path / "run", 9, 3.2785, 82.0, NOON + 9 * RUN_S) / "log.jsonl"
     events = events_of(log)[:10]

@@ -6,7 +6,6 @@ import pytest
 from scipy import stats
 
 import bench_words                                           # noqa: E402
-import record_common                                         # noqa: E402,F401
 from tools import statistics                                 # noqa: E402
 
 A, B = [3.2780, 3.2795, 3.2770, 3.2788], [3.2782, 3.2791, 3.2774]

@@ -131,7 +131,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return wanted
 
 def numbers(text: str) -> list[str]:
-    """Numbers of GPUs, or of stages."""
     found = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")

@@ -78,7 +78,6 @@ def executed_tiles(bounds: np.ndarray, window: int) -> int:
 # ---- What is recorded
 @dataclass
 class Buffer:
-    """A storage on the device."""
     size: int                            # bytes
     shape: str
     maker: str = ""                      # the first launch that touched it
@@ -87,7 +86,6 @@ class Buffer:
 
 class Phase:
     """A stretch of the run: what the training thread issues, in its order, and memory."""
-
     def __init__(self, now: int, alive: dict[int, Buffer], stage: int | None) -> None:
         self.stage = stage                                    # that it belongs to, if it does
         self.timeline: list[list] = []
@@ -102,9 +100,8 @@ class Phase:
         else:
             self.timeline.append(["run", key, 1])
 
-class Tally(phantom.Recorder):
+class Tally:
     """Listens to the card and to the trainer's own calls."""
-
     def __init__(self, world: int) -> None:
         self.world = world
         self.kernels: dict[str, dict[str, Any]] = {}
@@ -271,10 +268,8 @@ class Tally(phantom.Recorder):
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key.
-
-        fused_bytes: what a pass of its own over the product, in the place of its epilogue, would move.
-        """
+        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key. fused_bytes: what a pass
+        of its own over the product, in the place of its epilogue, would move."""
         left, right = tensors[:2]
         in_epilogue = sum(x.nbytes for x in unique(tensors[2:]))
         m, k = left.shape
@@ -334,11 +329,8 @@ class Tally(phantom.Recorder):
             self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
-    """What Inductor says that its kernel moves; tensors: its arguments.
-
-    At most all of them once, and those that it changes in place twice: Inductor takes its first argument for one of
-    these, too, where it has dropped one.
-    """
+    """What Inductor says that its kernel moves; tensors: its arguments. At most all of them once, and those that it
+    changes in place twice: Inductor takes its first argument for one of these, too, where it has dropped one."""
     names = [name for name in owner.fn.arg_names if "_ptr" in name]
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0

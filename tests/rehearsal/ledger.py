@@ -83,7 +83,6 @@ def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
     return dict.fromkeys(ALWAYS, 0) | added(lines_of(items, kernels).values())
 
 def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """What lines have of each measure together."""
     sums = Counter()
     for line in lines:
         sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})

@@ -1,7 +1,7 @@
 """GPUs that are not there: torch, Inductor and Triton believe in a card, whose tensors have shapes and no numbers.
 
 For a process of its own, which it changes for good: import this before torch. `install` makes every replacement;
-each stands there with its reason. What happens on the card is told to a recorder (counts.py has one).
+each stands there with its reason. What happens on the card is told to a recorder, counts.Tally.
 """
 from __future__ import annotations
 
@@ -63,20 +63,9 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 aten = torch.ops.aten
 auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
 
-class Recorder:
-    """What is told of the card. This one listens to nothing; counts.py has one that does."""
-
-    def elsewhere(self) -> contextlib.AbstractContextManager:
-        """What happens in here is the work of another thread than the training one."""
-        return contextlib.nullcontext()
-
-    def __getattr__(self, name: str) -> Callable:
-        return always(None)
-
 class Card(FakeTensorMode):
     """Tensors on "cuda" are fake; what touches the host alone is computed as ever."""
-
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Any) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.recorder = recorder
         self.depth = 0                                        # of operations that are made of operations
@@ -188,13 +177,6 @@ class Event:
     def synchronize(self) -> None:
         mode.recorder.host_waited(f"{self.name} of the device")
 
-    def query(self) -> bool:
-        self.synchronize()
-        return True
-
-    def elapsed_time(self, _: Event) -> float:
-        return 0.0
-
 class Stream(Event):
     name = "a stream"
 
@@ -207,9 +189,9 @@ def always(value: Any) -> Callable:
         return value
     return constant
 
-mode: Card
+mode: Card | None = None                 # once `install` has made it
 
-def install(card: str, recorder: Recorder, world: int = 1) -> Card:
+def install(card: str, recorder: Any, world: int = 1) -> Card:
     """Make torch, Inductor and Triton see `world` cards of this kind. Returns the mode to run the trainer in."""
     global mode
     install_cuda(CARDS[card], world)
@@ -365,7 +347,6 @@ def counts_of(words: list[int]) -> dict[str, int]:
                 special=sum(word & 0x1FF == MULTIFUNCTION for word in words))
 
 def machine_words(code: bytes) -> list[int]:
-    """The instructions of the one kernel in an ELF file."""
     table, = struct.unpack_from("<Q", code, 0x28)
     entry, count, names_at = struct.unpack_from("<HHH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", code, table + entry * at) for at in range(count)]
@@ -384,7 +365,6 @@ def branches(words: list[int]) -> Iterator[tuple[int, int]]:
             yield at, at + 1 + distance // 4
 
 def launcher(source: Any, metadata: Any) -> Callable:
-    """What puts a compiled kernel on a stream."""
     def launch(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         args = rest[4:]                                       # after metadata and hooks
         owner = running[-1] if running else None
@@ -410,7 +390,6 @@ def install_triton(card: dict[str, Any]) -> None:
 
 @dataclass
 class Work:
-    """A collective that is under way."""
     recorded: Any
 
     def wait(self, *_: Any) -> bool:

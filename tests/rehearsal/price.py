@@ -34,12 +34,10 @@ LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as
 
 class PriceError(Exception):
     """What was found, what was expected, and what to do about it."""
-
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
 def load(path: Path) -> dict[str, Any]:
-    """A JSON object."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -53,7 +51,6 @@ def load(path: Path) -> dict[str, Any]:
 # ---- Rates
 class Card:
     """What a card is taken to achieve, in units of one second."""
-
     def __init__(self, rates: dict[str, Any], name: str) -> None:
         if name not in rates["cards"]:
             known = ", ".join(rates["cards"])
@@ -108,7 +105,6 @@ def issued(kernel: dict[str, Any], what: str) -> int:
 @dataclass
 class Step:
     """What one step takes: ms in all, by part, and by line."""
-
     ms: float = 0.0
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
@@ -126,7 +122,6 @@ def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]
 
 class Streams:
     """A compute stream and a stream of collectives, in s since the first step."""
-
     def __init__(self, ledger: dict[str, Any], world: str, card: Card, attention: str) -> None:
         self.kernels = ledger["kernels"]
         self.walked = ledger["worlds"][world]
@@ -139,7 +134,6 @@ class Streams:
         self.step = Step()
 
     def play(self, phase: str) -> Step:
-        """One step after those before it."""
         began = self.compute
         self.step = Step()
         self.arrivals = {f"before {label}": arrival for label, arrival in self.arrivals.items()}
@@ -251,7 +245,6 @@ def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, 
     return {parity: streams.play(name) for parity, name in cycle.items()}
 
 def cycle_of(ledger: dict[str, Any], world: str, stage: str) -> dict[str, str]:
-    """Phases of a stage by parity."""
     names = {parity: f"{stage} {parity} step" for parity in PARITIES}
     return {parity: name for parity, name in names.items() if name in ledger["worlds"][world]["phases"]}
 
@@ -300,7 +293,6 @@ def of_run(stages: dict[str, Any]) -> dict[str, Any]:
 
 # ---- Pages
 def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
-    """A Markdown table that is readable as it is."""
     lines = [head.split(" | ")]
     for row in rows:
         lines.append([cell(value) for value in row])
@@ -314,7 +306,6 @@ def cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 def text(prediction: dict[str, Any]) -> str:
-    """The page of a prediction."""
     pages = [f"Prediction for {prediction['card']}, from the ledger and the table of rates: no GPU has run anything."]
     for world, by_attention in prediction["worlds"].items():
         first, *_ = by_attention

@@ -45,7 +45,6 @@ def test_rehearse__all_is_as_the_ledger_says(cache):
 
 @needs_tool
 def test_Tally__counts_what_others_count(cache, quick):
-    """While the quick part is under way."""
     ended_well(ROOT, cache, "-m", "rehearsal.counted")
 
 @needs_tool
@@ -57,15 +56,6 @@ def test_rehearse__quick_finds_nothing_forbidden(quick):
 
 
 # ---- Mistakes on purpose, in a copy of the trainer
-def copy_with(folder: Path, changes: dict[str, str]) -> Path:
-    """The trainer with these texts replaced, and the rehearsal beside it."""
-    text = (ROOT / "train_gpt.py").read_text("utf-8")
-    for old, new in changes.items():
-        text = text.replace(old, new)
-    shutil.copytree(ROOT / "tests/rehearsal", folder / "tests/rehearsal", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "train_gpt.py").write_text(text, "utf-8")
-    return folder
-
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add(ctx.row_grads, index, grad)\n"
@@ -118,7 +108,13 @@ def test_walk__what_mistakes_are_planted_in_is_there():
 @pytest.mark.parametrize("name", PLANTED)
 def test_walk__a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
     changes, words, expected = PLANTED[name]
-    ended_well(copy_with(tmp_path, changes), cache, "-m", "rehearsal.walk", "--out=found.json", "--world=8", *words)
+    text = (ROOT / "train_gpt.py").read_text("utf-8")
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (tmp_path / "train_gpt.py").write_text(text, "utf-8")
+    shutil.copytree(ROOT / "tests/rehearsal", tmp_path / "tests/rehearsal",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    ended_well(tmp_path, cache, "-m", "rehearsal.walk", "--out=found.json", "--world=8", *words)
     found = json.loads((tmp_path / "found.json").read_text())
     said = ledger.forbidden(dict(worlds={"8": found})) + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
     for kind, where in expected:
@@ -126,8 +122,6 @@ def test_walk__a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
     kinds = {kind for kind, _ in expected}
     assert all(any(f"{kind}: " in line for kind in kinds) for line in said), "something else is said"
 
-
-# ---- The ledger
 @pytest.mark.house
 def test_forbidden__nothing_in_the_ledger_and_its_prices_are_of_todays_rates():
     assert ledger.forbidden(TODAY) == [] and set(TODAY["worlds"]) == {"1", "8"}

@@ -55,12 +55,10 @@ def inside(listener: Callable, original: Callable) -> Callable:
     return call
 
 def argument(kind: type, args: tuple) -> Any:
-    """The first of this kind."""
     return next(x for x in args if isinstance(x, kind))
 
 class Listeners:
     """What happens before and after calls of the trainer: they tell the tally where the run is."""
-
     def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
         self.tally = tally
         self.options = options
@@ -119,7 +117,6 @@ def start_race(tally: Tally, executor: tg.Executor) -> None:
     torch._logging.set_logs(recompiles=True)
 
     def keep_reason(record: logging.LogRecord) -> None:
-        """Why Dynamo compiles something again, as it logs it."""
         text = record.getMessage()
         if "Recompiling" in text or "guard" in text:
             tally.reasons.append(" ".join(text.split()))
@@ -169,7 +166,6 @@ def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
     return compile_call
 
 def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
-    """Whether the function is to be compiled now; else it runs as it is written."""
     if options.graphs == "none":
         return False
     if name.startswith("GPT.") and options.stages:
@@ -217,11 +213,9 @@ def flags_of_walk(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
             f"--run_dir={folder}/run"]
 
 def english_like(count: int, seed: int) -> np.ndarray:
-    """Tokens whose documents and repetitions are like those of English text.
-
-    Documents: lognormal, as measured on 40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that
-    gives as many distinct tokens and neighbours as text has, within 5 % from 16,384 to 98,304 tokens.
-    """
+    """Tokens whose documents and repetitions are like those of English text. Documents: lognormal, as measured on
+    40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that gives as many distinct tokens and
+    neighbours as text has, within 5 % from 16,384 to 98,304 tokens."""
     rng = np.random.default_rng(seed)
 
     def drawn(names: int, exponent: float, shift: float, size: Any) -> np.ndarray:
@@ -251,7 +245,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*")
     return parser.parse_args(argv)
 
-def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
+def install(card: str, recorder: Tally, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -270,7 +264,6 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
 
 class WalkedHome(tg.HostHome):
     """Its pool's work waits, in its order, until the walked thread wants a result: no other thread knows the card."""
-
     def __init__(self, *args: Any) -> None:
         self.to_do: list[tuple[Future, Callable, tuple]] = []
         super().__init__(*args)
