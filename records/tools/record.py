@@ -610,6 +610,9 @@ def stand(args: argparse.Namespace, root: Path) -> int:
     """Print where the mean loss of finished runs stands: beside a trigram model of their data, and beside the latest
     entry of their preset, data and number of tokens. Needs no scipy; without matplotlib a terminal gets the picture."""
     side = report.side_of("run", [args.folder])
+    mixed = report.mixtures(side)
+    if mixed:
+        raise ToolError(f"runs in {args.folder}", mixed[0], "runs of one kind", "name one of them")
     mine = statistics.summary(side.losses())
     said = []
     beside = "no record has this preset, these data and as many tokens"

@@ -338,8 +338,9 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing(a: Side, b: Side) -> list[str]:
-    """Settings and facts that both sides state, and differently; of tables the rows that differ."""
-    found = []
+    """Last steps, settings and facts that both sides state, and differently; of tables the rows that differ."""
+    ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
+    found = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
         before, after = a.values(key), b.values(key)
         if before == after or not before or not after:
@@ -425,10 +426,10 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     return found
 
 def by_step(run: Run, what: str) -> dict[int, float]:
-    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
+    """Losses of validations, but that of step 0, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
     found: dict[int, float] = {}
     if what == "loss":
-        found = {point.step: point.loss for point in run.val}
+        found = {point.step: point.loss for point in run.val if point.step}
     elif not run.void:
         found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
