@@ -426,7 +426,7 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     return found
 
 def by_step(run: Run, what: str) -> dict[int, float]:
-    """Losses of validations but the first, or seconds of all lines after step 0 (a validation's are the official ones)."""
+    """Losses of validations but the first, or seconds of lines after step 0 (a validation's are the official ones)."""
     found: dict[int, float] = {}
     if what == "loss":
         found = {point.step: point.loss for point in run.val if point.step}
