@@ -426,10 +426,10 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     return found
 
 def by_step(run: Run, what: str) -> dict[int, float]:
-    """Losses of validations but the first, or seconds of lines after step 0 (a validation's are the official ones)."""
+    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
     found: dict[int, float] = {}
     if what == "loss":
-        found = {point.step: point.loss for point in run.val if point.step}
+        found = {point.step: point.loss for point in run.val}
     elif not run.void:
         found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
@@ -450,7 +450,7 @@ def place(run: Run, pool: Side) -> Facts:
         away = [str(point.step) for point in points[what] if not point.inside]
         if away:
             remarks.append(f"{what} is outside its band at steps {listed(away)}")
-        if points[what]:
+        if points[what] and points[what][-1].step:                            # else nothing was trained
             last = points[what][-1]
             off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)

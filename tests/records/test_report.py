@@ -278,6 +278,8 @@ def test_place__an_early_point_outside_is_a_remark(tmp_path):
     write_events(log, events)
     found = place(log, pool)
     assert found["verdict"] == "inside" and "loss is outside its band at steps 0" in found["notes"]
+    write_events(log, events[:3])
+    assert place(log, pool)["verdict"] == "undecided", "nothing was trained"
 
 @pytest.mark.parametrize("argv, status, said", [
     ([], 2, "try  "), (["--help"], 0, "verb"), (["shew"], 2, "one of try, bench"), (["compare"], 2, ""),
