@@ -2,6 +2,7 @@
 import functools
 import math
 import operator
+import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -159,9 +160,11 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     for step in range(1, 101):
         log.step(losses(25.0), 50.0 * step)
     log.flush()
+    log.show("longer than the terminal " * 100)
     log.text("a line of text")
     log.close()
     shown = capsys.readouterr()
+    assert max(map(len, shown.err.split("\r"))) < shutil.get_terminal_size().columns + len("\x1b[K")
     assert shown.out.endswith("a line of text\n") and len(lines(tmp_path)) == 101, "the log has every step"
     plain = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
     assert plain == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
@@ -334,5 +337,6 @@ def test_generate__draws_from_the_softmax_at_its_temperature():
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
-    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, temperature=0.01)
-    assert likeliest == "a" * 5
+    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, temperature=0.01,
+                        sample_tokens=99)
+    assert likeliest == "a" * 99
