@@ -102,6 +102,7 @@ def test_tables__rows_and_defaults():
 def test_parse_flags__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
     assert set(tg.PRESETS[name]) < {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
+    assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["about"]), "--help names it"
     want = preset_of(name)
     argv = [f"--{field}={tg.flag_text(value)}" for field, value in vars(want).items()
             if field not in ("preset", "resume", "sample")]          # empty names of these are refused
