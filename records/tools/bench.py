@@ -257,16 +257,16 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
     base, of_base = args.scripts[0]
     sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
-    args.both += of_base
+    of_arms = [*args.both, *of_base]     # a trainer of its own has its own settings
     for text in args.arm:
         name, _, what = text.partition("=")
         if what.startswith("-"):
-            sides[name] = trainer(base, [*args.both, *shlex.split(what)])
+            sides[name] = trainer(base, [*of_arms, *shlex.split(what)])
         elif what.endswith(".py"):
             sides[name] = trainer(Path(what), args.both)
         else:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            sides[name] = trainer(patched(base, patch, args.out / "sources" / name), args.both)
+            sides[name] = trainer(patched(base, patch, args.out / "sources" / name), of_arms)
     if len(sides) < 2:
         raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
     return sides
