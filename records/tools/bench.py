@@ -254,16 +254,17 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
-    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
+    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     base, of_base = args.scripts[0]
     sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
-    of_arms = [*args.both, *of_base]     # a trainer of its own has its own settings
+    of_arms = [*args.both, *of_base]     # but a trainer of its own has its own settings
     for text in args.arm:
         name, _, what = text.partition("=")
+        script, own = side_as_typed(what)
         if what.startswith("-"):
             sides[name] = trainer(base, [*of_arms, *shlex.split(what)])
-        elif what.endswith(".py"):
-            sides[name] = trainer(Path(what), args.both)
+        elif script.suffix == ".py":
+            sides[name] = trainer(script, [*args.both, *own])
         else:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
             sides[name] = trainer(patched(base, patch, args.out / "sources" / name), of_arms)
@@ -300,7 +301,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     else:
         parser.add_argument("scripts", nargs="+", type=side_as_typed, metavar="TRAINER",
                             help="A, and B unless there are arms; each may have flags of its own: 'A.py --flag=1'")
-        parser.add_argument("--arm", action="append", default=[], help="NAME, NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS")
+        parser.add_argument("--arm", action="append", default=[],
+                            help="NAME, NAME=PATCH, NAME='TRAINER.py FLAGS', NAME=FLAGS")
     parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")

@@ -176,8 +176,10 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
-    for place, line in manifests(folder, "end"):
-        if line["outcome"] == "done" and not place.exists():
+    ended = manifests(folder, "end")
+    taken = {line.get("side") for place, line in ended if place.exists()}    # a bench may have sides of other records
+    for place, line in ended:
+        if line["outcome"] == "done" and line.get("side") in taken and not place.exists():
             yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
