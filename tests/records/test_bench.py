@@ -155,12 +155,15 @@ def test_arm__patches_flags_and_trainers(tmp_path, out):
     a = trainer(tmp_path, name="train_gpt.py")
     (tmp_path / "slow.patch").write_text(patch_of(a.read_text(), a.read_text().replace("1e5", "2e5")))
     b = trainer(tmp_path, name="b.py", body="ms *= 0.5")
-    arms = [f"--arm=slow={tmp_path}/slow.patch", "--arm=more=--lr=2 --wd=1", f"--arm=other={b}"]
-    status, said, _ = call("bench", a, *arms, f"--out={out}", "--pairs=3")
+    arms = [f"--arm=slow={tmp_path}/slow.patch", "--arm=more=--lr=2 --wd=1", f"--arm=other={b} --wd=3"]
+    status, said, _ = call("bench", f"{a} --wd=2", *arms, f"--out={out}", "--pairs=3")
     rows = {row.split()[0]: row for row in said.splitlines()[-3:]}
     assert status == 0 and list(rows) == ["slow", "more", "other"] and "verdict" not in said
     assert re.search(r"\+(99|100)\.\d+%", rows["slow"]) and re.search(r"-(49|50)\.\d+%", rows["other"])
     assert "".join(end["side"][0] for end in lines(out, "end"))[:8] == "AsmoomsA"
+    sides = lines(out, "bench")[0]["sides"]
+    given = {name: [flag for flag in side["flags"] if "wd" in flag] for name, side in sides.items()}
+    assert given == {"A": ["--wd=2"], "slow": ["--wd=2"], "more": ["--wd=2", "--wd=1"], "other": ["--wd=3"]}
     assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
 
 def test_patched__says_what_is_wrong(tmp_path, out):

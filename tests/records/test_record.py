@@ -332,10 +332,11 @@ def test_stand__what_it_knows():
 RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1)
 
 def bench_runs(place: Path, sources: dict, seconds: dict, loss: dict, pairs: int = 6) -> Path:
-    """A bench as `records bench` leaves it: sides in ABBA order, a manifest, seeds by pair."""
+    """A bench as `records bench` leaves it: sides in turn, forwards and backwards, a manifest, seeds by pair."""
     lines = [dict(type="bench", pairs=pairs, sides={name: {"flags": []} for name in sources})]
-    for number in range(1, 2 * pairs + 1):
-        side, pair = "ABBA"[(number - 1) % 4], (number + 1) // 2
+    order = [*sources, *reversed(sources)]
+    for number in range(1, len(sources) * pairs + 1):
+        side, pair = order[(number - 1) % len(order)], 1 + (number - 1) // len(sources)
         folder = f"runs/{number:03}_{side}"
         make_run(place / folder / "logs/x", pair, loss[side] + pair / 1000 + number / 1e5,
                  seconds[side] * (1 + (pair % 3) / 1000), source=sources[side], **RECORD_OF_CHAIN)
@@ -418,3 +419,18 @@ def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, p
     flags = [f"--parent={parent}"] if parent else []
     status, _, error = call("new", "--records", root, "X", *places, "--track=pocket_time", "--idea=x", *flags)
     assert status == 2 and said in error, error
+
+def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path):
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    sources = {"A": SOURCE, "parent": OTHER_SOURCE, "idea": THIRD_SOURCE, "next": THIRD_SOURCE.replace("99", "999")}
+    bench = bench_runs(tmp_path / "all", sources, {"A": 100.0, "parent": 80.0, "idea": 60.0, "next": 50.0},
+                       dict.fromkeys(sources, 2.17))
+    own = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
+    argv = ["X", "--track=pocket_time", "--idea=x", "--parent=02", "--date=2026-01-03"]
+    status, _, error = call("new", "--records", root, *argv, *own[:-1])
+    assert status == 2 and "is done and left out" in error, error
+    folder = new(root, *argv, *own)
+    assert check(root) == ""
+    ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
+    assert ratios == {"parent": pytest.approx(0.75), "base": pytest.approx(0.6)}
