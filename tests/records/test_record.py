@@ -427,10 +427,10 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path):
     bench = bench_runs(tmp_path / "all", sources, {"A": 100.0, "parent": 80.0, "idea": 60.0, "next": 50.0},
                        dict.fromkeys(sources, 2.17))
     own = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
-    argv = ["X", "--track=pocket_time", "--idea=x", "--parent=02", "--date=2026-01-03"]
-    status, _, error = call("new", "--records", root, *argv, *own[:-1])
+    flags = ["--track=pocket_time", "--idea=x", "--parent=02", "--date=2026-01-03"]
+    status, _, error = call("new", "--records", root, "X", *own[:-1], *flags)
     assert status == 2 and "is done and left out" in error, error
-    folder = new(root, *argv, *own)
+    folder = new(root, "X", *own, *flags)
     assert check(root) == ""
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
     assert ratios == {"parent": pytest.approx(0.75), "base": pytest.approx(0.6)}
