@@ -20,6 +20,7 @@ SMOOTHING = 0.04                       # share of the run over which training lo
 COLUMNS, ROWS = 60, 10                 # of a curve of characters
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # the time of a base over that of the base
+SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)                          # of the base's time that a chain's axes name
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
@@ -60,7 +61,6 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
     figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
     if figure is None:
         return False
-    shown = []
     for result, runs in zip(results, pools):
         its = result["in_turn"].get("base", ITSELF)
         ratio = its["ratio"]
@@ -68,16 +68,22 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
         day = min(run.started or 0.0 for run in runs) / 86_400
         bars = [[ratio - its["low"]], [its["high"] - ratio]]
         left.errorbar(day, ratio, bars, color=color, marker="o", capsize=6)
-        xs, losses = sampled(runs, True, 1)
-        share = ratio / np.mean([run.seconds for run in runs])
-        right.plot(share * xs, losses.mean(0), color=color, linewidth=2)
-        seen = losses[:, xs >= SHOWN_FROM * xs[-1:]]
-        shown += seen.ravel().tolist()
-        name = f" {result['stated']['number']}"
-        left.annotate(name, (day, ratio), color=color, fontsize=17)
-        right.annotate(name, (ratio, np.mean([run.loss for run in runs])), color=color, fontsize=17)
+        finished = [run for run in runs if run.finished]
+        points = [[(seconds / run.seconds, loss) for _, loss, seconds in run.val] for run in finished]
+        shares, losses = np.mean(points, 0).T
+        right.plot(ratio * shares, losses, color=color, linewidth=2, marker="o")
+        for axes, place, apart in ((left, (day, ratio), (9, -6)), (right, (ratio, losses[-1]), (-8, -22))):
+            number = result["stated"]["number"]
+            axes.annotate(number, place, apart, textcoords="offset points", color=color, fontsize=14)
         right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
-    right.set_ylim(min(shown, default=0) - 0.1, max(shown, default=10) + 0.1)
+        right.set_ylim(result["target"] - 0.25, result["target"] + 1.25)      # the first losses are very high
+    right.set_xlim(0.05, 1.2)
+    left.set_yscale("log")
+    right.set_xscale("log")
+    for axis in (left.yaxis, right.xaxis):
+        axis.set_ticks(SHARES, [str(share) for share in SHARES])
+        axis.set_tick_params(which="minor", size=0, labelsize=0)
+    left.margins(x=0.1)
     left.xaxis_date()
     left.tick_params(axis="x", labelrotation=25)
     left.set_ylabel("training time over the base's", color=INK, fontsize=17)
@@ -109,7 +115,7 @@ def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
 def save(figure: Any, path: Path) -> None:
     from matplotlib import pyplot
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80, metadata={"Software": None})
+    figure.savefig(path, dpi=80)
     pyplot.close(figure)
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:

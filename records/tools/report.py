@@ -565,6 +565,8 @@ def main(argv: list[str]) -> int:
             raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
+        source = runs[-1].facts.get("source_sha256")           # a record of a chain has runs of its rivals too
+        pool.runs = [run for run in pool.runs if run.facts.get("source_sha256") == source] or pool.runs
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]

@@ -387,6 +387,15 @@ def test_chain__picture(chain, tmp_path):
     ink = image.imread(tmp_path / "chain.png")[..., 3] > 0.5
     assert ink[:, :ink.shape[1] // 2].any() and ink[:, ink.shape[1] // 2:].any(), "both halves"
 
+def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path):
+    """A record of a chain has runs of base and parent too, whose times are others."""
+    its = chain / "records/2026-01-03_03_NinetyNine"
+    alone = make_run(tmp_path / "run", 77, 2.18, 60.0, source=THIRD_SOURCE, **RECORD_OF_CHAIN)
+    _, said, _ = call("place", alone, its, "--json")
+    found = json.loads(said)
+    assert found["verdict"] == "inside" and not [note for note in found["notes"] if "mixes" in note]
+    assert found["pool_runs"] == len(result_of(its)["stated"]["groups"][""])
+
 def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
     for seed in range(seeds):
         make_run(folder / f"seed{seed}", seed, loss + seed / 1000, 100.0, **RECORD_OF_CHAIN | facts)
