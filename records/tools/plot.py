@@ -20,7 +20,7 @@ SMOOTHING = 0.04                       # share of the run over which training lo
 COLUMNS, ROWS = 60, 10                 # of a curve of characters
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # the time of a base over that of the base
-SHARES = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1)                          # of the base's time that a chain's axes name
+SHARES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1)             # of the base's time that a chain's axes name
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
@@ -61,6 +61,8 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
     figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
     if figure is None:
         return False
+    from matplotlib.dates import AutoDateLocator
+    lowest = 1.0
     for result, runs in zip(results, pools):
         its = result["in_turn"].get("base", ITSELF)
         ratio = its["ratio"]
@@ -77,14 +79,17 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
             axes.annotate(number, place, apart, textcoords="offset points", color=color, fontsize=14)
         right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
         right.set_ylim(result["target"] - 0.25, result["target"] + 1.25)      # the first losses are very high
-    right.set_xlim(0.05, 1.2)
+        lowest = min(lowest, its["low"])
     left.set_yscale("log")
     right.set_xscale("log")
     for axis in (left.yaxis, right.xaxis):
         axis.set_ticks(SHARES, [str(share) for share in SHARES])
         axis.set_tick_params(which="minor", size=0, labelsize=0)
+    left.set_ylim(0.8 * lowest, 1.2)
+    right.set_xlim(0.8 * lowest, 1.2)
     left.margins(x=0.1)
     left.xaxis_date()
+    left.xaxis.set_major_locator(AutoDateLocator(maxticks=6))
     left.tick_params(axis="x", labelrotation=25)
     left.set_ylabel("training time over the base's", color=INK, fontsize=17)
     right.set_ylabel("validation loss (nats per token)", color=INK, fontsize=17)

@@ -43,6 +43,8 @@ CHAIN_SEEDS, IDEA_WORDS = 5, 5         # of an entry of a chain, the fewest seed
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # of a rank, at the end of its hardware
 FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
+RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # of times, with its 99 % interval
+NO_BENCH = "no bench with its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
@@ -239,9 +241,10 @@ def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Prob
         yield "class", "a configuration that does not say how many rows its tables have", "plain or table"
     raced = in_turn(sides, stated, opponents)
     for role, opponent in opponents.items():
-        word = raced[role]["word"] if role in raced else "no bench with its source and settings"
-        if word != "faster":
-            yield f"time beside the {role}, {folder_name(opponent)}", word, "faster, in turn with it"
+        its = raced.get(role)
+        if not its or its["word"] != "faster":
+            found = f"{its['word']}: {RATIO.format_map(its)}, {its['pairs']} pairs" if its else NO_BENCH
+            yield f"time beside the {role}, {folder_name(opponent)}", found, "faster, in turn with it"
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
     """By role: an entry's time over that of its parent, and of its base, by the runs of both in one bench."""
@@ -340,8 +343,7 @@ def page(result: Facts) -> str:
     beside = []
     for role, its in result.get("in_turn", {}).items():
         name = f"[{role} {its['record']}](../{its['record']}/{PAGE})"
-        ratio = "{ratio:.4g} ({low:.4g} to {high:.4g})".format_map(its)
-        beside.append([name, ratio, its["pairs"], interval(its["loss"]), its["word"]])
+        beside.append([name, RATIO.format_map(its), its["pairs"], interval(its["loss"]), its["word"]])
     parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", beside))
     columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
     parts.append(markdown(columns, rows))

@@ -416,7 +416,7 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
     assert status == 2 and said in error, error
 
 @pytest.mark.parametrize("benches, parent, said", [
-    (["slower"], "01", "faster, in turn with it"), (["third_with_parent"], "02", "beside the base, 2026-01-01_01_Base"),
+    (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "beside the base, 2026-01-01_01_Base"),
     (["third_with_base"], "02", "beside the parent, 2026-01-02_02_Eight"), (["with_base"], None, "name it: --parent"),
     (["no_bench"], "01", "no bench")])
 def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said):
