@@ -173,7 +173,6 @@ NGRAM_FACTORS = {
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
     4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
-RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # RECIPE 4.2
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
@@ -200,7 +199,7 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # 
 class Config:
     """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
     # --help begins with these. Of them preset and seed alone decide about the numbers of a run.
-    preset: str = _often("record", "name", "of values: record, record_tables, pocket, pocket_tables or tiny")
+    preset: str = _often("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny")
     train_files: str = _often("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _often("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     epochs: int = _often(1, "passes", "over the training shards; 0: cycle without end")
@@ -242,8 +241,8 @@ class Config:
     normuon_weight_decay: float = _optim(1.2, "number", "cautious, times lr^2")
     momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", most=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", most=1)
-    momentum_warmup_steps: int = _optim(-1, "steps", "-1: 300 at 1,547 steps, in proportion else", least=-1)
-    momentum_cooldown_steps: int = _optim(-1, "steps", "-1: 50 at 1,547 steps, in proportion else", least=-1)
+    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", most=1)
+    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", most=1)
     adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
     adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
@@ -300,12 +299,18 @@ TINY = POCKET | dict(
     stages=read_rows("stages",           # its own: a fork that changes STAGES keeps this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
+RACE = POCKET | dict(                    # below 2.20 in half the time (record 23)
+    num_scheduled_steps=190, stages=POCKET["stages"][1:], adam_every=1, num_heads=2, head_dim=48, attn_scale=12.8 / 48,
+    tables=read_rows("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+LARGE_TABLES = dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
 PRESETS = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 nearest 70; "
                                                  "trigram_embed 3 21000000 stream 1 device 2 nearest 70")),
     pocket=POCKET,
-    pocket_tables=POCKET | dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000")),
+    pocket_tables=POCKET | LARGE_TABLES,
+    race=RACE,
+    race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
 # What may differ from the settings of a saved model or earlier run.
@@ -709,14 +714,9 @@ class Schedule:
 
     def momentum_at(self, place: float):
         """Return NorMuon's momentum at a place of the plan: it rises at the start and falls at the end."""
-        # A ramp that is not set (-1) has as large a share of the steps as in the record.
         cfg = self.cfg
-        up = cfg.momentum_warmup_steps
-        if up < 0:
-            up = round(RECORD_RAMP_UP * self.total_steps / RECORD_STEPS)
-        down = cfg.momentum_cooldown_steps
-        if down < 0:
-            down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
+        up = round(cfg.momentum_warmup_frac * self.total_steps)
+        down = round(cfg.momentum_cooldown_frac * self.total_steps)
         rise = cfg.momentum_max - cfg.momentum_min
         if place < up:
             return cfg.momentum_min + rise * place / up
@@ -1009,16 +1009,16 @@ class Table(NamedTuple):
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
-    ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
+    ids: Callable                        # tokens (b, T) i32 of numpy -> logical rows (b, T) or (b, reads, T) i32
     tied: bool = False                   # its weights are the head's until the two are untied
     is_rowwise: bool = False             # an update moves the rows that were asked for; else all rows of a slice
     home: str = "device"                 # where an owner keeps its rows
     cadence: int = 2                     # steps between updates
     rounding: str = "nearest"            # of bf16 rows after a rowwise update
-    signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
+    signs: Callable | None = None        # the same -> vectors of signs (b, T) i32
 
-def row_tables(cfg: Config) -> tuple[Table, ...]:
-    """Return the row tables, recipe A's three and those of n-grams, with their functions from tokens to rows."""
+def row_tables(cfg: Config):
+    """Return the row tables, a tuple: recipe A's three and those of n-grams, with functions from tokens to rows."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
@@ -1090,7 +1090,7 @@ class TablePlan:
     received: int = 0
 
     @property
-    def tied(self) -> bool:
+    def tied(self):
         # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
@@ -1116,7 +1116,7 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or into the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
-    def map(self, change: Callable) -> Batch:
+    def map(self, change: Callable):
         def each(part):
             if isinstance(part, dict):
                 return {label: change(x) for label, x in part.items()}
@@ -1979,8 +1979,8 @@ def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {ngram.label: (NGRAM_MIX,) * len(LAYERS) for ngram in cfg.tables if ngram.place is None}
 
-def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
-    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
+def parameter_table(cfg: Config):
+    """Return all parameters, a tuple, tables too: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)

@@ -123,6 +123,10 @@ class Oracle:
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
                        normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
                        adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
+        total = sizes.get("num_scheduled_steps", 0) + sizes.get("num_extension_steps", 0)
+        for ramp in ("momentum_warmup", "momentum_cooldown"):
+            if f"{ramp}_steps" in sizes:
+                renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / total
         own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu", stages=stages)
         taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
         return tg.Config(**{**taken, **renamed, **own, **more})
@@ -668,7 +672,7 @@ def test_Config__defaults_are_the_recipe() -> None:
     meta = Oracle(EXTRACT).meta
     slots = meta["recipe"]["num_slots"]
     cfg = Oracle(EXTRACT).config("schedule", [tokens // slots for tokens in meta["schedule"]["batch_tokens"]])
-    own = {"dtype", "head", "device", "padded_vocab", "momentum_warmup_steps", "momentum_cooldown_steps"}
+    own = {"dtype", "head", "device", "padded_vocab"}
     for field in fields(tg.Config):
         assert field.name in own or getattr(cfg, field.name) == getattr(tg.Config(), field.name), field.name
     assert meta["recipe"]["rms_eps"] == tg.RMS_EPS

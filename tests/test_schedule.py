@@ -35,9 +35,9 @@ def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages
     pytest.param((1507, 40), {}, (300, 50), marks=pytest.mark.recipe),
     pytest.param((520, 20), {}, (105, 17), marks=pytest.mark.recipe),          # in proportion: 300, 50 x 540 / 1547
     pytest.param((84, 4), {}, (17, 3), marks=pytest.mark.recipe),
-    ((520, 20), dict(momentum_warmup_steps=7, momentum_cooldown_steps=0), (7, 0)),
+    ((520, 20), dict(momentum_warmup_frac=7 / 540, momentum_cooldown_frac=0), (7, 0)),
 ])
-def test_momentum_at__ramps_scale_unless_set(steps, ramps, want):
+def test_momentum_at__ramps_are_shares_of_the_run(steps, ramps, want):
     cfg = plan(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
     up, down = want
     total = sum(steps)
