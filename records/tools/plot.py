@@ -89,7 +89,7 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
     right.set_xlim(0.8 * lowest, 1.2)
     left.margins(x=0.1)
     left.xaxis_date()
-    left.xaxis.set_major_locator(AutoDateLocator(maxticks=6))
+    left.xaxis.set_major_locator(AutoDateLocator(minticks=3, maxticks=8))
     left.tick_params(axis="x", labelrotation=25)
     left.set_ylabel("training time over the base's", color=INK, fontsize=17)
     right.set_ylabel("validation loss (nats per token)", color=INK, fontsize=17)

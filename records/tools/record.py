@@ -42,7 +42,6 @@ ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # of an entry of a chain, the fewest seeds and the most words of its idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # of a rank, at the end of its hardware
-FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
 RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # of times, with its 99 % interval
 NO_BENCH = "no bench with its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
@@ -203,8 +202,7 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if len(values) > 1:
             yield f"mixed {key}", values, "one throughout a record"
     for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
-        if stated["track"] != "budget" or not FITTED.search(mixed):
-            yield "a group", mixed, "runs of one program, to one end"
+        yield "a group", mixed, "runs of one program, to one end"
     if stated["kind"] == "entry":
         yield from misfits(folder, sides, stated)
 
@@ -547,13 +545,14 @@ def table(args: argparse.Namespace, root: Path) -> int:
             alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
             lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
     boards = {title: board(root, entries) for title, entries in lists.items()}
-    if args.json:
-        print(json.dumps(boards, indent=1))
-        return 0
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
         sides = [grouped(root / folder_name(entry), entry["stated"]) for entry in chained]
-        plot.chain(chained, [side[""].runs for side in sides], args.plot)
+        pools = [side[entry["stated"]["main"]].runs for entry, side in zip(chained, sides)]
+        plot.chain(chained, pools, args.plot)
+    if args.json:
+        print(json.dumps(boards, indent=1))
+        return 0
     for title, rows in boards.items():
         columns = max(rows, key=len)                                         # the base has no ratios
         print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")

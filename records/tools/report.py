@@ -74,6 +74,9 @@ def config(run: Run) -> Facts:
     """Settings that may change a result; ours only."""
     return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
 
+def program(run: Run) -> tuple[str | None, Facts]:
+    return run.facts.get("source_sha256"), config(run)
+
 def fact(run: Run, key: str) -> Any:
     return config(run).get(key, run.facts.get(key))
 
@@ -317,9 +320,10 @@ def refusals(a: Side, b: Side) -> list[str]:
     return list(dict.fromkeys(found))
 
 def mixtures(side: Side) -> list[str]:
-    """What runs of one side must have in common, and have not."""
+    """What runs of one side must have in common, and have not; with a time budget each has its own number of steps."""
     found = []
-    ends = sorted({f"{run.final.step} of {run.total}" for run in side.runs})
+    unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
+    ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
         found.append(f"{side.name} mixes ends at step {listed(ends)}; choose by paths")
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
@@ -435,6 +439,14 @@ def by_step(run: Run, what: str) -> dict[int, float]:
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
     return {step: value for step, value in found.items() if math.isfinite(value)}
 
+def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
+    """Those to place a run beside: not itself, and of a record with several programs the runs of its own."""
+    others = [other for other in runs if other.identity() != run.identity()]
+    own = [other for other in others if program(other) == program(run)]
+    if own:
+        return own
+    return others
+
 def place(run: Run, pool: Side) -> Facts:
     """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
     alone = Side("run", [run], [], Reading([run]), 1)
@@ -455,12 +467,15 @@ def place(run: Run, pool: Side) -> Facts:
             off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)
     word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
-    if said[True] or said[False]:
+    mixed = mixtures(pool)
+    if mixed:
+        reason = mixed[0]
+    elif any(said.values()):
         word = "outside" if said[False] else "inside"
         reason = "; ".join(said[not said[False]])
     report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
     report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
-    return report | {"notes": [*remarks, *run.notes, *mixtures(pool)]}
+    return report | {"notes": [*remarks, *run.notes, *mixed]}
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
     items = list(items)
@@ -564,9 +579,7 @@ def main(argv: list[str]) -> int:
         if not runs:
             raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
         pool = side_of("pool", paths[1])
-        pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
-        source = runs[-1].facts.get("source_sha256")           # a record of a chain has runs of its rivals too
-        pool.runs = [run for run in pool.runs if run.facts.get("source_sha256") == source] or pool.runs
+        pool.runs = beside(runs[-1], pool.runs)
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]

@@ -395,6 +395,8 @@ def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path):
     found = json.loads(said)
     assert found["verdict"] == "inside" and not [note for note in found["notes"] if "mixes" in note]
     assert found["pool_runs"] == len(result_of(its)["stated"]["groups"][""])
+    stranger = make_run(tmp_path / "stranger", 77, 2.18, 60.0, source="other = 1\n", **RECORD_OF_CHAIN)
+    assert "mixes source_sha256" in json.loads(call("place", stranger, its, "--json")[1])["reason"]
 
 def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
     for seed in range(seeds):

@@ -270,6 +270,16 @@ def test_place__while_a_run_goes_on(tmp_path):
     found = place(log, make_side(tmp_path / "other", hardware="NVIDIA H200 x 8"))
     assert found["verdict"] == "inside" and any("time is not judged" in note for note in found["notes"])
 
+@pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes ends at step 10 of 10"])])
+def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, budget_s, said):
+    for steps in (10, 12, 14):
+        run = make_run(tmp_path / f"of{steps}", steps, 3.27, 60.0, steps=steps, config={"num_scheduled_steps": 10},
+                       result={"budget_s": budget_s})
+        *events, result = events_of(run / "log.jsonl")
+        write_events(run / "log.jsonl", [*events, dict(type="budget", seconds=60.0, steps=steps), result])
+    found = report.mixtures(report.side_of("A", [tmp_path]))
+    assert [note.split(";")[0] for note in found] == said
+
 def test_place__an_early_point_outside_is_a_remark(tmp_path):
     pool = make_side(tmp_path / "pool")
     log = make_run(tmp_path / "run", 9, 3.2785, 80.0, NOON + 9 * RUN_S) / "log.jsonl"
