@@ -382,9 +382,13 @@ def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
         flags.append("--device=auto")
     assert not ask(flags, 2, *parts).folder.exists()
 
-def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch):
-    for name in ("CC", "CXX"):
-        monkeypatch.delenv(name, raising=False)
+@pytest.mark.parametrize("named", [None, "no-such-compiler"])
+def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
+    """torch takes what CXX names, and nothing else then."""
+    monkeypatch.delenv("CXX", raising=False)
+    if named:
+        (tmp_path / "gcc").symlink_to("/bin/true")
+        monkeypatch.setenv("CXX", named)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delattr(tg, "open_data")
     done = ask([*FILES, "--compile=1"], 2, "--compile", "no C++ compiler", "apt install g++", "--compile=0")
