@@ -1017,8 +1017,8 @@ class Table(NamedTuple):
     rounding: str = "nearest"            # of bf16 rows after a rowwise update
     signs: Callable | None = None        # the same -> vectors of signs (b, T) i32
 
-def row_tables(cfg: Config):
-    """Return the row tables, a tuple: recipe A's three and those of n-grams, with functions from tokens to rows."""
+def row_tables(cfg: Config) -> tuple[Table, ...]:
+    """Return the row tables, recipe A's three and those of n-grams, with their functions from tokens to rows."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
@@ -1090,7 +1090,7 @@ class TablePlan:
     received: int = 0
 
     @property
-    def tied(self):
+    def tied(self) -> bool:
         # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
@@ -1116,7 +1116,7 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or into the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
-    def map(self, change: Callable):
+    def map(self, change: Callable) -> Batch:
         def each(part):
             if isinstance(part, dict):
                 return {label: change(x) for label, x in part.items()}
@@ -1979,8 +1979,8 @@ def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {ngram.label: (NGRAM_MIX,) * len(LAYERS) for ngram in cfg.tables if ngram.place is None}
 
-def parameter_table(cfg: Config):
-    """Return all parameters, a tuple, tables too: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
+def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
+    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)
@@ -4111,7 +4111,7 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
     recompiled = sum(fabric.gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs))
     if recompiled:
         result["recompiles"] = recompiled
-        log.text(f"{recompiled} graphs were compiled in the race, on its clock: TORCH_LOGS=recompiles says why")
+        log.text(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
     if cfg.profile:
         result["void"] = "profiled"
     elif log.done < log.schedule.end_step:

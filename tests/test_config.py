@@ -109,6 +109,13 @@ def test_parse_flags__every_field_is_a_flag(name):
     assert tg.parse_flags(["--preset=tiny", *argv]) == replace(want, preset="tiny")
     assert tg.parse_flags([f"--preset={name}"]) == want
 
+def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables():
+    pocket, race, tables = map(preset_of, ("pocket", "race", "race_tables"))
+    assert race.stages == pocket.stages[1:] and race.num_heads * race.head_dim == race.model_dim == pocket.model_dim
+    assert max(table.rows for table in race.tables) <= 10 * 2048, "class plain"
+    assert replace(tables, preset="race", tables=race.tables) == race
+    assert tables.tables == preset_of("pocket_tables").tables
+
 def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])

@@ -460,7 +460,7 @@ def write(folder: Path, stated: Facts) -> None:
     """Make all that follows from the logs; the text by hand stays."""
     sides = grouped(folder, stated)
     for problem in doubts(folder, stated, sides):
-        raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
+        raise ToolError(*problem, "other groups or records of the runs, or more of them; rules: records/README.md")
     if stated["parent"]:
         diff = diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
         (folder / DIFF).write_bytes(diff.encode())
@@ -618,7 +618,7 @@ def stand(args: argparse.Namespace, root: Path) -> int:
         raise ToolError(f"runs in {args.folder}", mixed[0], "runs of one kind", "name one of them")
     mine = statistics.summary(side.losses())
     said = []
-    beside = "no record has this preset, these data and as many tokens"
+    beside = "no entry has this preset, these data and as many tokens"
     groups = {}
     for folder in folders(root):
         result = load(folder)

@@ -429,15 +429,19 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
         found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
     return found
 
-def by_step(run: Run, what: str) -> dict[int, float]:
-    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
+def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
+    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one).
+    With `end` only the last, as if at that step."""
     found: dict[int, float] = {}
     if what == "loss":
         found = {point.step: point.loss for point in run.val}
     elif not run.void:
         found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
-    return {step: value for step, value in found.items() if math.isfinite(value)}
+    found = {step: value for step, value in found.items() if math.isfinite(value)}
+    if end is not None:
+        return {end: found[step] for step in sorted(found)[-1:]}
+    return found
 
 def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
     """Those to place a run beside: not itself, and of a record with several programs the runs of its own."""
@@ -452,13 +456,16 @@ def place(run: Run, pool: Side) -> Facts:
     alone = Side("run", [run], [], Reading([run]), 1)
     elsewhere = apart(pool, alone)
     shown_steps = {point.step for point in run.val} | {run.reached}
+    end = None
+    if config(run).get("time_budget"):
+        end = run.reached              # equal steps are different places in the plans of such runs: only ends compare
     points = {}
     remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
     said: dict[bool, list[str]] = {True: [], False: []}
     units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
-        values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
-        points[what] = placed(values, [by_step(other, what) for other in pool.runs])
+        values = {step: value for step, value in by_step(run, what, end).items() if step in shown_steps}
+        points[what] = placed(values, [by_step(other, what, end) for other in pool.runs])
         away = [str(point.step) for point in points[what] if not point.inside]
         if away:
             remarks.append(f"{what} is outside its band at steps {listed(away)}")
@@ -469,7 +476,7 @@ def place(run: Run, pool: Side) -> Facts:
     word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
-        reason = mixed[0]
+        reason = f"no run there has its source and settings, and {mixed[0]}"
     elif any(said.values()):
         word = "outside" if said[False] else "inside"
         reason = "; ".join(said[not said[False]])
@@ -576,8 +583,8 @@ def main(argv: list[str]) -> int:
             raise ToolError("paths", args.paths, usage, "name both")
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
-        if not runs:
-            raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
+        if len(runs) != 1:
+            raise ToolError(f"run {paths[0]}", f"{len(runs)} runs", "the log of one", "give a log, or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = beside(runs[-1], pool.runs)
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}

@@ -303,10 +303,10 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path):
     ([2.21], {}, "2.210 nats per token: record 01 2.159 +- 0.014: inside its spread, 2.09 to 2.23"),
     ([2.24], {}, "2.240 nats per token: record 01 2.159 +- 0.014: outside its spread, 2.09 to 2.23"),
     ([2.2, 2.22], {}, "2.210 nats per token, mean of 2 runs: record 01 2.159 +- 0.014: inside its spread, 2.10 to"),
-    ([2.21], dict(data_sha256="e" * 64), "2.210 nats per token: no record has this preset, these data and"),
-    ([2.21], dict(config={"val_tokens": 131_072}), "2.210 nats per token: no record has"),
-    ([2.21], dict(preset="pocket_tables"), "2.210 nats per token: no record has"),
-    ([2.21], dict(result={"tokens": 1024}), "2.210 nats per token: no record has")])
+    ([2.21], dict(data_sha256="e" * 64), "2.210 nats per token: no entry has this preset, these data and"),
+    ([2.21], dict(config={"val_tokens": 131_072}), "2.210 nats per token: no entry has"),
+    ([2.21], dict(preset="pocket_tables"), "2.210 nats per token: no entry has"),
+    ([2.21], dict(result={"tokens": 1024}), "2.210 nats per token: no entry has")])
 def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words):
     """Without scipy; whether it stands inside is Student's t: 0.0137 x 4.303 x sqrt(1/3 + 1/runs) about 2.159."""
     monkeypatch.setitem(sys.modules, "scipy", None)

@@ -270,13 +270,26 @@ def test_place__while_a_run_goes_on(tmp_path):
     found = place(log, make_side(tmp_path / "other", hardware="NVIDIA H200 x 8"))
     assert found["verdict"] == "inside" and any("time is not judged" in note for note in found["notes"])
 
+def budgeted(folder: Path, steps: int, loss: float, budget_s: float | None = 60.0) -> Path:
+    """A run with a time budget, in which it came to so many steps; None: one that only stops as early."""
+    run = make_run(folder, steps, loss, 60.0, steps=steps, result={"budget_s": budget_s},
+                   config={"num_scheduled_steps": 10, "time_budget": budget_s})
+    *events, result = events_of(run / "log.jsonl")
+    write_events(run / "log.jsonl", [*events, dict(type="budget", seconds=60.0, steps=steps), result])
+    return run
+
+@pytest.mark.parametrize("loss, word", [(3.271, "inside"), (3.4, "outside")])
+def test_place__with_a_time_budget_ends_are_compared(tmp_path, loss, word):
+    """At one step, slow and fast runs are at different places of their plans."""
+    for steps in (20, 24, 28):
+        budgeted(tmp_path / f"pool/of{steps}", steps, 3.25 + steps / 1000)
+    found = place(budgeted(tmp_path / "run", 40, loss), tmp_path / "pool")
+    assert found["verdict"] == word and [point.step for point in found["loss"]] == [40], found
+
 @pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes ends at step 10 of 10"])])
 def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, budget_s, said):
     for steps in (10, 12, 14):
-        run = make_run(tmp_path / f"of{steps}", steps, 3.27, 60.0, steps=steps, config={"num_scheduled_steps": 10},
-                       result={"budget_s": budget_s})
-        *events, result = events_of(run / "log.jsonl")
-        write_events(run / "log.jsonl", [*events, dict(type="budget", seconds=60.0, steps=steps), result])
+        budgeted(tmp_path / f"of{steps}", steps, 3.27, budget_s)
     found = report.mixtures(report.side_of("A", [tmp_path]))
     assert [note.split(";")[0] for note in found] == said
 
