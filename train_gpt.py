@@ -4043,7 +4043,8 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
-        compilers = os.environ.get("CXX", "g++ gcc clang").split()            # torch tries no other than CXX
+        others = f"g++ {os.environ.get('CC', 'gcc')} clang"
+        compilers = os.environ.get("CXX", others).split()                     # for C++ torch tries none but CXX
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
         if fabric.rank > 0:

@@ -382,10 +382,17 @@ def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
         flags.append("--device=auto")
     assert not ask(flags, 2, *parts).folder.exists()
 
+def test_check_start__a_compiler_that_CC_names_is_one(monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("CC", "/bin/true")
+    monkeypatch.setenv("PATH", "")
+    tg.check_start(preset("tiny", compile=1), "run", [], fabric())
+
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
 def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
     """torch takes what CXX names, and nothing else then."""
-    monkeypatch.delenv("CXX", raising=False)
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
     if named:
         (tmp_path / "gcc").symlink_to("/bin/true")
         monkeypatch.setenv("CXX", named)
