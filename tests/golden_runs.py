@@ -29,46 +29,57 @@ STATE_OF_ROWS = (".v", ".last")          # of a save, which had none before: com
 LOSSES = dict(step="train_loss", val="val_loss")         # keys of log.jsonl, by type of line
 TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_every=10, checkpoint_every=8,
             adam_every=2)
-F64, BF16 = dict(TINY, dtype="float64"), dict(TINY, dtype="bfloat16")
-CUT = dict(max_steps=18)                 # head and embedding part at step 17: the last checkpoint is before it
-# Tables of n-grams, by the columns of --tables: label order rows place signs home cadence rounding lr wd beta2.
-TWO = "more_bigram_embed 2 200 stream 0 {0}; trigram_embed 3 300 stream 1 {0}"
-# Three that differ in every column, the last with rows that no step asks for.
-MIXED = dict(tables="more_bigram_embed 2 200 stream 0 host 4 nearest 30.0 4.0 0.9; "
-             "trigram_embed 3 300 8 1 device 2 nearest 37.5 5.0 0.95; "
-             "fourgram_embed 4 20000 3 1 host 2 stochastic 50.0 2.0 0.97")
+POCKET = dict(num_scheduled_steps=15, num_extension_steps=5, val_every=10, checkpoint_every=8, adam_every=2)
+DTYPES = dict(f64="float64", fp32="float32", bf16="bfloat16")
+CUT = dict(max_steps=18)                 # head and embedding become two parameters at step 17, after the last checkpoint
+# N-gram tables. The columns of --tables: label order rows layer signs location update_every lr wd beta2.
+TWO_TABLES = "more_bigram_embed 2 200 stream 0 {0} {1}; trigram_embed 3 300 stream 1 {0} {1}"
+# Three tables that differ in every column. Most rows of the last one are never looked up.
+MIXED = dict(tables="more_bigram_embed 2 200 stream 0 host 4 30.0 4.0 0.9; "
+             "trigram_embed 3 300 8 1 device 2 37.5 5.0 0.95; "
+             "fourgram_embed 4 20000 3 1 host 2 50.0 2.0 0.97")
 
 class Case(NamedTuple):
-    """A run, or two of which the second goes on from the first's checkpoint."""
-    world: int
+    """One run, or two runs of which the second resumes from the checkpoint of the first."""
+    world_size: int
     flags: dict[str, Any]
-    resume_world: int = 0                # ranks of the run that goes on; 0: there is none
+    resume_world_size: int = 0           # 0: no second run
 
-def two(home: str = "device", cadence: int = 2, rounding: str = "nearest") -> dict[str, str]:
-    return dict(tables=TWO.format(f"{home} {cadence} {rounding} 37.5 5.0 0.95"))
+def tiny(dtype: str = "fp32", **flags: Any) -> dict[str, Any]:
+    return TINY | dict(dtype=DTYPES[dtype]) | flags
+
+def two_tables(location: str = "device", update_every: int = 2) -> dict[str, str]:
+    return dict(tables=TWO_TABLES.format(location, update_every))
 
 def all_cases() -> dict[str, Case]:
     cases = {
-        "stochastic-device-bf16-w2": Case(2, BF16 | two("device", 2, "stochastic") | dict(slots_per_micro_batch=2)),
-        "mixed-f64-w2": Case(2, F64 | MIXED),
-        "mixed-bf16-w2": Case(2, BF16 | MIXED),
-        "dense-fp32-w2": Case(2, TINY | dict(row_comms="dense")),
-        "dense-tables-fp32-w2": Case(2, TINY | dict(row_comms="dense") | two()),
-        "emulated-fp32-w1": Case(1, TINY | dict(head="emulated")),
-        "emulated-bf16-w1": Case(1, BF16 | dict(head="emulated")),
-        "resume-fp32-w2-w2": Case(2, TINY | CUT, resume_world=2),
-        "resume-mixed-f64-w1-w1": Case(1, F64 | CUT | MIXED, resume_world=1),
-        "resume-mixed-f64-w2-w4": Case(2, F64 | CUT | MIXED, resume_world=4),
-        "resume-mixed-bf16-w4-w1": Case(4, BF16 | CUT | MIXED, resume_world=1)}
-    for world in (1, 2, 4):
-        cases[f"f64-w{world}"] = Case(world, F64)
-        cases[f"fp32-w{world}"] = Case(world, TINY)
-        for home in ("device", "host"):
-            cases[f"tables-{home}-f64-w{world}"] = Case(world, F64 | two(home))
-    for home in ("device", "host"):
-        cases[f"tables-{home}-fp32-w2"] = Case(2, TINY | two(home))
-        cases[f"cadence4-{home}-f64-w2"] = Case(2, F64 | two(home, 4))
-        cases[f"stochastic-{home}-bf16-w1"] = Case(1, BF16 | two(home, 2, "stochastic") | dict(slots_per_micro_batch=4))
+        "mixed-f64-w1": Case(1, tiny("f64", **MIXED)),
+        "mixed-f64-w2": Case(2, tiny("f64", **MIXED)),
+        "mixed-bf16-w2": Case(2, tiny("bf16", slots_per_micro_batch=2, **MIXED)),
+        "adam1-fp32-w1": Case(1, tiny(adam_every=1)),
+        "adam1-fp32-w2": Case(2, tiny(adam_every=1)),
+        "dense-fp32-w2": Case(2, tiny(row_comms="dense")),
+        "dense-tables-fp32-w2": Case(2, tiny(row_comms="dense", **two_tables())),
+        "debug-tables-fp32-w1": Case(1, tiny(debug_rows=1, **two_tables())),
+        "debug-tables-fp32-w2": Case(2, tiny(debug_rows=1, **two_tables())),
+        "emulated-fp32-w1": Case(1, tiny(head="emulated")),
+        "emulated-bf16-w1": Case(1, tiny("bf16", head="emulated")),
+        "resume-fp32-w2-w2": Case(2, tiny(**CUT), resume_world_size=2),
+        "resume-mixed-f64-w1-w1": Case(1, tiny("f64", **CUT, **MIXED), resume_world_size=1),
+        "resume-mixed-f64-w2-w4": Case(2, tiny("f64", **CUT, **MIXED), resume_world_size=4),
+        "resume-mixed-bf16-w4-w1": Case(4, tiny("bf16", **CUT, **MIXED), resume_world_size=1),
+        "pocket-w1": Case(1, dict(POCKET, preset="pocket")),
+        "pocket-tables-w2": Case(2, dict(POCKET, preset="pocket_tables"))}
+    for world_size in (1, 2, 4):
+        for dtype in DTYPES:
+            cases[f"{dtype}-w{world_size}"] = Case(world_size, tiny(dtype))
+        for location in ("device", "host"):
+            cases[f"tables-{location}-f64-w{world_size}"] = Case(world_size, tiny("f64", **two_tables(location)))
+    for location in ("device", "host"):
+        cases[f"tables-{location}-fp32-w2"] = Case(2, tiny(**two_tables(location)))
+        cases[f"every1-{location}-f64-w2"] = Case(2, tiny("f64", adam_every=1, **two_tables(location, 1)))
+        cases[f"every4-{location}-f64-w2"] = Case(2, tiny("f64", **two_tables(location, 4)))
+        cases[f"tables-{location}-bf16-w1"] = Case(1, tiny("bf16", slots_per_micro_batch=4, **two_tables(location)))
     return cases
 
 
@@ -115,16 +126,18 @@ def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
             kept["losses"][f"{event['type']} {event['step']}"] = float(event[LOSSES[event["type"]]]).hex()
     newest = max((run_dir / "checkpoints").glob("step-*"))
     state = torch.load(newest / "run.pt", weights_only=True)["state"]
-    kept[f"state at {int(newest.name[5:])}"] = hashes(state["weights"] | state["moments"], newest)
+    if "weights" in state:               # the layout of checkpoints until cf1861c
+        state = state["weights"] | state["moments"]
+    kept[f"state at {int(newest.name[5:])}"] = hashes(state, newest)
 
 def run_case(case: Case, trainer: Path, scratch: Path) -> dict[str, dict[str, str]]:
     """Run a case and return all that is kept of it, by section and name; {"failed": why} if it fails."""
     scratch.mkdir()
     common = dict(device="cpu", sample_tokens=0)
-    parts = [(case.world, common | case.flags | dict(run_dir=scratch / "run"))]
-    if case.resume_world:
+    parts = [(case.world_size, common | case.flags | dict(run_dir=scratch / "run"))]
+    if case.resume_world_size:
         onward = dict(resume=scratch / "run", run_dir=scratch / "resumed", max_steps=0)
-        parts.append((case.resume_world, common | onward))
+        parts.append((case.resume_world_size, common | onward))
     parts[-1][1]["save"] = scratch / "save"
     kept = dict(losses={})
     try:
