@@ -5,17 +5,18 @@
 The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
 records/RECIPE.md, which has its formulas and sources; credits are in README.md.
 
-Floor plan. A room uses only rooms above it, and nothing happens at import.
+Floor plan. A room uses only rooms above it, by name and by call, and nothing happens at import.
     1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
     2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
-    3 Data        shards, packing, hashes of n-grams, row plans, the loader thread, validation batches
+    3 Data        shards: headers, checks, packing of documents into slots, validation slots, vocabulary
     4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
-    5 Model       parameter table and GPT
-    6 Rows        tables whose rows lie on their owners: exchange between ranks, rows on a device or a host
-    7 Optimizer   NorMuon, Adam, row updates, tie and untie, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
-    9 Race        clock, log, warm-up, time budget, the race itself, sample
-   10 Main        ranks and device, attention kernel, header, `train` from data to result, profile, the one end
+    5 Rows        embedding tables: row plans, exchange of requests, row stores on device or host, fetch and reduce
+    6 Batches     from slots to batches with row plans; the loader thread; validation batches
+    7 Model       parameter table and GPT
+    8 Optimizer   NorMuon, Adam, row updates, groups of parameters, untying, order of communication
+    9 Engine      forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
+   10 Loop        clock, log, warm-up, time budget, the training loop, sample
+   11 Main        ranks and device, attention kernel, header, the end of every run, `train` from data to result
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
@@ -63,7 +64,6 @@ import threading
 import time
 import traceback
 import warnings
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -105,11 +105,6 @@ def need(ok, what: str, found, expected, do: str, kind=ConfigError):
     if not ok:
         raise kind(what, found, expected, do)
 
-def need_all(rules: dict, what: str, found, do: str):
-    """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
-    for rule, holds in rules.items():
-        need(holds, what, found, rule, do)
-
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
@@ -119,6 +114,13 @@ class Layer:
     key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
     keep_as: str = ""            # name under which the layer's output is kept
     add: str = ""                # kept stream added, gated, before the layer
+
+    def __post_init__(self):
+        need(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", self,
+             "attention `plain`, `paired` or `none`, window `short` or `long`", "see the columns of Layer")
+        need((self.value is None or self.attention != "none") and (not self.key_shift or self.attention == "plain"),
+             "LAYERS", self, "key_shift in a plain layer, a value table in one with attention",
+             "see the columns of Layer")
 
 SKIP, BACKOUT = "skip", "backout"
 LAYERS = (                                                                    # depth (RECIPE 2.2)
@@ -136,7 +138,8 @@ LAYERS = (                                                                    # 
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
-class Stage(NamedTuple):
+@dataclass(frozen=True)
+class Stage:
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
     batch_tokens: int
     short_window: int
@@ -146,25 +149,18 @@ class Stage(NamedTuple):
     mtp_end: tuple[float, ...]
     untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
 
+    def __post_init__(self):
+        need(1 <= self.short_window < self.long_window, "--stages", self, "1 <= short < long window", "change that row")
+        need(len(self.mtp_start) == len(self.mtp_end), "--stages", self, "as many token weights at the end as at the "
+             "start", "change that row")
+        need(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", self, "a rate and "
+             "token weights from 0 to 1,000", "change that row")
+
 STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
-
-class NgramTable(NamedTuple):
-    """One table of hashed n-grams."""
-    label: str                           # of its parameter: part of initial values, signs and rounding bits
-    order: int                           # n, a key of NGRAM_FACTORS
-    rows: int                            # R; the last one means: no n-gram
-    place: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
-    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
-    home: str = "device"                 # where owners keep the rows: "device" or "host"
-    cadence: int = 2                     # steps between updates
-    rounding: str = "nearest"            # of bf16 rows after an update: "nearest" or "stochastic"
-    lr_mul: float = 37.5                 # of adam_lr
-    wd_mul: float = 5.0                  # of adam_weight_decay
-    beta2: float = 0.95                  # decay of the second moment in an update
 
 # By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
 # are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
@@ -173,42 +169,78 @@ NGRAM_FACTORS = {
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
     4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
+HOMES = ("device", "host")
+
+@dataclass(frozen=True)
+class NgramTable:
+    """One table of hashed n-grams."""
+    label: str                           # of its parameter
+    order: int                           # n, a key of NGRAM_FACTORS
+    rows: int                            # R; the last one means: no n-gram
+    place: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
+    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
+    home: str = "device"                 # where owners keep the rows: "device" or "host"
+    cadence: int = 2                     # steps between updates
+    lr_mul: float = 37.5                 # of adam_lr
+    wd_mul: float = 5.0                  # of adam_weight_decay
+    beta2: float = 0.95                  # decay of the second moment in an update
+
+    def __post_init__(self):
+        rules = {                        # what is expected, and whether it holds
+            "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
+            f"a label that the recipe has not, {RECIPE_TABLES}": self.label not in RECIPE_TABLES,
+            f"an order of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
+            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= self.rows < 2**31,
+            f"place `stream` or a layer with attention, {ATTENTION_LAYERS}": self.place in (None, *ATTENTION_LAYERS),
+            f"signs 0 or 1, home of {HOMES}": self.signs in (0, 1) and self.home in HOMES,
+            "a cadence of 1, 2 or 4 steps": self.cadence in (1, 2, 4),
+            "lr and wd from 0 to 10^6, beta2 from 0 to 1":
+                0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
+        for expected, holds in rules.items():
+            need(holds, "--tables", self, expected, "change that row")
+
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 
-def knob(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0,
-         most: float = 2**31 - 1):
-    return field(default=default, metadata=dict(
-        group=group, unit=unit, about=about, choices=choices, least=least, most=most))
+# The role of a flag. NUMBERS: it decides the results of a run, and a resumed run has to have the same. FREE: a resumed
+# run inherits it and may change it. ONCE: a fact of one run, which a resumed one does not inherit.
+NUMBERS, FREE, ONCE = "numbers", "free", "once"
 
-_often = functools.partial(knob, "often set")
-_data = functools.partial(knob, "data")
-_model = functools.partial(knob, "model")
-_schedule = functools.partial(knob, "schedule")
-_optim = functools.partial(knob, "optimizer")
-_run = functools.partial(knob, "run")
+def flag(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0, most: float = 2**31 - 1,
+         role: str = NUMBERS):
+    return field(default=default, metadata=dict(
+        group=group, unit=unit, about=about, choices=choices, least=least, most=most, role=role))
+
+_often = functools.partial(flag, "often set", role=FREE)
+_once = functools.partial(flag, "often set", role=ONCE)
+_data = functools.partial(flag, "data")
+_model = functools.partial(flag, "model")
+_schedule = functools.partial(flag, "schedule")
+_optim = functools.partial(flag, "optimizer")
+_run = functools.partial(flag, "run", role=FREE)
 
 STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', the last 8 "
+TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence lr wd beta2' joined by ';', the last 7 "
              "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
 @dataclass(frozen=True)
 class Config:
     """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
-    # --help begins with these. Of them preset and seed alone decide about the numbers of a run.
-    preset: str = _often("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny")
+    # --help begins with these.
+    preset: str = _often("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
+                        role=NUMBERS)
     train_files: str = _often("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _often("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     epochs: int = _often(1, "passes", "over the training shards; 0: cycle without end")
-    seed: int = _often(0, "integer", "initial values; each parameter draws from (seed, label)")
-    runs: int = _often(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
+    seed: int = _often(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMBERS)
+    runs: int = _once(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
     max_steps: int = _often(0, "steps", "stop early, then validate; 0: the whole schedule")
-    save: str = _often("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _often("", "folder", "generate from the weights that --save left there instead of training")
-    resume: str = _often("", "folder", "run directory to continue from its last checkpoint, with its flags")
+    save: str = _once("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
+    sample: str = _once("", "folder", "generate from the weights that --save left there instead of training")
+    resume: str = _once("", "folder", "run directory to continue from its last checkpoint, with its flags")
     # How documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
     val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
@@ -247,7 +279,6 @@ class Config:
     adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "number", "added to the uncorrected root of the second moment")
-    # None of these decides about the numbers of a run: a resumed run may change them.
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
     attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
@@ -256,9 +287,10 @@ class Config:
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
-    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
+    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=ONCE)
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
-    profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count")
+    profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count",
+                        role=ONCE)
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", least=1)
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
     temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", least=0.01)
@@ -271,9 +303,16 @@ def numbers(word):
 def place_of(word):
     return None if word == "stream" else int(word)
 
+def ngram_lr_mul(word: str) -> float:
+    """Parse the column `lr`. Until this trainer had no rounding modes, the 8th column named one."""
+    need(word not in ("nearest", "stochastic"), "--tables, 8th column", word,
+         "lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
+         f"leave `{word}` out")
+    return float(word)
+
 ROW_COLUMNS = dict(
     stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, place_of, int, str, int, str, float, float, float))
+    tables=(NgramTable, str, int, int, place_of, int, str, int, ngram_lr_mul, float, float))
 
 def read_rows(name: str, text: str):
     """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
@@ -291,7 +330,7 @@ POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
     model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
-    stages=tuple(stage._replace(batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
+    stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
     window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
@@ -305,29 +344,24 @@ RACE = POCKET | dict(                    # below 2.20 in half the time (record 2
 LARGE_TABLES = dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
 PRESETS = dict(
     record=RECORD,
-    record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 nearest 70; "
-                                                 "trigram_embed 3 21000000 stream 1 device 2 nearest 70")),
+    record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
+                                                 "trigram_embed 3 21000000 stream 1 device 2 70")),
     pocket=POCKET,
     pocket_tables=POCKET | LARGE_TABLES,
     race=RACE,
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-# What may differ from the settings of a saved model or earlier run.
-NOT_MATHEMATICS = {
-    spec.name for spec in fields(Config) if spec.metadata["group"] in ("often set", "run")} - {"preset"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save", "profile"}                      # by --resume: facts of one run
-MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {field: text of its flag}
 
 def row_text(row: Stage | NgramTable):
     """Return the text of a row as `read_rows` reads it."""
     words = []
-    for value in row:
+    for value in vars(row).values():
         if isinstance(value, tuple):
             words.append(",".join(map(str, value)))
         elif isinstance(value, bool):
-            words += ["untie"] * value
+            words += ["untie"] if value else []
         else:
             words.append("stream" if value is None else str(value))
     return " ".join(words)
@@ -359,6 +393,48 @@ def parse_value(name: str, text: str):
             return value
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
+
+def check_layers(layers):
+    """Raise ConfigError for a layer table that would train another model than it seems to say."""
+    kept = []                            # streams, by the layers above
+    for depth, layer in enumerate(layers):
+        need(layer.add in ("", *kept), f"LAYERS, layer {depth}", layer, f"to add a stream that a layer above keeps, "
+             f"{kept}", "see the columns of Layer")
+        if layer.keep_as:
+            kept.append(layer.keep_as)
+    values = sorted(layer.value for layer in layers if layer.value is not None)
+    need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
+         f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
+         "0, 1, ... once each", "see the columns of Layer")
+
+def check_config(cfg: Config):
+    """Raise ConfigError for settings that do not fit together, and name ones that do."""
+    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
+    check_layers(LAYERS)
+    H, E = cfg.num_heads, cfg.head_dim
+    unit = SLOT_UNIT * cfg.num_slots                                          # batches are whole slots of whole units
+    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    rules = (                            # a field, whether it is right, what is expected, a value that is
+        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
+        ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
+        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
+         "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
+        ("stages", all(0 < stage.batch_tokens and stage.batch_tokens % unit == 0 for stage in cfg.stages),
+         f"batches of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots)", flag_text(STAGES)),
+        ("tables", len({table.label for table in cfg.tables}) == len(cfg.tables), "labels that differ", ""),
+        ("tables", all(table.cadence % cfg.adam_every == 0 for table in cfg.tables),
+         f"cadences that are multiples of adam_every={cfg.adam_every}", ""),
+        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
+         -(-cfg.val_batch_tokens // unit) * unit),
+        ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
+         -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
+        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
+         "one run for --resume, --save or --profile", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
+    for name, right, expected, instead in rules:
+        value = flag_text(getattr(cfg, name))
+        need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
 
 def make_config(values: dict):
     """Return the settings that these fields and their preset give, checked. Raises ConfigError."""
@@ -429,18 +505,22 @@ def read_flags(argv):
          "a prompt needs --sample=DIR")
     return given
 
+def names_of(*roles: str) -> set[str]:
+    """Return the names of all flags with one of these roles."""
+    return {spec.name for spec in fields(Config) if spec.metadata["role"] in roles}
+
 def decisive_settings(cfg: Config):
     """Return the settings on which a run's numbers depend, as texts."""
     # Homes of tables change no bit, and a run may be resumed with another.
-    cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
-    return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
+    cfg = replace(cfg, tables=tuple(replace(table, home="device") for table in cfg.tables))
+    return {name: flag_text(getattr(cfg, name)) for name in names_of(NUMBERS)}
 
 def parse_flags(argv):
     """Return the settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     given = read_flags(argv)
     if "sample" in given:
-        may_vary = NOT_MATHEMATICS - {"resume"}
+        may_vary = names_of(FREE, ONCE) - {"resume"} | {"seed"}
         need(given.keys() <= may_vary, "--sample", " ".join(argv), f"beside it only {sorted(may_vary)}",
              "leave the others out: the folder says what was trained")
         return Config(**given)
@@ -449,89 +529,18 @@ def parse_flags(argv):
 
     # A flag may repeat what decides about the numbers of a run, and change the rest.
     earlier = read_settings(Path(given["resume"]))
-    inherited = {name: value for name, value in vars(earlier).items() if name not in NOT_INHERITED}
+    inherited = {name: getattr(earlier, name) for name in names_of(NUMBERS, FREE)}
     cfg = make_config(inherited | given)
     before = decisive_settings(earlier)
     for name, text in decisive_settings(cfg).items():
         need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
-             f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
+             f"leave --{name} out; these may change: {sorted(names_of(FREE))}, and the home of a table")
     return cfg
 
-def check_layers(layers):
-    """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
-    kept = [""]                          # by the layers above; nothing can always be added
-    for depth, layer in enumerate(layers):
-        useful = layer.value is None or layer.attention != "none"
-        need_all({
-            "attention `plain`, `paired` or `none`, window `short` or `long`":
-                layer.attention in ("plain", "paired", "none") and layer.window in ("short", "long"),
-            "key_shift in a plain layer, a value table in one with attention":
-                useful and (not layer.key_shift or layer.attention == "plain"),
-            f"to add a stream that a layer above keeps, {kept}": layer.add in kept,
-        }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
-        kept += [layer.keep_as] * bool(layer.keep_as)
-
-    values = sorted(layer.value for layer in layers if layer.value is not None)
-    need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
-         f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
-         "0, 1, ... once each", "see the columns of Layer")
-
-def check_rows(cfg: Config):
-    """Raise ConfigError for a row of --stages or --tables that cannot work."""
-    # Batches are whole slots, and a slot whole units.
-    unit = SLOT_UNIT * cfg.num_slots
-    for stage in cfg.stages:
-        need_all({
-            f"a batch of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots)":
-                stage.batch_tokens > 0 and stage.batch_tokens % unit == 0,
-            "1 <= short < long window": 1 <= stage.short_window < stage.long_window,
-            "as many token weights at the end as at the start": len(stage.mtp_start) == len(stage.mtp_end),
-            "a rate and token weights from 0 to 1,000":
-                all(0 <= x <= 1000 for x in (stage.lr_mul, *stage.mtp_start, *stage.mtp_end)),
-        }, "--stages", stage, f"change that row; the table is {STAGE_ROW}")
-
-    # A label names a parameter, an attribute of the model and files of a checkpoint.
-    labels = [*RECIPE_TABLES, *(table.label for table in cfg.tables)]
-    for table in cfg.tables:
-        columns = (table.signs, table.home, table.rounding)
-        need_all({
-            "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", table.label, re.ASCII),
-            f"a label that neither the recipe has, {RECIPE_TABLES}, nor another row": labels.count(table.label) == 1,
-            f"an order of {list(NGRAM_FACTORS)}": table.order in NGRAM_FACTORS,
-            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= table.rows < 2**31,
-            f"place `stream` or a layer with attention, {ATTENTION_LAYERS}": table.place in (None, *ATTENTION_LAYERS),
-            "signs 0 or 1, home `device` or `host`, rounding `nearest` or `stochastic`":
-                columns in itertools.product((0, 1), ("device", "host"), ("nearest", "stochastic")),
-            f"a cadence of 1, 2 or 4 steps, a multiple of adam_every={cfg.adam_every}":
-                table.cadence in (1, 2, 4) and table.cadence % cfg.adam_every == 0,
-            "lr and wd from 0 to 10^6, beta2 from 0 to 1":
-                0 <= table.lr_mul <= 10**6 and 0 <= table.wd_mul <= 10**6 and 0 <= table.beta2 <= 1,
-        }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
-
-def check_config(cfg: Config):
-    """Raise ConfigError for settings that do not fit together, and name ones that do."""
-    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
-    check_layers(LAYERS)
-    check_rows(cfg)
-    H, E = cfg.num_heads, cfg.head_dim
-    unit = SLOT_UNIT * cfg.num_slots
-    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                            # a field, whether it is right, what is expected, a value that is
-        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
-        ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
-        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
-        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
-         -(-cfg.val_batch_tokens // unit) * unit),
-        ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
-         -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
-        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
-         "one run for --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
-    for name, right, expected, instead in rules:
-        value = flag_text(getattr(cfg, name))
-        need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
+def wait_for(work):
+    """Wait for a collective that was launched; None: there was nothing to launch."""
+    if work is not None:
+        work.wait()
 
 @dataclass(frozen=True)
 class Fabric:
@@ -548,6 +557,17 @@ class Fabric:
     def synchronize(self):
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
+
+    def launch(self, collective: Callable, *tensors: Tensor):
+        """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
+        return None if self.world == 1 else collective(*tensors, async_op=True)
+
+    def from_rank_0(self, number: float):
+        """Return rank 0's number on every rank. Collective, on the CPU."""
+        shared = torch.tensor(number, dtype=torch.float64)
+        if self.world > 1:
+            dist.broadcast(shared, 0)
+        return float(shared)
 
     def set_timeout(self, seconds: float):
         if self.world > 1:
@@ -601,12 +621,9 @@ class Fabric:
                 what, *rest = error.args
                 raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
 
-    def total_memory(self):
-        """Return the bytes of the GPU, or without one of the host."""
-        # Not what is free just now: the estimate, and so the micro-batches, have to be the same each time.
-        if self.on_cuda:
-            return torch.cuda.mem_get_info(self.device)[1]
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    def compiles(self, cfg: Config) -> bool:
+        """True if torch.compile is used."""
+        return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
 # ====== Room 2: Schedule ==============================================================================================
@@ -631,7 +648,9 @@ class Values:
     adam_step: bool                      # last step of an Adam cycle, whose gradients its update consumes
     tied: bool                           # this step's forward reads the head, transposed, for its embedding
     untie: bool                          # after this step's update, head and embedding become two parameters
-    validate: bool                       # validation comes before the training part of this step
+    begins_cycle: bool                   # the run's cycle, the unit of loading and checkpoints, begins with this step
+    checkpoint: bool                     # a checkpoint is written before this step
+    validate: bool                       # a validation runs before this step
 
 ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
@@ -736,6 +755,7 @@ class Schedule:
         if place >= self.total_steps:
             long_window = cfg.final_long_window                               # grown without YaRN
         factor = self.lr_factor_at(place)
+        begins_cycle = step % self.cycle == 0
 
         # Weights of the next tokens are linear in the position inside the stage.
         position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
@@ -746,7 +766,9 @@ class Schedule:
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[k], momentum=self.momentum_at(place),
             normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
             adam_step=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
-            untie=step == self.untie_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            untie=step == self.untie_step, begins_cycle=begins_cycle,
+            checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle,
+            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self):
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
@@ -767,8 +789,6 @@ TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
-HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # RECIPE 2.5
-SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
@@ -808,21 +828,6 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
     drawn[:1] = document_start
     return drawn.astype(np.uint16)
 
-def find_shards(pattern: str):
-    """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
-    if pattern.startswith(FORMULA):
-        need(re.fullmatch(FORMULA + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula", pattern,
-             "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
-        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
-        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
-    # matches has to be a shard: silently skipping a broken link would train on less data.
-    folder, name = os.path.split(pattern)
-    if os.path.isdir(folder):
-        folder = glob.escape(folder)
-    paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
-    return [read_header(Path(path)) for path in paths]
-
 def read_header(path: Path):
     """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
@@ -840,6 +845,21 @@ def read_header(path: Path):
     if vocab == 0:                                                            # old shards leave both words 0
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
     return ShardHeader(str(path), count, vocab, start)
+
+def find_shards(pattern: str):
+    """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
+    if pattern.startswith(FORMULA):
+        need(re.fullmatch(FORMULA + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula", pattern,
+             "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
+        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
+    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
+    # matches has to be a shard: silently skipping a broken link would train on less data.
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):
+        folder = glob.escape(folder)
+    paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
+    return [read_header(Path(path)) for path in paths]
 
 def read_manifest(folder: Path):
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
@@ -916,6 +936,10 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
                    bigram_rows=bigram_rows)
 
+def whole_blocks(shard_tokens: int, block_tokens: int):
+    """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
+    return max(0, shard_tokens - 2) // block_tokens * block_tokens
+
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
     """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
@@ -971,10 +995,6 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
-def whole_blocks(shard_tokens: int, block_tokens: int):
-    """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
-    return max(0, shard_tokens - 2) // block_tokens * block_tokens
-
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int):
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
     for shard in shards:
@@ -982,381 +1002,6 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
             tokens = shard.tokens[start:start + slot_tokens + 1]
             borders = np.flatnonzero(tokens[:-1] == document_start)
             yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
-
-def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
-    """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
-    The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
-    # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    mixed = tokens * factors[0]
-    for back, factor in enumerate(factors[1:], 1):
-        mixed[..., back:] ^= tokens[..., :-back] * factor
-    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
-    hashed[..., :len(factors) - 1] = none
-    return hashed
-
-def bigram_hash(tokens: np.ndarray, rows: int):
-    """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
-        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
-    # Two quirks of the peer are part of its published losses. Pairs cross documents. And position 0 is overwritten with
-    # no_pair before the products, so that position 1 finds no_pair as its previous token.
-    no_pair = rows - 1
-    overwritten = tokens.copy()
-    overwritten[..., 0] = no_pair
-    return ngram_hash(overwritten, (HASH_CURRENT, HASH_PREVIOUS), no_pair, none=no_pair)
-
-class Table(NamedTuple):
-    """An embedding of which a step reads few rows: what its row of the parameter table keeps as `rows`."""
-    label: str
-    rows: int                            # R
-    reads: int                           # rows that a token reads
-    ids: Callable                        # tokens (b, T) i32 of numpy -> logical rows (b, T) or (b, reads, T) i32
-    tied: bool = False                   # its weights are the head's until the two are untied
-    is_rowwise: bool = False             # an update moves the rows that were asked for; else all rows of a slice
-    home: str = "device"                 # where an owner keeps its rows
-    cadence: int = 2                     # steps between updates
-    rounding: str = "nearest"            # of bf16 rows after a rowwise update
-    signs: Callable | None = None        # the same -> vectors of signs (b, T) i32
-
-def row_tables(cfg: Config) -> tuple[Table, ...]:
-    """Return the row tables, recipe A's three and those of n-grams, with their functions from tokens to rows."""
-    V = cfg.padded_vocab
-    first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
-
-    def value_rows(tokens: np.ndarray):
-        return tokens[:, None] + first_rows
-
-    tables = [
-        Table("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, rows=cfg.bigram_rows),
-              cadence=cfg.adam_every),
-        Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows, cadence=cfg.adam_every),
-        Table("embed", V, 1, np.asarray, tied=True, cadence=cfg.adam_every)]             # a token's row is its own id
-    for ngram in cfg.tables:
-        factors, sign_factors = NGRAM_FACTORS[ngram.order]
-        ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, none=ngram.rows - 1)
-        signs = None
-        if ngram.signs:
-            signs = functools.partial(ngram_hash, factors=sign_factors, modulus=SIGN_VECTORS, none=SIGN_VECTORS)
-        tables.append(Table(ngram.label, ngram.rows, 1, ids, is_rowwise=True, home=ngram.home, cadence=ngram.cadence,
-                            rounding=ngram.rounding, signs=signs))
-    return tuple(tables)
-
-@dataclass(eq=False)
-class RowUpdate:
-    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle."""
-    # Rows that the update before changes as well are on the device already, and newer there than in a host home.
-    places: Tensor                       # (u,) i64 in the shard, ascending
-    inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
-    follows: RowUpdate | None            # the update before; None: there is none
-    fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
-    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
-    kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
-
-def distinct_with_places(values: np.ndarray):
-    """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
-    # One sort of 64-bit words, the value above its position: several times as fast as numpy's unique with its inverse.
-    count = len(values)
-    words = np.sort(values.astype(np.uint64) << 32 | np.arange(count, dtype=np.uint64))
-    ordered = (words >> 32).astype(np.int64)
-    is_new = np.diff(ordered, prepend=-1) > 0
-    index = np.empty(count, np.int64)
-    index[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
-    return ordered[is_new], index
-
-def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
-    """Return the update of the requested rows, given as places in the shard; before: the update that it follows."""
-    places, inverse = distinct_with_places(requested)
-    places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
-    _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
-    fresh = np.delete(np.arange(len(places)), kept)
-    places, inverse, *lists = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
-    return RowUpdate(places, inverse, before, *lists)
-
-@dataclass(eq=False)
-class TablePlan:
-    """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
-    Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
-    tensors on the host until the cycle's rows are fetched."""
-    tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
-    shard_size: int                      # rows of every rank's shard: R / W, rounded up
-    my_rows: Tensor                      # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
-    send_counts: list[int]               # by owner: how many of my_rows this rank requests of it
-    requested_rows: Tensor               # i64 places in this rank's shard, reader by reader
-    recv_counts: list[int]               # by reader: how many of them it requests
-    head_columns: Tensor | None          # (n,) i64: my_rows as columns of the head, while head and embedding are tied
-    plan_ms: float                       # time of `Planner.plan`
-    reads: int                           # lookups, repeated rows included
-    update: RowUpdate | None = None      # of a row-wise table, once `RowTable.prepare` has seen the plan
-    sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
-    received: int = 0
-
-    @property
-    def tied(self) -> bool:
-        # Rows are read from the head, which every rank has: nothing travels.
-        return self.head_columns is not None
-
-    def change_lists(self, change: Callable):
-        """Replace each list of rows by change(list), its copy on the device."""
-        self.my_rows = change(self.my_rows)
-        self.requested_rows = change(self.requested_rows)
-        if self.tied:
-            self.head_columns = change(self.head_columns)
-
-    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int):
-        """Count what an exchange of lists moves between this rank and others; counts are items by rank."""
-        self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
-        self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
-
-class Batch(NamedTuple):
-    """This rank's slots of one step, b of them."""
-    step: int
-    plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
-    tokens: Tensor                       # (b, T) i32
-    targets: Tensor                      # (b, T) i64: the next token
-    cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
-    rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or into the table
-    signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
-
-    def map(self, change: Callable) -> Batch:
-        def each(part):
-            if isinstance(part, dict):
-                return {label: change(x) for label, x in part.items()}
-            return change(part)
-
-        step, plans, *arrays = self
-        return Batch(step, plans, *map(each, arrays))
-
-    def to(self, device: torch.device) -> Batch:
-        return self.map(operator.methodcaller("to", device, non_blocking=True))
-
-@dataclass
-class Planner:
-    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-    cfg: Config
-    fabric: Fabric
-    exchange: Callable | None = None     # puts into plans what other ranks request of this one; None: nothing
-
-    def __post_init__(self):
-        self.tables = row_tables(self.cfg)
-        self.shard_sizes = {table.label: -(-table.rows // self.fabric.world) for table in self.tables}
-
-    def batches(self, purpose: str, steps: list[Values], slots: list):
-        """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        # Slots differ in their number of documents, but a tensor's rows have one length.
-        batches = []
-        for values, slots_of_step in zip(steps, slots):
-            tokens = np.stack([slot.tokens for slot in slots_of_step])
-            borders = [slot.cu_seqlens for slot in slots_of_step]
-            columns = max(map(len, borders))
-            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
-            inputs = tokens[:, :-1].astype(np.int32)
-            signs = {table.label: table.signs(inputs) for table in self.tables if table.signs}
-            batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
-
-        # A table's plan serves the steps of its cadence; where one ends, the next begins.
-        current = {}
-        every = self.cfg.adam_every
-        for first in range(0, len(steps), every):
-            begun = {}
-            for table in self.tables:
-                if first % table.cadence == 0:
-                    begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
-            if self.exchange:
-                self.exchange(begun)
-            current |= begun
-            for batch in batches[first:first + every]:
-                batch.plans.update(current)
-        return [batch.map(self.fabric.host_tensor) for batch in batches]
-
-    def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
-        """Return the plan of a table's rows for its cycle. Puts the index of each lookup into the batches, an array."""
-        # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
-        began = time.perf_counter()
-        W = self.fabric.world
-        size = self.shard_sizes[table.label]
-        tied = table.tied and values.tied                                     # for the whole cycle: untying ends one
-        ids = [table.ids(batch.tokens) for batch in batches]
-        logical = np.concatenate([x.ravel() for x in ids])
-        place = logical.astype(np.int64) // W
-        owner = logical - place * W                                           # logical mod W, with vector code
-        physical = owner * size + place
-
-        # Dense mode is a list of all rows. One rank reads a dense-Adam table where it stands, without a copy.
-        my_rows, index = distinct_with_places(physical)
-        if W == 1 and not table.is_rowwise:
-            index = logical
-        elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
-            my_rows, index = np.arange(W * size), physical
-        index = index.astype(np.int32)
-        for batch, x in zip(batches, ids):
-            batch.rows[table.label] = index[:x.size].reshape(x.shape)
-            index = index[x.size:]
-
-        # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
-        counts = np.bincount(my_rows // size, minlength=W).tolist()
-        head_columns = None
-        if tied:
-            head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
-        my_rows = self.fabric.host_tensor(my_rows)
-        tag = dict(purpose=purpose, cycle=values.step // table.cadence,
-                   tokens=sum(batch.tokens.shape[1] for batch in batches))
-        plan_ms = 1000 * (time.perf_counter() - began)
-        return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
-
-def bounded(future: Future, cfg: Config, what: str):
-    """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
-    try:
-        return future.result(timeout=cfg.comm_timeout)
-    except TimeoutError:
-        if future.done():                                     # the work's own, of a network's disk
-            raise
-        raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
-                       "look at disk and other ranks, or give a longer --comm_timeout") from None
-
-class DataEnded(DataError):
-    """No shard holds another block: raised on every rank for the same cycle."""
-
-@dataclass
-class Loader:
-    """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
-    cfg: Config
-    fabric: Fabric
-    headers: list[ShardHeader]
-    cycles: Iterable[list[Values]]       # each cycle's steps; the background thread takes them one by one
-    exchange: Callable | None = None     # see Planner
-    purpose: str = "train"
-
-    def __post_init__(self):
-        self.cycles = iter(self.cycles)
-        self.planner = Planner(self.cfg, self.fabric, self.exchange)
-        self.worker = ThreadPoolExecutor(1, "loader", initializer=self.fabric.enter_thread)
-        self.reader = ThreadPoolExecutor(1, "shard-reader")
-        self.shards = self._read_ahead()
-        self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
-        self.doc = 0
-        self.ahead = None                            # batches of the next cycle
-        self.ready = []                              # batches of this cycle that are not taken yet
-        self.plans_in_use = {}
-
-    def skip(self, steps: Iterable[Values]):
-        """Pass over the blocks of these steps, which a resumed run has trained with."""
-        for values in steps:
-            self._block(values)
-
-    def start(self):
-        """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        self.ahead = self.worker.submit(self._make_cycle)
-
-    def wait(self):
-        """Return the batches of the next cycle; [] after the last. Raises what went wrong in the thread."""
-        return bounded(self.ahead, self.cfg, "waiting for the loader thread")
-
-    def next(self, values: Values):
-        """Return the batch of this step, on the device. Raises DataEnded."""
-        if not self.ready:
-            self.ready = self.wait()
-            self.ahead = self.worker.submit(self._make_cycle)
-        batch = self.ready.pop(0)
-        self.plans_in_use = batch.plans
-        assert batch.step == values.step, f"loader at step {batch.step}, run at {values.step}"
-        return batch.to(self.fabric.device)
-
-    def plans_ahead(self):
-        """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
-        # A table's cycle may be shorter than the run's, and then the plans are here already.
-        for batch in self.ready:
-            if batch.plans != self.plans_in_use:
-                return batch.plans
-        try:
-            batches = self.wait()
-        except DataEnded:
-            return None
-        return batches[0].plans if batches else None
-
-    def close(self):
-        for pool in (self.worker, self.reader):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-    def _make_cycle(self):
-        """Return this rank's batches of the next cycle; runs on the worker thread."""
-        cycle = next(self.cycles, [])
-        my_slots = []
-        for values in cycle:
-            shard, block = self._block(values)
-            pieces_of_slots = block[self.fabric.rank::self.fabric.world]
-            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_slots])
-        return self.planner.batches(self.purpose, cycle, my_slots)
-
-    def _read_ahead(self):
-        """Yield the shards of every pass; a second thread reads the next one while one is in use."""
-        passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
-        reads = (self.reader.submit(load_shard, header) for _ in passes for header in self.headers)
-        for read, _ in itertools.pairwise(itertools.chain(reads, [None])):
-            yield bounded(read, self.cfg, "reading a shard")
-
-    def _block(self, values: Values):
-        """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        # A block lies in one shard. Try the rest of the shard in use, which may be the empty one of the beginning, then
-        # each shard once from its start, the one in use included.
-        for _ in range(len(self.headers) + 1):
-            packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
-            if packed is not None:
-                slots, self.doc = packed
-                return self.shard, slots
-            self.shard = next(self.shards, None)
-            self.doc = 0
-            if self.shard is None:
-                break
-        raise DataEnded("training data ended",
-                        f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
-                        f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
-                        f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
-                        "--epochs=0 to read them again and again, or fewer steps by --max_steps")
-
-@dataclass
-class ValidationSet:
-    """The validation slots in memory, and what is known of their text."""
-    cfg: Config
-    fabric: Fabric
-    headers: list[ShardHeader]
-    exchange: Callable | None = None     # see Planner
-    purpose: str = "validation"
-
-    def __post_init__(self):
-        # Every rank keeps all slots, which are few, and takes its own at each validation.
-        cfg = self.cfg
-        self.planner = Planner(cfg, self.fabric, self.exchange)
-        slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        shards = map(load_shard, self.headers)                                # read only as far as they are needed
-        slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
-        self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
-
-        # Entropy and bytes are those of the very tokens that are predicted.
-        targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
-        counts = np.bincount(targets, minlength=cfg.vocab_size)
-        shares = counts[counts > 0] / len(targets)
-        self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
-        self.vocabulary = None
-        name = self.headers[0].name
-        if not name.startswith(FORMULA):
-            self.vocabulary = read_vocabulary(Path(name).parent, cfg)
-        self.bytes_per_token = None
-        if self.vocabulary is not None:
-            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
-
-    def text_losses(self, loss: float):
-        """Return bits per byte of a loss in nats per token, and the unigram entropy; {} where bytes are not known."""
-        if self.bytes_per_token is None:
-            return {}
-        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
-
-    def batches(self, values: Values):
-        """Yield the batches of this rank's slots, one for each block, on the device."""
-        S = self.cfg.num_slots
-        for first in range(0, len(self.slots), S):
-            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
-            batch, = self.planner.batches(self.purpose, [values], [my_slots])
-            yield batch.to(self.fabric.device)
 
 def read_vocabulary(folder: Path, cfg: Config):
     """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
@@ -1387,6 +1032,7 @@ FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
@@ -1399,6 +1045,10 @@ def jitted(kernel: Callable):
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
+
+def compiled(call: Callable, cfg: Config, fabric: Fabric):
+    """Return the call by torch.compile, or as it is where nothing is compiled."""
+    return torch.compile(call, dynamic=False, fullgraph=True) if fabric.compiles(cfg) else call
 
 def first_order(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
@@ -1463,24 +1113,6 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
-def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
-    """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
-
-class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
-    @staticmethod
-    def forward(ctx, *inputs):
-        out, *for_backward = varlen(*inputs)
-        ctx.save_for_backward(*inputs, out, *for_backward)
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors), None, None
-
 def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
@@ -1512,123 +1144,155 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
 def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
+class Varlen(torch.autograd.Function):
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    @staticmethod
+    def forward(ctx, *inputs):
+        out, *for_backward = varlen(*inputs)
+        ctx.save_for_backward(*inputs, out, *for_backward)
+        return out
 
-# ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
-FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write, and its hooks get a dummy
+    @staticmethod
+    @first_order
+    def backward(ctx, grad):
+        return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
-class WeightPart(NamedTuple):
-    """One matrix of a weight, and where its gradient goes."""
-    # For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU
-    # as attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it.
-    weight: Tensor                       # the parameter
-    matrix: Tensor                       # (R, C), all of it, or a view of a part
-    main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
-    number: int = 0                      # of the part: its place in weight.writes, (parts,) i64 on the CPU
-    delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
+def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
+    """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
-def as_part(weight, delayed: list | None = None):
-    """Return a weight (R, C) that is one matrix as its only part."""
-    return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
-def bank_parts(bank, heights: tuple):
-    """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
-    shape = (len(bank), sum(heights), bank.shape[-1])
-    layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    numbers = itertools.count()
-    by_layer = []
-    for depth, layer in enumerate(layers):
-        wgrads = itertools.repeat(None)
-        if hasattr(bank, "main_grad"):
-            wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
-        by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
-    return by_layer
+# ---- Weight gradients. They accumulate in main_grad where they are produced, and autograd gets None.
+GRAD_ADDED_FLAG = "grad_added_to_main_grad"               # Megatron's attribute of a weight whose hooks want a dummy
 
-def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
-    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-    main_grad (R, C) is one matrix of a buffer, in f32, f64 or the dtype of a and b, and adds in its dtype. writes
-    (parts,) i64 on the CPU counts since the clear. a (N, R), b (N, C); b None: a is the product itself, (R, C)."""
-    # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
-    beta = min(int(writes[number]), 1)
-    writes[number] += 1
+def op_in_graphs(*mutates_args: str) -> Callable:
+    """Make a function a custom op in compiled graphs. Eager code calls it directly, because dispatch costs time."""
+    def decorate(fn: Callable) -> Callable:
+        op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
+
+        @functools.wraps(fn)
+        def call(*args: Any) -> None:
+            return op(*args) if torch.compiler.is_compiling() else fn(*args)
+        return call
+    return decorate
+
+def tensor_versions(*tensors: Tensor | None) -> list[int]:
+    """Return the version counters, which every change in place increments."""
+    return [x._version for x in tensors if x is not None]
+
+@op_in_graphs("main_grad", "write_counts")
+def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
+    """Accumulate a^T b into main_grad; the first write after `zero_grad` overwrites it.
+
+    main_grad (R, C) f32, f64 or the dtype of a and b: one matrix of a buffer. write_counts (matrices,) i64 on the CPU:
+    writes since `zero_grad`. a (N, R), b (N, C). If b is None, a is the gradient itself, (R, C).
+    """
+    # The count is read on the CPU, so one graph serves first and later writes. With beta 0 the old content, which may
+    # be NaN, is not read.
+    beta = min(int(write_counts[count_idx]), 1)
+    write_counts[count_idx] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.is_cuda and a.dtype != dtype:                                      # no copy: the product itself adds in f32
+    elif a.is_cuda and a.dtype != dtype:                  # the matmul accumulates in f32; no copy of a or b
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
-wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
-                                   mutates_args=("main_grad", "writes"))
+class WeightMatrix(NamedTuple):
+    """One matrix of a parameter, and the buffer its gradient accumulates in.
 
-def accumulate_wgrad(part: WeightPart, a, b: Tensor | None):
-    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
-    if not part.weight.requires_grad:                                         # frozen: nothing is written
-        return None
-    if part.delayed is not None:
-        part.delayed.append((part, a, b, versions_of(a, b)))
-    elif part.main_grad is None:
-        return a if b is None else a.t() @ b
-    else:
-        write = wgrad_op if torch.compiler.is_compiling() else wgrad_accumulate
-        write(part.main_grad, part.weight.writes, part.number, a, b)
-    # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
-    # or for a weight with FLAG a dummy of its own, so that hooks run.
-    if part.main_grad is None or not hasattr(part.weight, FLAG):
-        return None
-    setattr(part.weight, FLAG, True)
-    return torch.zeros_like(part.matrix)
+    To give a parameter (R, C) a main_grad, set its attributes main_grad = zeros (R, C) and write_counts = zeros (1,)
+    i64 on the CPU. Then linear(x, as_matrix(param)) accumulates there; write_counts.zero_() discards the gradient.
+    """
+    param: Tensor
+    matrix: Tensor                       # (R, C): the whole parameter, or a view of one matrix of it
+    main_grad: Tensor | None = None      # (R, C): the same view of the buffer; None: autograd keeps the gradient
+    count_idx: int = 0                   # index of this matrix in param.write_counts
+    deferred: list | None = None         # queue of gradients for `run_deferred`; the trainer itself defers none
 
-def versions_of(*factors: Tensor | None):
-    return [x._version for x in factors if x is not None]                     # each change in place counts one more
+    def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
+        """Accumulate the gradient a^T b, or a if b is None. Returns what backward returns to autograd."""
+        if not self.param.requires_grad:                  # frozen: write nothing
+            return None
+        if self.deferred is not None:
+            self.deferred.append((self, a, b, tensor_versions(a, b)))
+        elif self.main_grad is None:
+            return a if b is None else a.t() @ b
+        else:
+            add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
+        # Autograd must not get main_grad or a view of it, because it may store the tensor as .grad and add to it. It
+        # gets None, or new zeros if the parameter has the flag, so that its hooks run.
+        if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
+            return None
+        setattr(self.param, GRAD_ADDED_FLAG, True)
+        return torch.zeros_like(self.matrix)
+
+def as_matrix(param: Tensor, deferred: list | None = None) -> WeightMatrix:
+    """Return a parameter (R, C) as its only matrix."""
+    return WeightMatrix(param, param, getattr(param, "main_grad", None), 0, deferred)
+
+def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
+    """Return the matrices of each layer of a bank (L, ..., C), which stacks matrices of these heights per layer."""
+    shape = (len(bank), sum(matrix_heights), bank.shape[-1])
+    layers = bank.view(shape).unbind()   # once for all layers: without main_grad, autograd then builds one gradient
+    by_layer = []
+    for i, layer in enumerate(layers):
+        grads = [None] * len(matrix_heights)
+        if hasattr(bank, "main_grad"):
+            grads = bank.main_grad.view(shape)[i].split(matrix_heights)       # raises unless the buffer is contiguous
+        first = i * len(matrix_heights)
+        by_layer.append([WeightMatrix(bank, matrix, grad, first + k)
+                         for k, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+    return by_layer
 
 @torch.no_grad()
-def flush(delayed: list):
-    """Compute the delayed gradients into main_grad or else into .grad. Raises RunError if a factor has changed."""
-    for part, a, b, versions in delayed:
-        need(versions == versions_of(a, b), f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
-             "an input or a gradient of the product that was changed in place after its backward",
-             "the values that the backward had", "flush before the change, or change a copy", RunError)
-    for part, a, b, _ in delayed:
-        wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
-        if part.main_grad is None:
-            part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
-    delayed.clear()
+def run_deferred(deferred: list) -> None:
+    """Compute deferred gradients into main_grad, or into .grad. Raises RunError if an input has changed since."""
+    for weight, a, b, versions in deferred:
+        need(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
+             "an input or an output gradient of the matmul was changed in place after backward",
+             "the tensors as backward saw them", "call run_deferred before the change, or change a copy", RunError)
+    for weight, a, b, _ in deferred:
+        grad = weight._replace(deferred=None).add_gradient(a, b)
+        if weight.main_grad is None:
+            weight.matrix.grad = grad if weight.matrix.grad is None else weight.matrix.grad + grad
+    deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
-    """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
+    """x (scale matrix)^T; scale () or None is learned too. `grad_target` accumulates the gradient of the matrix."""
     @staticmethod
-    def forward(ctx, x, scale, matrix, part):
+    def forward(ctx, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
         ctx.save_for_backward(x, scale, matrix)
-        ctx.part = part
+        ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
-            main_grad = ctx.part.main_grad
+            # Rounding the matmul to bf16 would lose what an f32 main_grad can store.
+            main_grad = ctx.grad_target.main_grad
             dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
-                product = torch.mm(a.t(), b, out_dtype=dtype)
+                scaled_grad = torch.mm(a.t(), b, out_dtype=dtype)
             else:
-                product = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (product * matrix).sum()
-            a, b = scale * product, None
-        return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
+                scaled_grad = a.t().to(dtype) @ b.to(dtype)
+            grad_scale = (scaled_grad * matrix).sum()
+            a, b = scale * scaled_grad, None
+        return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
-def linear(x, part: WeightPart, scale: Tensor | None = None):
-    """x (scale matrix)^T, (..., C) -> (..., R)."""
-    return LinearFunction.apply(x, scale, part.matrix, part)
+def linear(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
+    """Multiply by a weight matrix: x (scale matrix)^T, (..., C) -> (..., R)."""
+    return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
 # ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
@@ -1702,7 +1366,7 @@ def fits_relu_sq(x, w):
     return described and (card.major, card.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
-    """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
+    """max(n up^T, 0)^2 down; each matrix accumulates its gradient."""
     @staticmethod
     def forward(ctx, n, up_matrix, down_matrix, up, down):
         x = n.flatten(0, -2)
@@ -1711,7 +1375,7 @@ class ReluSqMLP(torch.autograd.Function):
         else:
             squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
-        ctx.parts = up, down
+        ctx.grad_targets = up, down
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
@@ -1727,12 +1391,12 @@ class ReluSqMLP(torch.autograd.Function):
             roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
-        up, down = ctx.parts
+        up, down = ctx.grad_targets
         grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
-        return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
+        grad_up = up.add_gradient(grad_pre, n.flatten(0, -2))
+        return grad_n, grad_up, down.add_gradient(squares, grad_y), None, None
 
-def relu_sq_mlp(n, up: WeightPart, down: WeightPart):
+def relu_sq_mlp(n: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
@@ -1820,10 +1484,10 @@ class HeadLoss(torch.autograd.Function):
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
-    loss_weight () is the seed of the backward. part: where w's gradient goes."""
+    loss_weight () is the seed of the backward. grad_target accumulates the gradient of w."""
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
-        ctx.part = part
+    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, grad_target):
+        ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
         # The gradient of the logits is made here, for backward: in their memory, or in fp8 in half as many bytes.
@@ -1852,7 +1516,7 @@ class HeadLoss(torch.autograd.Function):
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
             grad_y = factor * (grad @ w.t())
-            grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
+            grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
         # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
@@ -1864,7 +1528,7 @@ class HeadLoss(torch.autograd.Function):
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
         product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
-        grad_w = accumulate_wgrad(ctx.part, product, None)                    # scaled_mm cannot add to main_grad
+        grad_w = ctx.grad_target.add_gradient(product, None)                  # scaled_mm cannot add to main_grad
         return grad_y, grad_w, *[None] * 6
 
 
@@ -1899,6 +1563,7 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
 
+@op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
@@ -1912,8 +1577,6 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
-add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
-
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
     @staticmethod
@@ -1926,25 +1589,846 @@ class RowLookup(torch.autograd.Function):
     @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        add = add_rows_op if torch.compiler.is_compiling() else add_rows
-        add(ctx.row_grads, index, grad)
+        add_rows(ctx.row_grads, index, grad)
         return None, None, None
 
 
-# ====== Room 5: Model =================================================================================================
+# ====== Room 5: Rows ==================================================================================================
+# A step looks up a small fraction of the rows of an embedding table. Global row r is local row r // W of rank r % W,
+# its owner, which stores and updates it. With W = 1 a dense table is read in place. Otherwise a row plan lists the rows
+# that a rank fetches from their owners before a cycle of steps. Their gradients return to the owners after the cycle.
+BIGRAM_FACTORS = (36313, 27191)          # of the current and the previous token (RECIPE 2.5)
+ROW_ID_BYTES = 4                         # of one local row in a request
+
+def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
+    """Hash the n-gram that ends at each position, (..., T) i32 -> (..., T) i32 below `modulus`.
+
+    The first n - 1 positions of a sequence get `no_ngram`. N-grams cross documents, as modded-nanogpt's bigrams do.
+    """
+    # Combine token * factor by xor, newest token first, in 32-bit arithmetic that wraps around.
+    mixed = tokens * factors[0]
+    for distance, factor in enumerate(factors[1:], 1):
+        mixed[..., distance:] ^= tokens[..., :-distance] * factor
+    hashed = mixed - mixed // modulus * modulus           # same as mixed % modulus, which NumPy does not vectorize
+    hashed[..., :len(factors) - 1] = no_ngram
+    return hashed
+
+def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
+    """Hash each (previous, current) pair of tokens to a row, (..., T) i32 -> (..., T) i32 below `num_rows`.
+
+    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). The last row means that there is no pair.
+    """
+    # modded-nanogpt overwrites the token at position 0 before it hashes, so position 1 sees the last row's id as its
+    # previous token. Its published losses include this.
+    no_pair = num_rows - 1
+    overwritten = tokens.copy()
+    overwritten[..., 0] = no_pair
+    return ngram_hash(overwritten, BIGRAM_FACTORS, no_pair, no_ngram=no_pair)
+
+class TableSpec(NamedTuple):
+    """How tokens are looked up in one embedding table, and how the table is updated."""
+    label: str
+    num_rows: int                        # R
+    lookups_per_token: int
+    row_ids: Callable                    # tokens (B, T) i32 -> global rows (B, T), or (B, lookups_per_token, T), i32
+    tied_to_head: bool = False           # shares its weights with the head until the two are untied
+    rowwise: bool = False                # update only the rows that were looked up, instead of every row
+    location: str = "device"             # where the owner stores the rows of a row-wise table: "device" or "host"
+    update_every: int = 2                # steps per update
+    sign_ids: Callable | None = None     # tokens (B, T) i32 -> sign vectors (B, T) i32
+
+    def shard_rows(self, world_size: int) -> int:
+        """Return the rows of each rank's shard, C. The last ones may be padding."""
+        return -(-self.num_rows // world_size)
+
+def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
+    """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
+    V = cfg.padded_vocab
+    first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]
+
+    def value_rows(tokens: np.ndarray) -> np.ndarray:
+        """Return one row per token and value embedding; value_embed stacks the value embeddings."""
+        return tokens[:, None] + first_rows
+
+    every = cfg.adam_every
+    bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
+    specs = [
+        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=every),
+        TableSpec("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows, update_every=every),
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every)]       # row = token id
+    for ngram in cfg.tables:
+        factors, sign_factors = NGRAM_FACTORS[ngram.order]
+        row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
+        sign_ids = None
+        if ngram.signs:
+            sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=SIGN_VECTORS, no_ngram=SIGN_VECTORS)
+        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.home,
+                               update_every=ngram.cadence, sign_ids=sign_ids))
+    return tuple(specs)
+
+
+# ---- Row plans
+def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the sorted unique ids and each input's index into them, both i64.
+
+    Like np.unique(ids, return_inverse=True) for 0 <= ids < 2^32, but several times faster: it sorts 64-bit words that
+    hold the id in the upper half and its position in the lower half.
+    """
+    n = len(ids)
+    words = np.sort(ids.astype(np.uint64) << 32 | np.arange(n, dtype=np.uint64))
+    sorted_ids = (words >> 32).astype(np.int64)
+    is_first = np.diff(sorted_ids, prepend=-1) > 0        # first occurrence of each id
+    inverse = np.empty(n, np.int64)
+    inverse[words & 0xFFFFFFFF] = np.cumsum(is_first) - 1
+    return sorted_ids[is_first], inverse
+
+@dataclass(eq=False)
+class RowPlan:
+    """Which rows of one table this rank fetches during a cycle, and which rows of its shard it serves to others.
+
+    The index lists are CPU tensors until the table fetches the rows.
+    """
+    tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
+    shard_rows: int                      # C, on every rank
+    rows_to_fetch: Tensor                # (n,) i64, as owner * C + local row, ascending. Gradients return to them
+    fetch_counts: list[int]              # how many of them each rank owns
+    rows_to_serve: Tensor                # i64: local rows that the ranks fetch from this one, grouped by rank
+    serve_counts: list[int]              # how many of them each rank fetches
+    head_columns: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
+    # Only of a row-wise table. `exchange_row_requests` sets both.
+    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending; stays on the CPU
+    update_index: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
+
+    @property
+    def tied(self) -> bool:
+        """True if rows are read from the head, which every rank holds, so that nothing is exchanged."""
+        return self.head_columns is not None
+
+    def move_to(self, device: torch.device) -> None:
+        """Start to copy the index lists to the device."""
+        for name in ("rows_to_fetch", "rows_to_serve", "head_columns", "update_index"):
+            index = getattr(self, name)
+            if index is not None:
+                setattr(self, name, index.to(device, non_blocking=True))
+
+    def count_bytes(self, rank: int, row_bytes: int) -> dict[str, int]:
+        """Count the bytes that this rank exchanges with the others in the cycle: requests, rows and gradients."""
+        fetched = sum(self.fetch_counts) - self.fetch_counts[rank]
+        served = sum(self.serve_counts) - self.serve_counts[rank]
+        both_ways = (fetched + served) * row_bytes        # gradients take the way of the rows in reverse
+        return dict(bytes_sent=ROW_ID_BYTES * fetched + both_ways, bytes_received=ROW_ID_BYTES * served + both_ways)
+
+def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
+              fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
+    """Plan the rows of one table for one cycle, from the global rows that each step looks up.
+
+    Returns the plan, and for each step the index into rows_to_fetch of each lookup, i32, in the shape of its ids.
+    With fetch_all the plan fetches every row. The rows to serve are this rank's own until `exchange_row_requests`.
+    """
+    # Frequent tokens have nearby ids, so dealing rows round-robin balances the load of their owners. Numbering rows by
+    # owner first makes each owner's rows contiguous in the sorted list, as the all-to-all needs them.
+    W = fabric.world
+    C = table.shard_rows(W)
+    global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
+    local_rows = global_rows.astype(np.int64) // W
+    owners = global_rows - local_rows * W                 # same as global_rows % W, which NumPy does not vectorize
+    rows_by_owner = owners * C + local_rows
+
+    if fetch_all:
+        rows_to_fetch, lookups = np.arange(W * C), rows_by_owner
+    else:
+        rows_to_fetch, lookups = unique_with_inverse(rows_by_owner)
+    ends = np.cumsum([ids.size for ids in ids_by_step])
+    index_by_step = [index.reshape(ids.shape)
+                     for ids, index in zip(ids_by_step, np.split(lookups.astype(np.int32), ends[:-1]))]
+
+    counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
+    head_columns = None
+    if tied:
+        head_columns = fabric.host_tensor(rows_to_fetch % C * W + rows_to_fetch // C)      # back to global rows
+    rows_to_fetch = fabric.host_tensor(rows_to_fetch)
+    plan = RowPlan(tag, C, rows_to_fetch, counts, rows_to_fetch, counts, head_columns)
+    return plan, index_by_step
+
+def exchange_row_requests(fabric: Fabric, process_group: Any, dtype: str, tables: Iterable[TableSpec],
+                          plans: dict[str, RowPlan]) -> None:
+    """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
+
+    process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
+    """
+    if fabric.world > 1:
+        _all_to_all_requests(fabric, process_group, dtype, plans)
+    for table in tables:
+        if table.rowwise and table.label in plans:
+            plan = plans[table.label]
+            rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
+            plan.rows_to_update = fabric.host_tensor(rows_to_update)
+            plan.update_index = fabric.host_tensor(update_index)
+
+def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
+    W, rank = fabric.world, fabric.rank
+    # For each table, the local rows that this rank fetches from each owner. Tied tables fetch none.
+    requests, counts, tags = [], [], []
+    for label, plan in plans.items():
+        counts.append([0] * W if plan.tied else plan.fetch_counts)
+        local_rows = plan.rows_to_fetch[:sum(counts[-1])] % plan.shard_rows
+        requests.append(local_rows.int().split(counts[-1]))
+        tags.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
+
+    # Compare the tags first. Otherwise requests of different cycles would be confused without an error.
+    by_reader = [None] * W
+    dist.all_gather_object(by_reader, (tags, counts), group=process_group)
+    for reader, (reader_tags, _) in enumerate(by_reader):
+        for found, expected in zip(reader_tags, tags):
+            need(found == expected, f"row plans of ranks {reader} and {rank}", found, expected,
+                 "start every rank with the same flags", RunError)
+
+    # Send all requests in one message, grouped by owner. They arrive grouped by reader, then by table.
+    sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
+    all_counts = np.array([reader_counts for _, reader_counts in by_reader])  # (reader, table, owner)
+    received_counts = all_counts[:, :, rank]
+    received = torch.empty(received_counts.sum(), dtype=torch.int32)
+    dist.all_to_all_single(received, sent, received_counts.sum(1).tolist(), np.sum(counts, 0).tolist(),
+                           group=process_group)
+    chunks = received.split(received_counts.flatten().tolist())
+
+    # A request outside the shard would read and change other rows without an error.
+    for table_idx, (label, plan) in enumerate(plans.items()):
+        by_reader = chunks[table_idx::len(plans)]
+        for reader, local_rows in enumerate(by_reader):
+            ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
+            need(ascending, f"rows of {label} that rank {reader} requests", local_rows,
+                 f"ascending local rows below {plan.shard_rows}",
+                 "this is a bug in the trainer; please report it with the log", RunError)
+        plan.rows_to_serve = fabric.host_tensor(torch.cat(by_reader).long())
+        plan.serve_counts = received_counts[:, table_idx].tolist()
+
+
+# ---- Row stores: where an owner stores the shard of a row-wise table
+class RowState(NamedTuple):
+    """Rows of a shard with their optimizer state."""
+    rows: Tensor                         # (n, D)
+    v: Tensor                            # (n,) f32 or f64: second moment
+    last: Tensor                         # (n,) i32: the update that changed the row last, counted from 1; 0: none
+
+    def index_select(self, index: Tensor) -> RowState:
+        index = index.to(self.rows.device, non_blocking=True)
+        return RowState(*(x.index_select(0, index) for x in self))
+
+    def index_copy_(self, index: Tensor, source: RowState) -> None:
+        index = index.to(self.rows.device, non_blocking=True)
+        for x, new in zip(self, source):
+            x.index_copy_(0, index, new)
+
+    def to(self, device: torch.device) -> RowState:
+        return RowState(*(x.to(device, non_blocking=True) for x in self))
+
+MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
+CHUNK_ROWS = 1 << 14                     # rows of a rank that are copied, sent or written to a file at once
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Return zeros on the host that take memory page by page, when a page is first written."""
+    if sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB for the
+    # first row written in each.
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with contextlib.suppress(OSError):                    # kernels without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
+    """Return the result of a background thread, or raise its error. Raises RunError after `timeout_s`."""
+    try:
+        return future.result(timeout=timeout_s)
+    except TimeoutError:
+        if future.done():                                 # the work itself raised it, for example a network disk
+            raise
+        raise RunError(what, f"no result after {timeout_s} s", "a result within the timeout",
+                       "look at the disk and at the other ranks, or set a longer --comm_timeout") from None
+
+class DeviceRowStore:
+    """Stores this rank's shard of a row-wise table, with its optimizer state, on the device.
+
+    An update reads the rows it changes with `read_rows`, changes them in place, and stores them with `write_back`.
+    """
+    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric):
+        self.fabric = fabric
+        C = table.shard_rows(fabric.world)
+        dtype = getattr(torch, cfg.dtype)
+        # On the host, zeros take memory only once they are written, so a table may be larger than the memory.
+        zeros = lazy_zeros
+        if fabric.on_cuda and table.location == "device":
+            zeros = functools.partial(torch.zeros, device=fabric.device)
+        self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
+                              zeros((C,), dtype=torch.int32))
+        self.invalidate()
+
+    def prefetch(self, plan: RowPlan) -> None:
+        """Start to copy the rows of the plan's update to the device."""
+
+    def read_rows(self, plan: RowPlan) -> RowState:
+        """Return copies of the rows of the plan's update on the device, with the results of all earlier updates."""
+        return self.shard.index_select(plan.rows_to_update)
+
+    def write_back(self, plan: RowPlan, changed: RowState) -> None:
+        """Store the rows that the plan's update has changed."""
+        self.shard.index_copy_(plan.rows_to_update, changed)
+
+    def wait_for_writes(self) -> None:
+        """Wait until every `write_back` has reached the shard."""
+
+    def read_weights(self, local_rows: Tensor) -> Tensor:
+        """Return the weights of these rows on the device, for evaluation."""
+        self.wait_for_writes()
+        weights = self.shard.rows
+        return weights.index_select(0, local_rows.to(weights.device)).to(self.fabric.device, non_blocking=True)
+
+    def invalidate(self) -> None:
+        """Discard prefetched rows and byte counts. The shard is the truth from here on."""
+        self.traffic = Counter()                          # bytes_up: host to device, bytes_down: device to host
+
+    def touched_rows(self) -> tuple[Tensor, ...]:
+        """Return the local rows that any update has changed so far, ascending, in chunks."""
+        self.wait_for_writes()
+        return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
+
+    def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
+        """Yield the touched rows with a copy of their state, both on the CPU, in chunks."""
+        for rows in self.touched_rows():
+            if len(rows) > 0:
+                yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
+
+    def load(self, chunks: Iterable[tuple[Tensor, RowState]]) -> None:
+        """Replace the shard by chunks from `touched_state`. All other rows become zero."""
+        # Clear touched rows only. Writing zeros to the others would make them take memory.
+        for rows in self.touched_rows():
+            for x in self.shard:
+                x.index_fill_(0, rows, 0)
+        for rows, state in chunks:
+            self.shard.index_copy_(rows, state.to(self.shard.rows.device))
+        self.invalidate()
+
+class HostRowStore(DeviceRowStore):
+    """Stores the shard in pageable host memory, and overlaps its copies with training.
+
+    The calls of one cycle, in the order in which the main thread makes them:
+
+        prefetch(n+1)    worker: store what update n-1 changed in the shard, then copy the rows of n+1 to the device
+        update n         main:   changes `active`, the rows that read_rows(n) returned
+        write_back(n)    main:   launch the copy of `active` to pinned host memory
+        read_rows(n+1)   main:   take the prefetched rows; those that update n has changed are copied from `active`
+    """
+    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric):
+        # The worker waits for the GPU, and the GPU may wait for other ranks while these compile.
+        self.timeout_s = LONG_PATIENCE * cfg.comm_timeout
+        # Two streams, because a copy to the host waits for an update, and the next copy to the device must not.
+        self.to_device_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
+        self.to_host_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
+        self.worker = ThreadPoolExecutor(1, "row-store", initializer=fabric.enter_thread)
+        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
+        self.unstored: tuple[Tensor, RowState, Any] | None = None             # of the last write_back: local rows,
+        super().__init__(table, cfg, fabric)                                  # their state on the host, CUDA event
+
+    def invalidate(self) -> None:
+        self.wait_for_writes()
+        super().invalidate()
+        self.prefetched = None
+        self.active: tuple[Tensor, RowState] | None = None                    # local rows and state, on the device
+
+    def prefetch(self, plan: RowPlan) -> None:
+        if self.prefetched is not None:
+            if self.prefetched[0] is plan:
+                return
+            self._prefetched_state()                      # of a plan that was never read: only report its error
+        unstored, self.unstored = self.unstored, None
+        self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
+
+    def read_rows(self, plan: RowPlan) -> RowState:
+        self.prefetch(plan)
+        state, copied = self._prefetched_state()
+        self.traffic["bytes_up"] += sum(x.nbytes for x in state)
+        if copied is not None:                            # make the GPU wait for the copy, not this thread
+            compute_stream = torch.cuda.current_stream(self.fabric.device)
+            compute_stream.wait_event(copied)
+            for x in state:
+                x.record_stream(compute_stream)
+
+        # Shapes do not depend on how many rows the two updates share, so this does not synchronize.
+        rows = plan.rows_to_update.to(self.fabric.device, non_blocking=True)
+        if self.active is not None and len(self.active[0]) > 0:
+            active_rows, active = self.active
+            index = torch.searchsorted(active_rows, rows).clamp(max=len(active_rows) - 1)
+            is_active = active_rows[index] == rows
+            state = RowState(torch.where(is_active[:, None], active.rows[index], state.rows),
+                             torch.where(is_active, active.v[index], state.v),
+                             torch.where(is_active, active.last[index], state.last))
+        self.active = rows, state
+        return state
+
+    def write_back(self, plan: RowPlan, changed: RowState) -> None:
+        if self.unstored is not None:                     # no `prefetch` has passed it to the worker
+            self.wait_for_writes()
+        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
+        copied = None
+        on_host = changed
+        if self.to_host_stream is not None:
+            on_host = self._pinned_buffers(len(plan.rows_to_update))
+            self.to_host_stream.wait_stream(torch.cuda.current_stream(self.fabric.device))
+            with torch.cuda.stream(self.to_host_stream):
+                for x, out in zip(changed, on_host):
+                    out.copy_(x, non_blocking=True)
+                    x.record_stream(self.to_host_stream)
+                copied = self.to_host_stream.record_event()
+        self.unstored = plan.rows_to_update, on_host, copied
+
+    def wait_for_writes(self) -> None:
+        if self.prefetched is not None:
+            self._prefetched_state()
+        if self.unstored is not None:
+            unstored, self.unstored = self.unstored, None
+            result_with_timeout(self.worker.submit(self._store, *unstored), self.timeout_s,
+                                "copying table rows to host memory")
+
+    def _prefetched_state(self) -> tuple[RowState, Any]:
+        return result_with_timeout(self.prefetched[1], self.timeout_s, "copying table rows from host memory")
+
+    def _pinned_buffers(self, n: int) -> RowState:
+        return RowState(*(torch.empty(n, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
+
+    def _store(self, local_rows: Tensor, state: RowState, copied: Any) -> None:
+        """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
+        if copied is not None:
+            copied.synchronize()
+        self.shard.index_copy_(local_rows, state)
+
+    def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[RowState, Any]:
+        """Return rows of the shard on the device, and the CUDA event after their copy. Runs on the worker."""
+        if unstored is not None:
+            self._store(*unstored)
+        if self.to_device_stream is None:
+            return self.shard.index_select(local_rows), None
+        buffers = self._pinned_buffers(len(local_rows))
+        for x, out in zip(self.shard, buffers):
+            torch.index_select(x, 0, local_rows, out=out)
+        with torch.cuda.stream(self.to_device_stream):
+            return buffers.to(self.fabric.device), self.to_device_stream.record_event()
+
+ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
+
+
+# ---- Tables of one rank. The optimizer updates every row of a dense table, and the requested rows of a row-wise one.
+class LocalTable:
+    """A dense table with W = 1. Lookups read the parameter in place; gradients accumulate in a buffer of its shape."""
+    store = None
+
+    def __init__(self, weight: Tensor):
+        self.weight = weight
+        self.shard = weight.detach()
+        self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
+        self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.has_grads = False                            # gradients that no update has used
+
+    def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
+        """Return the rows that lookups read, and the buffer their gradients accumulate in."""
+        self.has_grads = True
+        return self.weight, self.grad
+
+    def fetch_for_eval(self, plan: None) -> Tensor:
+        """Return the rows that lookups read."""
+        return self.weight
+
+    def launch_reduce(self) -> None:
+        """Do nothing: this rank has the only gradients."""
+
+    def reduced_grads(self) -> Tensor:
+        """Return the gradient of the shard, (R, D)."""
+        return self.grad
+
+    def add_grads_to_head(self, head_grad: Tensor) -> None:
+        """Move the gradients to the head's, (D, V), while head and embedding are tied."""
+        head_grad += self.grad.t().to(head_grad.dtype)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Discard the gradients."""
+        self.grad.zero_()
+        self.has_grads = False
+
+    reset = zero_grad
+
+class ExchangedTable:
+    """A dense table with W > 1: this rank's shard, the rows it fetched for the cycle, and their gradients.
+
+    Cache and row_grads hold the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
+    """
+    store: DeviceRowStore | None = None
+
+    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric, shard: Tensor, max_tokens: int,
+                 head: Tensor | None):
+        """shard (C, D). max_tokens: of this rank in a cycle. head (D, V): where the rows of `embed` are while tied."""
+        self.table = table
+        self.fabric = fabric
+        self.head = head
+        self.debug = cfg.debug_rows
+        self.shard = shard.detach()
+        # Buffers fit the largest cycle, so that shapes and addresses never change.
+        C, D = self.shard.shape
+        num_rows = fabric.world * C
+        if table.rowwise or cfg.row_comms == "sparse":
+            num_rows = min(num_rows, max_tokens * table.lookups_per_token)
+        self.cache = self.shard.new_zeros(num_rows, D, device=fabric.device).requires_grad_()
+        self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=fabric.device)
+        self.fetch_work = None                            # of the all-to-all into the cache
+        self.reset()
+
+    def reset(self) -> None:
+        """Discard cache, gradients and byte counts. The shard remains."""
+        wait_for(self.fetch_work)
+        self.fetch_work = None
+        self.cached_plan: RowPlan | None = None           # whose rows are in the cache
+        self.pending_plan: RowPlan | None = None          # whose gradients are in row_grads
+        self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.row_grads.zero_()
+
+    @property
+    def has_grads(self) -> bool:
+        """True if there are gradients that no update has used."""
+        return self.pending_plan is not None
+
+    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return the rows that the plan's update changes, (u, D), and the index into them of rows_to_serve."""
+        return self.shard, plan.rows_to_serve
+
+    def prefetch(self, plan: RowPlan) -> None:
+        """Start to copy the plan's rows from host memory, if the table is stored there."""
+
+    @torch.no_grad()
+    def fetch(self, plan: RowPlan) -> None:
+        """Launch the all-to-all of the plan's rows into the cache, with the results of the last update."""
+        if self.cached_plan is not plan:
+            wait_for(self.fetch_work)
+            plan.move_to(self.fabric.device)
+            rows, index = self.rows_to_change(plan)
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), rows[index])
+            self.cached_plan = plan
+
+    def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return the cache with the plan's rows, and row_grads. Raises RunError if gradients of another plan wait."""
+        need(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
+             self.pending_plan and self.pending_plan.tag, f"{plan.tag}: batches of one cycle",
+             "call optim_step on the last step of the cycle first", RunError)
+        self.pending_plan = plan
+        self.fetch(plan)                                  # unless `fetch_rows` has done it
+        wait_for(self.fetch_work)
+        self.fetch_work = None
+        return self.cache, self.row_grads
+
+    def fetch_for_eval(self, plan: RowPlan) -> Tensor:
+        """Return the plan's rows in a new tensor."""
+        plan.move_to(self.fabric.device)
+        rows = self.store.read_weights(plan.rows_to_serve) if self.store else self.shard[plan.rows_to_serve]
+        out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
+        wait_for(self._launch_fetch(plan, out, rows))
+        return out
+
+    def launch_reduce(self) -> None:
+        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights."""
+        plan = self.pending_plan
+        sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
+        self.received = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
+        self.reduce_work = self._all_to_all(self.received, sent, plan.serve_counts, plan.fetch_counts)
+
+    def reduced_grads(self) -> Tensor:
+        """Wait for the gradients, and return their sum over ranks for the rows that the update changes, (u, D)."""
+        wait_for(self.reduce_work)
+        rows, index = self.rows_to_change(self.pending_plan)
+        grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
+        add_rows(grad, index, self.received)              # in the order of ranks, the same on every run
+        self.received = self.reduce_work = None           # the work would keep the received rows alive
+        return grad
+
+    def add_grads_to_head(self, head_grad: Tensor) -> None:
+        """Move row_grads to the head's gradient, (D, V), while head and embedding are tied."""
+        plan = self.pending_plan
+        head_grad[:, plan.head_columns] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
+        self.zero_grad()
+
+    def zero_grad(self) -> None:
+        """Discard gradients and cache, and count the bytes that the plan has exchanged."""
+        plan = self.pending_plan
+        self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
+        need(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
+             "nonzero gradients in rows that were not planned", "zeros",
+             "this is a bug in the trainer; please report it with the log", RunError)
+        if plan.tag["purpose"] == "train" and not plan.tied:
+            self.byte_totals.update(plan.count_bytes(self.fabric.rank, self.cache.shape[1] * self.cache.element_size()))
+            # Without sparse exchange, every update would gather all rows and reduce all gradients.
+            self.byte_totals["bytes_dense"] += 2 * (self.fabric.world - 1) * self.shard.nbytes
+        self.pending_plan = self.cached_plan = None
+
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows_to_serve: Tensor) -> Any:
+        """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None."""
+        if self.debug:
+            out.fill_(math.nan)                           # shows reads of rows that were not fetched
+        fetched = out[:len(plan.rows_to_fetch)]
+        if plan.tied:
+            fetched.copy_(self.head.t()[plan.head_columns])
+            return None
+        return self._all_to_all(fetched, rows_to_serve, plan.fetch_counts, plan.serve_counts)
+
+    def _all_to_all(self, out: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> Any:
+        if self.fabric.world == 1:                        # a row-wise table
+            out.copy_(sent)
+            return None
+        return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
+
+class RowwiseTable(ExchangedTable):
+    """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
+    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric, max_tokens: int):
+        self.store = ROW_STORES[table.location](table, cfg, fabric)
+        super().__init__(table, cfg, fabric, self.store.shard.rows, max_tokens, head=None)
+
+    def reset(self) -> None:
+        super().reset()
+        self.active: RowState | None = None               # the rows that the next update changes
+        self.store.invalidate()
+
+    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        if self.active is None:
+            self.active = self.store.read_rows(plan)
+        return self.active.rows, plan.update_index
+
+    def prefetch(self, plan: RowPlan) -> None:
+        if self.cached_plan is not plan:
+            self.store.prefetch(plan)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        self.active = None                                # frees it before the next update's rows are read
+        self.byte_totals.update(self.store.traffic)
+        self.store.traffic.clear()
+
+
+# ====== Room 6: Batches ===============================================================================================
+class Batch(NamedTuple):
+    """This rank's slots of one step, or of one micro-batch of it."""
+    step: int
+    plans: dict[str, RowPlan]            # by table that needs one; shared by the steps of a cycle
+    tokens: Tensor                       # (B, T) i32
+    targets: Tensor                      # (B, T) i64: the next token
+    cu_seqlens: Tensor                   # (B, K) i32: 0 and the end of each document, padded to K columns with T
+    row_index: dict[str, Tensor]         # by table, shaped like its row_ids: index into the fetched rows, or the table
+    sign_ids: dict[str, Tensor]          # by table with signs, (B, T) i32
+
+    def map(self, fn: Callable) -> Batch:
+        """Apply `fn` to every array or tensor."""
+        row_index = {label: fn(x) for label, x in self.row_index.items()}
+        sign_ids = {label: fn(x) for label, x in self.sign_ids.items()}
+        return Batch(self.step, self.plans, fn(self.tokens), fn(self.targets), fn(self.cu_seqlens), row_index, sign_ids)
+
+    def to(self, device: torch.device) -> Batch:
+        return self.map(operator.methodcaller("to", device, non_blocking=True))
+
+def collate(values: Values, tables: Iterable[TableSpec], slots: list[Slot]) -> Batch:
+    """Stack this rank's slots of one step, as NumPy arrays. The row index of every table is its global row."""
+    tokens = np.stack([slot.tokens for slot in slots])
+    # Slots contain different numbers of documents. Repeating T pads their bounds with empty documents.
+    bounds = [slot.cu_seqlens for slot in slots]
+    K = max(map(len, bounds))
+    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in bounds])
+    inputs = tokens[:, :-1].astype(np.int32)
+    targets = tokens[:, 1:].astype(np.int64)
+    row_index = {table.label: table.row_ids(inputs) for table in tables}
+    sign_ids = {table.label: table.sign_ids(inputs) for table in tables if table.sign_ids}
+    return Batch(values.step, {}, inputs, targets, cu_seqlens, row_index, sign_ids)
+
+def build_batches(cfg: Config, fabric: Fabric, process_group: Any, purpose: str, cycle: list[Values],
+                  slots_by_step: list[list[Slot]]) -> list[Batch]:
+    """Build one batch per step of a cycle from this rank's slots of each step, with the row plans of all tables.
+
+    process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
+    """
+    tables = table_specs(cfg)
+    batches = [collate(values, tables, slots) for values, slots in zip(cycle, slots_by_step)]
+
+    # A plan covers the `update_every` steps up to its table's next update. The tables whose plans start at the same
+    # step share one exchange.
+    planned = [table for table in tables if table.rowwise or fabric.world > 1]       # others are read in place
+    plans = {}
+    for first in range(0, len(cycle), cfg.adam_every):
+        values = cycle[first]
+        new_plans = {}
+        for table in planned:
+            if first % table.update_every == 0:
+                covered = batches[first:first + table.update_every]
+                tag = dict(purpose=purpose, cycle=values.step // table.update_every,
+                           tokens=sum(batch.tokens.shape[1] for batch in covered))
+                tied = table.tied_to_head and values.tied             # does not change within a cycle: untying ends one
+                fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
+                ids_by_step = [batch.row_index[table.label] for batch in covered]
+                plan, index_by_step = plan_rows(table, fabric, tag, ids_by_step, tied, fetch_all)
+                new_plans[table.label] = plan
+                for batch, index in zip(covered, index_by_step):
+                    batch.row_index[table.label] = index
+        exchange_row_requests(fabric, process_group, cfg.dtype, tables, new_plans)
+        plans |= new_plans
+        for batch in batches[first:first + cfg.adam_every]:
+            batch.plans.update(plans)
+    return [batch.map(fabric.host_tensor) for batch in batches]
+
+class DataEnded(DataError):
+    """No shard has another batch. Raised on every rank in the same cycle."""
+
+class Loader:
+    """Builds the batches of the next cycle on a background thread, while the current one trains.
+
+    The caller passes the steps of each cycle, so the stream of batches never depends on timing, and every W gets the
+    same one.
+    """
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], purpose: str = "train"):
+        self.cfg = cfg
+        self.fabric = fabric
+        self.headers = headers
+        self.purpose = purpose
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+        self.reader = ThreadPoolExecutor(1, "shard-reader")
+        self.shards = self._prefetch_shards()
+        self.shard = Shard(np.empty(0, np.uint16), 0)     # in use, from document `next_doc` on; the first one is empty
+        self.next_doc = 0
+        self.ready: list[Batch] = []                      # batches of the current cycle that `next` has not returned
+        self.next_cycle: Future | None = None             # the batches of the next one
+
+    def skip(self, steps: Iterable[Values]) -> None:
+        """Skip the data of these steps, which a resumed run has trained on."""
+        for values in steps:
+            self._pack_batch(values)
+
+    def start(self, cycle: list[Values]) -> None:
+        """Build the batches of the first cycle, and wait for them."""
+        self.next_cycle = self.worker.submit(self._build_cycle, cycle)
+        self._wait_for_cycle()
+
+    def advance(self, following: list[Values]) -> None:
+        """Switch to the next cycle, and start to build the batches of the one that follows it. Raises DataEnded."""
+        self.ready = self._wait_for_cycle()
+        self.next_cycle = self.worker.submit(self._build_cycle, following)
+
+    def next(self, values: Values) -> Batch:
+        """Return the batch of this step on the device."""
+        batch = self.ready.pop(0)
+        assert batch.step == values.step, f"the loader is at step {batch.step}, the run at step {values.step}"
+        return batch.to(self.fabric.device)
+
+    def next_plans(self) -> dict[str, RowPlan]:
+        """Return the row plans of the next step, or {} at the end of training or data."""
+        try:
+            batches = self.ready or self._wait_for_cycle()
+        except DataEnded:                                 # `advance` raises it again
+            return {}
+        return batches[0].plans if batches else {}
+
+    def close(self) -> None:
+        for pool in (self.worker, self.reader):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait_for_cycle(self) -> list[Batch]:
+        return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
+
+    def _build_cycle(self, cycle: list[Values]) -> list[Batch]:
+        """Build this rank's batches of a cycle. Runs on the loader thread. Collective."""
+        slots_by_step = []
+        for values in cycle:
+            shard, slots = self._pack_batch(values)
+            my_slots = slots[self.fabric.rank::self.fabric.world]
+            slots_by_step.append([make_slot(shard, starts, ends) for starts, ends in my_slots])
+        return build_batches(self.cfg, self.fabric, self.fabric.plan_group, self.purpose, cycle, slots_by_step)
+
+    def _prefetch_shards(self) -> Iterable[Shard]:
+        """Yield the shards of every pass, and read the next one on a second thread while one is in use."""
+        passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
+        coming = None
+        for _ in passes:
+            for header in self.headers:
+                current, coming = coming, self.reader.submit(load_shard, header)
+                if current is not None:
+                    yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(coming, self.cfg.comm_timeout, "reading a shard")
+
+    def _pack_batch(self, values: Values) -> tuple[Shard, list[tuple[np.ndarray, np.ndarray]]]:
+        """Pack the next S slots. Returns their shard, and for each slot the starts and ends of its pieces of it."""
+        # All slots of a step come from one shard. Try the rest of the current one, which is empty at first, then each
+        # shard from its start, the current one included.
+        for _ in range(len(self.headers) + 1):
+            packed = pack_block(self.shard, self.next_doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
+            if packed is not None:
+                slots, self.next_doc = packed
+                return self.shard, slots
+            self.shard = next(self.shards, None)
+            self.next_doc = 0
+            if self.shard is None:
+                break
+        raise DataEnded("training data ended",
+                        f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
+                        f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
+                        f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
+                        "--epochs=0 to read them again and again, or fewer steps by --max_steps")
+
+class ValidationSet:
+    """The validation slots, in memory, and statistics of their text."""
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], purpose: str = "validation"):
+        # Every rank keeps all slots, which are few, and takes its own in each validation.
+        self.cfg = cfg
+        self.fabric = fabric
+        self.purpose = purpose
+        slot_tokens = cfg.val_batch_tokens // cfg.num_slots
+        shards = map(load_shard, headers)                 # read only as far as they are needed
+        slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
+        self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
+
+        # Entropy and bytes are those of exactly the tokens that are predicted.
+        targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
+        counts = np.bincount(targets, minlength=cfg.vocab_size)
+        frequencies = counts[counts > 0] / len(targets)
+        self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())
+        self.vocabulary = None
+        name = headers[0].name
+        if not name.startswith(FORMULA):
+            self.vocabulary = read_vocabulary(Path(name).parent, cfg)
+        self.bytes_per_token = None
+        if self.vocabulary is not None:
+            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
+
+    def text_losses(self, loss: float) -> dict[str, float]:
+        """Return bits per byte of a loss in nats per token, and the unigram entropy; {} if bytes are not known."""
+        if self.bytes_per_token is None:
+            return {}
+        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
+
+    def batches(self, values: Values) -> Iterable[Batch]:
+        """Yield this rank's batches on the device, one per block of S slots. Collective."""
+        S = self.cfg.num_slots
+        for first in range(0, len(self.slots), S):
+            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
+            batch, = build_batches(self.cfg, self.fabric, None, self.purpose, [values], [my_slots])
+            yield batch.to(self.fabric.device)
+
+
+# ====== Room 7: Model =================================================================================================
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
     shape: tuple[int, ...]
     init: tuple[str, Any]                # distribution and its number, as initial_values draws it
-    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 6 keeps its rows
+    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 5 keeps its rows
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
     # A parameter with one of these two is owned in shards; every rank updates all others alike.
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
-    rows: Table | None = None            # of an embedding whose rows travel one by one
+    rows: TableSpec | None = None        # of an embedding table
 
 SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
     "residual": (1.1,) * len(LAYERS),
@@ -1984,7 +2468,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)
-    bigrams, values, embed, *ngram_rows = row_tables(cfg)
+    bigrams, values, embed, *ngram_rows = table_specs(cfg)
     scalars = sum(scalar_values(cfg).values(), ())
 
     # What several rows of the table have in common.
@@ -2002,10 +2486,10 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
         Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
-        Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
+        Parameter("bigram_embed", (bigrams.num_rows, D), zeros, **table, rows=bigrams),
+        Parameter("value_embed", (values.num_rows, D), ("normal", 0.01), **table, rows=values),
         Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
-        Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
+        Parameter("embed", (embed.num_rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
         # The row-wise rule has no first moment.
         *(Parameter(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                     rows=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
@@ -2018,6 +2502,27 @@ def spans_of(short: int, long: int, max_len: int, scale: float):
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 
+def initial_weights(cfg: Config, seed: int):
+    """Draw all weights but those of row-wise tables, which are zeros: yield (label, weight in logical order)."""
+    for row in parameter_table(cfg):
+        if row.optimizer == "rowwise":
+            continue
+        # Each label has a generator of its own, so that a parameter more or less changes no other.
+        digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        drawn = initial_values(row, generator)
+        if not row.full_precision:
+            drawn = drawn.bfloat16()                                          # the same numbers in any dtype
+        if row.label == "lm_head":
+            head = drawn
+        if row.label == "embed":
+            drawn = head.t()                                                  # one parameter at first
+        yield row.label, drawn
+
+def gate_of(features: Tensor, weight: Tensor):
+    """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
+    return torch.sigmoid(F.linear(features, weight))
+
 class GPT(nn.Module):
     """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
     def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
@@ -2026,7 +2531,7 @@ class GPT(nn.Module):
         self.heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Rows of row-wise tables are no parameters: room 6 keeps them and hands them to `losses` as row buffers.
+        # Rows of row-wise tables are no parameters: room 5 keeps them and hands them to `losses` as row buffers.
         self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = cfg.tables
@@ -2043,19 +2548,6 @@ class GPT(nn.Module):
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
         self.turning = {}                                     # frequencies -> angle per position of each channel
-
-    @torch.no_grad()
-    def set_initial_values(self, seed: int, shard: Callable):
-        """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
-        for label, row in self.table.items():
-            # Each label has a generator of its own, so that a parameter more or less changes no other.
-            digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            drawn = shard(label, initial_values(row, generator))
-            if not row.full_precision:
-                drawn = drawn.bfloat16()                                      # the same numbers in any dtype
-            self.get_parameter(label).copy_(drawn)
-        self.embed.copy_(shard("embed", self.lm_head.t()))
 
     def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
@@ -2078,7 +2570,7 @@ class GPT(nn.Module):
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
-                              as_part(self.lm_head)).view_as(batch.targets)
+                              as_matrix(self.lm_head)).view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict):
         """Return the normalised stream that enters the head, (B, T, D).
@@ -2088,8 +2580,8 @@ class GPT(nn.Module):
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
         x0_lambdas = self.x0_lambdas.unbind()
-        attn = bank_parts(self.attn, self.table["attn"].parts)
-        mlp = bank_parts(self.mlp, self.table["mlp"].parts)
+        attn = matrices_by_layer(self.attn, self.table["attn"].parts)
+        mlp = matrices_by_layer(self.mlp, self.table["mlp"].parts)
 
         # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
         slots, length = batch.tokens.shape
@@ -2149,7 +2641,7 @@ class GPT(nn.Module):
         for ngram in self.ngrams:
             rows, = self.rows_of(ngram.label, batch, row_buffers)
             if ngram.signs:
-                rows = rows * F.embedding(batch.signs[ngram.label], self.sign_vectors)
+                rows = rows * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.place is None:
                 streams.append((scalars[ngram.label].unbind(), rows))
             else:
@@ -2158,8 +2650,8 @@ class GPT(nn.Module):
         return x0, streams, values
 
     def rows_of(self, label: str, batch: Batch, row_buffers: dict):
-        """Return rows of a table by the batch's index (B, T) or (B, reads, T): one (B, T, D) per read."""
-        index = batch.rows[label]
+        """Look up rows by the batch's index, (B, T) or (B, lookups, T): one (B, T, D) per lookup."""
+        index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
@@ -2202,456 +2694,12 @@ class GPT(nn.Module):
         flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
-def gate_of(features: Tensor, weight: Tensor):
-    """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
-    return torch.sigmoid(F.linear(features, weight))
 
-
-# ====== Room 6: Rows ==================================================================================================
-# Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
-# from owner to reader before a cycle, their gradients from reader to owner after it.
-Wait = Callable[[], object]              # returns when what was launched is complete
-
-def do_nothing(**_):
-    """Stand for a wait, report, restore or plans_ahead where there is none."""
-
-def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
-    """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
-    group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
-    # By table and owner: the places that this rank reads in the owner's shard; of a tied table none.
-    W, me = fabric.world, fabric.rank
-    lists, counts, common = [], [], []
-    for label, plan in plans.items():
-        counts.append([0] * W if plan.tied else plan.send_counts)
-        places = plan.my_rows[:sum(counts[-1])] % plan.shard_size
-        lists.append(places.int().split(counts[-1]))
-        common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
-
-    # First what must be equal everywhere, or lists of different cycles would be taken for each other.
-    everyone = [None] * W
-    dist.all_gather_object(everyone, (common, counts), group=group)
-    for reader, (theirs, _) in enumerate(everyone):
-        for found, expected in zip(theirs, common):
-            need(found == expected, f"row plans of ranks {reader} and {me}", found, expected, "use the same flags",
-                 RunError)
-
-    # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
-    leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    requests = np.array([of_reader for _, of_reader in everyone])[:, :, me]            # how many, (reader, table)
-    arriving = torch.empty(requests.sum(), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(), group=group)
-    pieces = arriving.split(requests.flatten().tolist())
-
-    # A list that no plan can hold would read and change other rows in silence.
-    for table, (label, plan) in enumerate(plans.items()):
-        requested = pieces[table::len(plans)]
-        for reader, places in enumerate(requested):
-            ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
-            need(ascending, f"rows of {label} that rank {reader} requests", places,
-                 f"ascending places below {plan.shard_size}", "report it", RunError)
-        plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
-        plan.recv_counts = requests[:, table].tolist()
-        plan.count_bytes(me, counts[table], plan.recv_counts, arriving.element_size())
-
-class RowTable:
-    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both."""
-    # Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
-    # requested rows and where it puts them back.
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable, head: Tensor | None = None):
-        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
-        self.head = head                                                      # (D, V): rows of `embed`, while tied
-        self.table = table
-        self.fabric = fabric
-        self.report = report                                                  # called with what each plan has moved
-        self.debug = cfg.debug_rows
-        self.home = self.grad = None
-        if table.is_rowwise:
-            self.mode = "sparse"
-            self.home = HOMES[table.home](table, cfg, fabric)
-            self.shard = self.home.stored.rows
-        else:
-            self.mode = cfg.row_comms                                         # dense: a plan lists all rows
-            self.shard = shard.detach()
-            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(shard.dtype))   # of the shard, summed over ranks
-
-        # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
-        if self.alone:
-            self.cache = shard
-            self.row_grads = self.grad
-        else:
-            size, width = self.shard.shape
-            rows = fabric.world * size
-            if self.mode == "sparse":
-                rows = min(rows, most_tokens * table.reads)
-            self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
-            self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
-        self.arrival = do_nothing                                             # of the rows that are on their way
-        self.reset()
-
-    def reset(self):
-        """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
-        self._await_rows()
-        self.cached = None                                                    # the plan whose rows are in the cache
-        self.live = None                                                      # rows that the next update changes
-        self.pending = []                                                     # plans with gradients in row_grads
-        self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.row_grads.zero_()
-        if self.home is None:
-            self.grad.zero_()
-        else:
-            self.home.invalidate()
-
-    def prepare(self, plan: TablePlan):
-        """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
-        if self.home is not None:
-            plan.update = self.home.prepare(plan.requested_rows.numpy())
-
-    @torch.no_grad()
-    def fetch(self, plan: TablePlan):
-        """Launch the plan's rows into the cache: after the owners' update, never before."""
-        self._await_rows()
-        if plan.update is None:
-            self.prepare(plan)                                                # no loader has done it
-        plan.change_lists(self._on_device)
-        self.cached = plan
-        rows, places = self.shard, plan.requested_rows
-        if self.home is not None:
-            self.live = self.home.take(plan.update)
-            rows, places = self.live.rows, self._on_device(plan.update.inverse)
-        if not self.alone:
-            self.arrival = self._bring(plan, self.cache.detach(), rows, places)
-
-    def rows_for_forward(self, plan: TablePlan):
-        """Return the cache with the plan's rows, and row_grads. Raises RunError if they are of another plan."""
-        # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
-        if plan not in self.pending:
-            need(self.alone or not self.pending, f"gradients of {self.table.label}",
-                 f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
-                 "optim_step on its last step first", RunError)
-            self.pending.append(plan)
-        if self.cached is not plan:
-            self.fetch(plan)
-        self._await_rows()
-        return self.cache, self.row_grads
-
-    def read(self, plan: TablePlan):
-        """Return the plan's rows in a new tensor, or the shard if the rank is alone, and None for the row_grads."""
-        plan.change_lists(self._on_device)
-        out = self.shard
-        if not self.alone:
-            rows, places = self.shard, plan.requested_rows
-            if self.home is not None:
-                rows, places = self.home.read(places), None
-            out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-            self._bring(plan, out, rows, places)()
-        self.report_traffic(plan)
-        return out, None
-
-    def return_gradients(self):
-        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
-        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
-        if self.alone:
-            return self.grad, do_nothing
-        # They travel in the type of the weights, and are added in that of row_grads.
-        plan, = self.pending
-        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
-        arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
-        wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        grad, places = self.grad, plan.requested_rows
-        if self.home is not None:
-            grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
-            places = self._on_device(plan.update.inverse)
-
-        def add_in_rank_order():
-            wait()
-            add_rows(grad, places, arrived)                                   # reader by reader
-
-        return grad, add_in_rank_order
-
-    def add_to_head(self, head_grad: Tensor):
-        """Move row_grads to the gradient of the head, (D, V), while head and embedding are tied; drop the plans."""
-        for plan in self.pending:
-            at = self._in_row_grads(plan)
-            head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
-            self.row_grads[at] = 0                                            # a row in two of the plans counts once
-        self.clear()
-
-    def put_back(self):
-        """Put the rows that a row-wise update has changed back into their home."""
-        plan, = self.pending
-        self.home.put(plan.update, self.live)
-
-    def clear(self):
-        """Drop the gradients of the pending plans, and what is cached."""
-        # Only the rows of the plans: the rest of the buffers is zero already.
-        for plan in self.pending:
-            self.row_grads[self._in_row_grads(plan)] = 0
-            if self.home is None and not self.alone and not plan.tied:
-                self.grad[plan.requested_rows] = 0
-            self.report_traffic(plan)
-        self.pending = []
-        self.cached = self.live = None                                        # makes room for those of the next update
-        if self.debug:
-            buffers = [self.row_grads] if self.grad is None else [self.row_grads, self.grad]
-            need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
-                 "none", "report it", RunError)
-
-    def report_traffic(self, plan: TablePlan):
-        """Report what a plan has moved; bytes_dense: what dense mode would have moved for an update."""
-        # Nothing travels while tied, and nobody asks about warm-up and samples.
-        purpose = plan.tag["purpose"]
-        if plan.tied or purpose not in ("train", "validation"):
-            return
-        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=0)
-        if purpose == "train":
-            moved["bytes_dense"] = 2 * (self.fabric.world - 1) * self.shard.nbytes       # rows out, gradients back
-            if self.home is not None:
-                moved |= self.home.traffic
-                self.home.traffic = dict.fromkeys(self.home.traffic, 0)
-            self.totals.update(moved)
-        self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
-                    **moved, plan_ms=round(plan.plan_ms, 3))
-
-    def _on_device(self, rows: Tensor):
-        return rows.to(self.fabric.device, non_blocking=True)
-
-    def _in_row_grads(self, plan: TablePlan):
-        return plan.my_rows if self.alone else slice(len(plan.my_rows))
-
-    def _await_rows(self):
-        self.arrival()
-        self.arrival = do_nothing
-
-    def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
-        """Launch a plan's rows into `out`, and return the wait. This rank sends rows[places], or all rows for None."""
-        if self.debug:
-            out.fill_(math.nan)                                               # rows of no plan are not to be read
-        arriving = out[:len(plan.my_rows)]
-        if plan.tied:
-            arriving.copy_(self.head.t()[plan.head_columns])                  # every rank has the head
-            return do_nothing
-        if places is not None:
-            rows = rows.index_select(0, places)
-        return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
-
-    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]):
-        """Launch the all-to-all of rows into `out`, and return the wait. Lists may be empty."""
-        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
-        if self.fabric.world == 1:
-            out.copy_(rows)
-            return do_nothing
-        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
-
-
-# ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
-class RowState(NamedTuple):
-    """Rows of a shard with their optimizer state."""
-    rows: Tensor                         # (n, D)
-    v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
-
-    def at(self, places: Tensor):
-        places = places.to(self.rows.device, non_blocking=True)
-        return RowState(*(x.index_select(0, places) for x in self))
-
-    def put(self, places: Tensor, changed: RowState):
-        places = places.to(self.rows.device, non_blocking=True)
-        for x, new in zip(self, changed):
-            x.index_copy_(0, places, new)
-
-    def to(self, device: torch.device):
-        return RowState(*(x.to(device, non_blocking=True) for x in self))
-
-MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
-
-def untouched_zeros(shape: tuple, dtype: torch.dtype):
-    """Return zeros on the host that take memory page by page, when they are first written."""
-    if sys.platform != "linux":
-        return torch.zeros(shape, dtype=dtype)
-    # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
-    # in a huge page would take 2 MB.
-    size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    with contextlib.suppress(OSError):                                        # a system without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
-
-class DeviceHome:
-    """Rows and state of a shard on the device."""
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
-        self.fabric = fabric
-        self.device = fabric.device
-        size = -(-table.rows // fabric.world)
-        dtype = getattr(torch, cfg.dtype)
-        zeros = untouched_zeros
-        if fabric.on_cuda and table.home == "device":
-            zeros = functools.partial(torch.zeros, device=fabric.device)
-        self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
-                               zeros((size,), dtype=torch.int32))
-        self.invalidate()
-
-    def prepare(self, requested: np.ndarray):
-        """Return the update of the next cycle; requested: places in the shard, reader by reader."""
-        return row_update(requested, None, self.fabric)
-
-    def take(self, update: RowUpdate):
-        """Return the update's rows on the device, as the update before has left them."""
-        return self.stored.at(update.places)
-
-    def put(self, update: RowUpdate, changed: RowState):
-        self.stored.put(update.places, changed)
-
-    settle = staticmethod(do_nothing)    # waits for what `put` has begun: here nothing
-
-    def read(self, places: Tensor):
-        """Return rows on the device, as the last update has left them."""
-        self.settle()
-        rows = self.stored.rows
-        return rows.index_select(0, places.to(rows.device)).to(self.device, non_blocking=True)
-
-    def invalidate(self):
-        """Forget prepared updates and their rows on the device: from here on the rows at home are right."""
-        self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
-
-    def touched_places(self):
-        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
-        self.settle()
-        places = self.stored.last.nonzero().flatten()
-        if len(places) > 0:
-            yield from places.split(PIECE_ROWS)
-
-    def touched(self):
-        """Yield the same places with copies of their rows, on the host."""
-        for places in self.touched_places():
-            yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
-
-    def load(self, pieces: Iterable):
-        """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
-        # Rows that no update has changed are zeros that take no memory, and have to stay so.
-        for places in self.touched_places():
-            for x in self.stored:
-                x.index_fill_(0, places, 0)
-        for places, rows in pieces:
-            self.stored.put(places, rows.to(self.stored.rows.device))
-        self.invalidate()
-
-class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back."""
-    # While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those
-    # that both cycles request stay on the device. One thread does it all in the order of submission, so that no row
-    # comes up before its last change has come down. Copies of a GPU have a stream of their own.
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
-        # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
-        self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
-        self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
-        self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
-        self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.writeback = None                                 # the mover's copy to the host of what was put last
-        super().__init__(table, cfg, fabric)
-
-    def invalidate(self):
-        self.settle()
-        super().invalidate()
-        with self.lock:
-            self.live = None                                  # rows of the update that was taken last, on the device
-            self.taken = None                                 # that update
-            self.prepared = []                                # updates to take, in this order
-            self.prefetch = None                              # fresh rows of the first of them
-
-    def prepare(self, requested: np.ndarray):
-        with self.lock:
-            before = (self.prepared or [self.taken])[-1]
-        update = row_update(requested, before, self.fabric)
-        with self.lock:
-            self.prepared.append(update)
-            if len(self.prepared) == 1:                       # else the one before it is not taken yet
-                self._start_prefetch()
-        return update
-
-    def _start_prefetch(self):
-        update = self.prepared[0]                             # the one before it is taken
-        self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
-
-    def take(self, update: RowUpdate):
-        # Only the expected update finds its prefetched rows. After a reset none is: all its rows come up.
-        with self.lock:
-            expected = self.prepared[:1] == [update] and update.follows is self.taken
-            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
-        live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
-        self.traffic["bytes_up"] += sum(x.nbytes for x in live)
-        if copied is not None:                                                # the GPU waits, this thread does not
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(copied)
-            for x in live:
-                x.record_stream(computing)
-
-        # Rows that the last update also had are newer here than at home; they join those that came up.
-        if expected and self.live is not None:
-            fresh = live
-            live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(update.fresh, fresh)
-            live.put(update.kept, self.live.at(update.kept_from))
-
-        # From here on the loader's thread may start what comes next.
-        with self.lock:
-            self.live = live
-            self.taken = update
-            update.follows = None                             # else each update would keep all before it
-            self.prepared = self.prepared[1:] if expected else []
-            if self.prepared:
-                self._start_prefetch()
-        return live
-
-    def put(self, update: RowUpdate, changed: RowState):
-        """Begin to copy the changed rows to the host. Raises what went wrong with those of the update before."""
-        self.settle()
-        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
-        computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
-        self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
-
-    def settle(self):
-        if self.writeback is not None:
-            bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
-            self.writeback = None
-
-    def _staging(self, count: int):
-        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
-
-    def _bring_up(self, places: Tensor):
-        """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
-        if self.stream is None:
-            return self.stored.at(places), None
-        staging = self._staging(len(places))
-        for x, out in zip(self.stored, staging):
-            torch.index_select(x, 0, places, out=out)
-        with torch.cuda.stream(self.stream):
-            return staging.to(self.device), self.stream.record_event()
-
-    def _bring_down(self, places: Tensor, changed: RowState, computed):
-        """Store rows in host memory once the CUDA event `computed` is over; runs on the mover."""
-        if computed is not None:
-            staging = self._staging(len(places))
-            self.stream.wait_event(computed)
-            with torch.cuda.stream(self.stream):
-                for x, out in zip(changed, staging):
-                    out.copy_(x, non_blocking=True)
-            self.stream.synchronize()
-            changed = staging
-        self.stored.put(places, changed)
-
-HOMES = dict(device=DeviceHome, host=HostHome)
-
-
-# ====== Room 7: Optimizer =============================================================================================
-# Reductions are launched, and updates done, in an order of their own. NorMuon comes first, so that the gradients of
-# Adam's entries travel while it computes. Tables of n-grams go before the last.
-SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
-REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+# ====== Room 8: Optimizer =============================================================================================
+# Reductions are launched, and updates computed, in two orders that may differ. NorMuon comes first, because it overlaps
+# the all-to-all of row gradients. N-gram tables are inserted before the last group.
+REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
+REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
@@ -2733,44 +2781,27 @@ def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
-def rowwise_update(rows, v, last, grad, grad_scale: float, number,
-                   beta2: float, eps: float, step_size, decay, bits: Tensor | None):
+def rowwise_update(rows, v, last, grad, grad_scale: float, number, beta2: float, eps: float, step_size, decay):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
-    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay; bits (u,) i32: round bf16 rows by them."""
+    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay."""
     grad = grad * grad_scale
     # v decays for all updates that a row missed, as if it had been in each; in f64, rounded once.
     missed = torch.pow(beta2, (number - last).double()).to(v.dtype)
     v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
-    moved = cautious_adam(rows.to(grad.dtype), update, decay)
-    if bits is not None:
-        moved = stochastic_round(moved, bits)
-    rows.copy_(moved)
-
-def stochastic_round(x, bits):
-    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
-    # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
-    column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
-    rounded = (x.view(torch.int32) + drawn) & -0x10000
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
-
-def row_bits(seed: int, label: str, rows, number):
-    """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
-    start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
-    return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
-
-def lowbias32(x):
-    """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
-    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
-    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
-    return x ^ (x >> 16 & 0xFFFF)
+    rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
+
+def bank_matrices(row: Parameter, weight):
+    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
+    if row.optimizer != "normuon":
+        return weight
+    return weight.view(-1, math.gcd(*row.parts), row.shape[-1])               # q, k and v are one part of three
 
 def initial_state(row: Parameter, shard):
     """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
@@ -2786,55 +2817,65 @@ def initial_state(row: Parameter, shard):
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
 
-def bank_matrices(row: Parameter, weight):
-    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
-    if row.optimizer != "normuon":
-        return weight
-    return weight.view(-1, math.gcd(*row.parts), row.shape[-1])               # q, k and v are one part of three
+
+def update_scalars(cfg: Config, spec: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    """Return the number of an Adam or row-wise update, from 1, its step size and its weight decay."""
+    update_every = spec.rows.update_every if spec.rows else cfg.adam_every
+    update_num = (values.step + 1) // update_every
+    beta1, beta2 = spec.betas
+    lr = values.adam_lr * spec.lr_mul
+    bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
+    decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in the schedule (RECIPE 3.3)
+    return update_num, cpu_scalar(lr * bias_correction), cpu_scalar(decay)
+
+def apply_adam(update_fn: Callable, cfg: Config, spec: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor],
+               values: Values) -> None:
+    """Apply update_fn, `adam_update` or its compiled form, to a parameter or to this rank's shard of it."""
+    _, step_size, decay = update_scalars(cfg, spec, values)
+    update_fn(p, grad, state["m"], state["v"], 1 / cfg.num_slots, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
-class Small:
-    """All parameters that every rank updates alike; one all-reduce sums their gradients."""
-    def __init__(self, optimizer: Optimizer, rows: list):
-        self.optimizer = optimizer
-        self.rows = rows
-        self.cadence = optimizer.cfg.adam_every
-        self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
-        for row, p in zip(rows, self.weights):
-            optimizer.state[row.label] = initial_state(row, p.data)
+# ---- Parameter groups. Each reduces its gradient, updates what this rank owns, and owns its optimizer state.
+class ReplicatedGroup:
+    """All parameters that every rank updates in full. One all-reduce sums their gradients."""
+    def __init__(self, cfg: Config, fabric: Fabric, specs: list[Parameter], weights: list[Tensor], adam: Callable):
+        self.fabric = fabric
+        self.specs = specs
+        self.weights = weights
+        self.adam = adam
+        self.update_every = cfg.adam_every
+        self.state = {spec.label: initial_state(spec, p.data) for spec, p in zip(specs, weights)}
 
-    def has_gradient(self):
+    def has_gradient(self) -> bool:
+        """Return whether every parameter has a gradient."""
         return all(p.grad is not None for p in self.weights)
 
-    def reduce(self):
-        # They are few numbers: one message, in accum_dtype for all.
+    def launch_reduce(self) -> None:
+        """Launch the all-reduce of all gradients in one message, in accum_dtype."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
-        self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
+        self.work = self.fabric.launch(dist.all_reduce, self.grad)
 
-    def update(self, values: Values):
+    def update(self, values: Values) -> None:
+        """Wait for the gradients, and update all parameters."""
+        wait_for(self.work)
         grads = self.grad.split([p.numel() for p in self.weights])
-        for row, p, grad in zip(self.rows, self.weights, grads):
-            self.optimizer.adam(row, p.data, grad.view_as(p), values)
-        return do_nothing
+        for spec, p, grad in zip(self.specs, self.weights, grads):
+            self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], values)
 
-    def clear(self):
+    def zero_grad(self) -> None:
+        """Discard the gradients."""
         for p in self.weights:
             p.grad = None
 
-class Sharded:
-    """A bank, or the head: rank r updates the r-th of W equal shards of its matrices or rows, and has their state."""
-    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool):
-        fabric = optimizer.fabric
-        weight = optimizer.model.get_parameter(row.label)
-        units = bank_matrices(row, weight.data)
-        is_bank = row.optimizer == "normuon"
-        self.optimizer = optimizer
-        self.row = row
+class ShardedGroup:
+    """One parameter with a main_grad, of which each rank updates one of W shards and owns its optimizer state."""
+    def __init__(self, fabric: Fabric, spec: Parameter, weight: nn.Parameter, units: Tensor, num_matrices: int,
+                 grad_dtype: torch.dtype):
+        """units: the weight as the matrices or rows that are divided among ranks. num_matrices: of its main_grad."""
+        self.fabric = fabric
+        self.spec = spec
         self.weight = weight
-        self.cadence = 1 if is_bank else optimizer.cfg.adam_every
-
-        # The weight moves for good into W whole shards, on which collectives work in place; they alone see the padding.
+        # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they use the padding.
         count = len(units)
         self.shard_size = -(-count // fabric.world)
         self.padded = units.new_zeros(self.shard_size * fabric.world, *units.shape[1:])
@@ -2843,229 +2884,250 @@ class Sharded:
         first = fabric.rank * self.shard_size
         self.slice = slice(first, first + self.shard_size)
         self.shard = self.padded[:count][self.slice]
-        optimizer.state[row.label] = initial_state(row, self.shard)
+        self.state = {spec.label: initial_state(spec, self.shard)}
 
-        # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
-        # has the weight's type.
-        accum = accum_dtype(weight.dtype)
-        self.main_grad = torch.zeros_like(self.padded, dtype=accum if accumulates or not is_bank else weight.dtype)
+        # Messages have the dtype of the weight.
+        self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
         self.comm_buffer = self.main_grad
         if fabric.world > 1:
-            self.comm_buffer = self.main_grad.to(weight.dtype)                # no copy if the type is the same
+            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
         weight.main_grad = self.main_grad[:count].view_as(weight)
-        weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
-        self.backwards = 0               # passes since the clear, each of which writes every part once
+        weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
+        self.num_backwards = 0           # backward passes since `zero_grad`; each writes every matrix once
 
-        # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
-        if is_bank:
-            aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = units.new_full((count, 1, 1), aspect, dtype=accum)
-            if row.label == "mlp":
-                lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
-            self.lr_muls = lr_muls[self.slice]
+    def has_gradient(self) -> bool:
+        """Return whether there was a backward pass since the last update."""
+        return self.num_backwards > 0
 
-    def has_gradient(self):
-        """True if a backward pass has run. Raises RunError unless each one wrote every part of the main_grad once."""
-        writes = self.weight.writes
-        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
-             "part", f"{self.backwards} times each, once in every backward pass since the last update",
-             "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
-        return self.backwards > 0
+    def check_writes(self) -> None:
+        """Raise RunError unless each backward pass has written every matrix of the main_grad once."""
+        counts = self.weight.write_counts
+        need(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
+             f"its matrices were written {counts.tolist()} times",
+             f"{self.num_backwards} times each, once in every backward pass since the last update",
+             "a micro-batch was lost or ran twice: call drop_gradients, and repeat the step", RunError)
 
-    def reduce(self):
-        self.comm_buffer.copy_(self.main_grad)                                # no copy where both are one tensor
+    def add_zero_grads(self) -> None:
+        """Start a gradient of zeros unless there is one."""
+        if self.num_backwards == 0:
+            self.num_backwards = 1
+            self.weight.write_counts.fill_(1)
+            self.main_grad.zero_()
+
+    def launch_reduce(self) -> None:
+        """Launch the reduce-scatter of the gradient."""
+        self.comm_buffer.copy_(self.main_grad)                                # nothing to do if they are one tensor
         self.grad = self.comm_buffer[self.slice]
-        self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
+        self.work = self.fabric.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values):
-        """Update the shard. Returns the wait for the shards of other ranks."""
-        optimizer = self.optimizer
-        grad = self.grad[:len(self.shard)]
-        if self.row.optimizer == "adam":
-            optimizer.adam(self.row, self.shard, grad, values)
-        elif len(self.shard) > 0:                             # more ranks than matrices: some have none
-            state = optimizer.state[self.row.label]
-            lr = cpu_scalar(values.normuon_lr)
-            decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
-            optimizer.normuon_update(
-                self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
-                cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
-        return optimizer.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+    def update(self, values: Values) -> Any:
+        """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
+        wait_for(self.work)
+        self.update_shard(self.grad[:len(self.shard)], values)
+        return self.fabric.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
-    def clear(self):
-        """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
-        self.backwards = 0
+    def zero_grad(self) -> None:
+        """Discard the gradient. The next write overwrites main_grad, so it needs no clearing."""
+        self.num_backwards = 0
         self.weight.grad = None
-        self.weight.writes.zero_()
+        self.weight.write_counts.zero_()
 
-class TableEntry:
-    """A table: its RowTable brings the gradients of the rows that this rank owns, and takes rows to their readers."""
-    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
-        self.optimizer = optimizer
-        self.row = row
+class BankGroup(ShardedGroup):
+    """A bank of matrices, updated by NorMuon on every step."""
+    update_every = 1
+
+    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, weight: nn.Parameter, multiple_micro_batches: bool,
+                 normuon: Callable):
+        """multiple_micro_batches: of a step on this rank; their gradients accumulate in f32."""
+        self.cfg = cfg
+        self.normuon = normuon
+        units = bank_matrices(spec, weight.data)
+        accum = accum_dtype(weight.dtype)
+        grad_dtype = accum if multiple_micro_batches else weight.dtype
+        super().__init__(fabric, spec, weight, units, len(spec.parts) * len(weight), grad_dtype)
+
+        # Tall matrices take larger steps, by the square root of their aspect ratio; down matrices take twice as large.
+        aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
+        lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
+        if spec.label == "mlp":
+            lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                            # up, down, up, down, ...
+        self.lr_muls = lr_muls[self.slice]
+
+    def update_shard(self, grad: Tensor, values: Values) -> None:
+        if len(self.shard) == 0:                          # more ranks than matrices
+            return
+        cfg = self.cfg
+        state = self.state[self.spec.label]
+        lr = cpu_scalar(values.normuon_lr)
+        decay = lr * cfg.normuon_weight_decay             # the update multiplies by the learning rate once more
+        self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.num_slots,
+                     cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+
+class HeadGroup(ShardedGroup):
+    """The head, updated by Adam. The gradients of its cycle accumulate in f32."""
+    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, weight: nn.Parameter, adam: Callable):
+        self.update_every = cfg.adam_every
+        self.adam = adam
+        super().__init__(fabric, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
+
+    def update_shard(self, grad: Tensor, values: Values) -> None:
+        self.adam(self.spec, self.shard, grad, self.state[self.spec.label], values)
+
+class TableGroup:
+    """A dense table: Adam updates every row of this rank's shard."""
+    def __init__(self, spec: Parameter, table: LocalTable | ExchangedTable, adam: Callable):
+        self.spec = spec
         self.table = table
-        self.cadence = row.rows.cadence
-        if table.home is None:
-            optimizer.state[row.label] = initial_state(row, table.shard)
+        self.adam = adam
+        self.update_every = spec.rows.update_every
+        self.state = {spec.label: initial_state(spec, table.shard)}
 
-    def has_gradient(self):
-        return bool(self.table.pending)
+    def has_gradient(self) -> bool:
+        """Return whether there was a backward pass since the last update."""
+        return self.table.has_grads
 
-    def reduce(self):
-        self.grad, self.wait = self.table.return_gradients()
+    def launch_reduce(self) -> None:
+        """Launch the row gradients to the owners of the rows."""
+        self.table.launch_reduce()
 
-    def update(self, values: Values):
-        optimizer = self.optimizer
-        row = self.row
-        table = self.table
-        if table.home is None:
-            optimizer.adam(row, table.shard, self.grad, values)
-            return do_nothing
-        number, step_size, decay = optimizer.adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=self.grad.device)  # made there: a copy would wait
-        changing = [*table.live, self.grad]
-        # Random bits depend on logical row numbers: the same at every W.
-        bits = None
-        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
-            places = table.pending[0].update.places.to(number.device, non_blocking=True)
-            rows = places * optimizer.fabric.world + optimizer.fabric.rank
-            bits = row_bits(optimizer.seed, row.label, rows, number)
-            changing.append(bits)
-        if optimizer.rowwise_update is not rowwise_update:    # compiled: one graph for any number of rows
-            for x in changing:
+    def update(self, values: Values) -> None:
+        """Wait for the gradients, and update the shard."""
+        grad = self.table.reduced_grads()
+        self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], values)
+
+    def zero_grad(self) -> None:
+        """Discard the gradients, and the cached rows, which the update has changed."""
+        self.table.zero_grad()
+
+class RowwiseTableGroup(TableGroup):
+    """A row-wise table: an update changes only the requested rows. The row store owns their state."""
+    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, table: RowwiseTable, rowwise: Callable):
+        self.cfg = cfg
+        self.compiling = fabric.compiles(cfg)
+        self.spec = spec
+        self.table = table
+        self.rowwise = rowwise
+        self.update_every = spec.rows.update_every
+        self.state = {}
+
+    def update(self, values: Values) -> None:
+        """Wait for the gradients, update the requested rows, and store them."""
+        grad = self.table.reduced_grads()
+        active = self.table.active
+        update_num, step_size, decay = update_scalars(self.cfg, self.spec, values)
+        # Create the number on the device. Copying it from the host would synchronize.
+        update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
+        if self.compiling:                                # one graph for any number of rows
+            for x in (*active, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        optimizer.rowwise_update(*table.live, self.grad, optimizer.grad_scale, number, row.betas[1],
-                                 optimizer.cfg.adam_eps, step_size, decay, bits)
-        table.put_back()
-        return do_nothing
-
-    def clear(self):
-        self.grad = None
-        self.wait = do_nothing                                                # the old one keeps `arrived` alive
-        self.table.clear()
+        self.rowwise(*active, grad, 1 / self.cfg.num_slots, update_num, self.spec.betas[1], self.cfg.adam_eps,
+                     step_size, decay)
+        self.table.store.write_back(self.table.pending_plan, active)
 
 class Optimizer:
-    """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
-                 accumulates: bool = False):
-        """compiled(f): f by torch.compile, or f itself. accumulates: this rank takes several micro-batches."""
-        self.cfg = cfg
+    """NorMuon for banks on every step, Adam for all else every --adam_every steps, row-wise updates for n-gram tables.
+
+    Gradients are sums over slots and ranks; the updates scale them by 1 / S.
+    """
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, tables: dict[str, Any], multiple_micro_batches: bool):
+        """tables: by label. multiple_micro_batches: of a step on this rank."""
         self.fabric = fabric
         self.model = model
-        self.grad_scale = 1 / cfg.num_slots                                   # the objective is a mean over slots
-        self.seed = cfg.seed
-        self.normuon_update = compiled(normuon_update)
-        self.adam_update = compiled(adam_update)
-        self.rowwise_update = compiled(rowwise_update)
-        self.tables = tables
-
-        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state = {}
-        self.entries = {}
-        self.sharded = {}
-        alike = []
-        for row in parameter_table(cfg):
-            if row.rows:
-                self.entries[row.label] = TableEntry(self, row, tables[row.label])
-            elif row.parts:
-                self.entries[row.label] = self.sharded[row.label] = Sharded(self, row, accumulates)
+        adam = functools.partial(apply_adam, compiled(adam_update, cfg, fabric), cfg)
+        normuon = compiled(normuon_update, cfg, fabric)
+        rowwise = compiled(rowwise_update, cfg, fabric)
+        self.groups = {}
+        replicated = []
+        for spec in parameter_table(cfg):
+            label = spec.label
+            if spec.optimizer == "rowwise":
+                self.groups[label] = RowwiseTableGroup(cfg, fabric, spec, tables[label], rowwise)
+            elif spec.rows:
+                self.groups[label] = TableGroup(spec, tables[label], adam)
+            elif spec.optimizer == "normuon":
+                weight = model.get_parameter(label)
+                self.groups[label] = BankGroup(cfg, fabric, spec, weight, multiple_micro_batches, normuon)
+            elif spec.parts:
+                self.groups[label] = HeadGroup(cfg, fabric, spec, model.get_parameter(label), adam)
             else:
-                alike.append(row)
-        self.entries[SMALL] = Small(self, alike)
-        # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
+                replicated.append(spec)
+        weights = [model.get_parameter(spec.label) for spec in replicated]
+        self.groups[REPLICATED] = ReplicatedGroup(cfg, fabric, replicated, weights, adam)
+        self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
+        # The optimizer state that this rank owns, by label. Snapshots and checkpoints use its names.
+        self.state = {}
+        for group in self.groups.values():
+            self.state |= group.state
+        # N-gram tables are inserted into both orders. A group that an order omits would never be trained.
         ngrams = [table.label for table in cfg.tables]
         orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         self.reduce_order, self.update_order = orders
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
-    def launch(self, collective: Callable, *tensors: Tensor):
-        """Launch a collective of all ranks, unless this rank is alone. Returns the wait."""
-        return do_nothing if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
-
-    def add_zeros(self):
-        """Begin a gradient of zeros where there is none: a rank with nothing to add still joins the reductions."""
-        for entry in self.sharded.values():
-            if entry.backwards == 0:
-                entry.backwards = 1
-                entry.weight.writes.fill_(1)
-                entry.main_grad.zero_()
-        for p in self.entries[SMALL].weights:
+    def add_zero_grads(self) -> None:
+        """Start gradients of zeros where there are none, so that a rank without data joins the reductions."""
+        for group in self.sharded_groups.values():
+            group.add_zero_grads()
+        for p in self.groups[REPLICATED].weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable):
-        """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
-        plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
-        # What is missing is found before anything is launched, so that no weight has changed.
-        active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
-        missing = [label for label in active if not self.entries[label].has_gradient()]
-        need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
-             RunError)
+    def step(self, values: Values) -> None:
+        """Reduce gradients, update the parameters that are due, gather the results, and clear their gradients.
+
+        Raises RunError if a gradient is missing, or if a main_grad was not written once in every backward pass.
+        """
+        # Check before anything is launched, while no weight has changed.
+        due = [label for label, group in self.groups.items() if (values.step + 1) % group.update_every == 0]
+        for label in self.sharded_groups.keys() & due:
+            self.sharded_groups[label].check_writes()
+        missing = sorted(label for label in due if not self.groups[label].has_gradient())
+        need(not missing, "optim_step", f"no gradient of {missing}", "a gradient of every parameter that is due",
+             "call forward_backward first", RunError)
 
         # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
-        tied_update = values.tied and "embed" in active
+        tied_update = values.tied and "embed" in due
         if tied_update:
-            self.tables["embed"].add_to_head(head.main_grad)
-            active.remove("embed")
+            self.groups["embed"].table.add_grads_to_head(head.main_grad)
+            due.remove("embed")
 
-        # All reductions are launched before the first update, all gathers before the first wait for one.
+        # Launch all reductions before the first update, and all gathers before waiting for one.
         for label in self.reduce_order:
-            if label in active:
-                self.entries[label].reduce()
+            if label in due:
+                self.groups[label].launch_reduce()
         gathers = []
         for label in self.update_order:
-            if label in active:
-                entry = self.entries[label]
-                entry.wait()
-                gathers.append(entry.update(values))
-                entry.clear()
-                # Rows of a table's next cycle are launched at once: its first lookup waits for them.
-                plans = plans_ahead() if label in self.tables else None
-                if plans:
-                    self.tables[label].fetch(plans[label])
-        for wait in gathers:
-            wait()
-        if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
+            if label in due:
+                gathers.append(self.groups[label].update(values))
+                self.groups[label].zero_grad()
+        for work in gathers:
+            wait_for(work)
+        if tied_update and self.fabric.world == 1:        # with more ranks, its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
             self._untie()
 
-    def adam_numbers(self, row: Parameter, values: Values):
-        """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
-        cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
-        number = (values.step + 1) // cadence
-        beta1, beta2 = row.betas
-        lr = values.adam_lr * row.lr_mul
-        corrected = math.sqrt(1 - beta2**number) / (1 - beta1**number)
-        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (RECIPE 3.3)
-        return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
-
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
-        state = self.state[row.label]
-        _, step_size, decay = self.adam_numbers(row, values)
-        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
-                         decay)
-
-    def _untie(self):
-        """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
+    def _untie(self) -> None:
+        """Make head and embedding two parameters. The embedding starts with the head's weights and moments."""
         W = self.fabric.world
-        weight = self.model.lm_head                                           # (D, V)
-        # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
+        head = self.model.lm_head                         # (D, V)
+        # The head's moments are sharded along D, and the embedding's along V: rank r owns rows r, r + W, ...
         for name, moment in self.state["embed"].items():
-            size, depth = moment.shape
+            C, D = moment.shape
             owned = self.state["lm_head"][name]
-            padded = F.pad(owned, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(owned)))
-            leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
-            arrived = leaving.clone()
-            self.launch(dist.all_to_all_single, arrived, leaving)()
-            moment.copy_(arrived.transpose(0, 1).reshape(size, -1)[:, :depth])
-        rows = weight.t()[self.fabric.rank::W]
-        self.tables["embed"].shard[:len(rows)] = rows
+            padding = self.sharded_groups["lm_head"].shard_size - len(owned)
+            padded = F.pad(owned, (0, W * C - head.shape[1], 0, padding))
+            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # grouped by owner
+            received = sent.clone()
+            wait_for(self.fabric.launch(dist.all_to_all_single, received, sent))
+            moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
+        rows = head.t()[self.fabric.rank::W]
+        self.groups["embed"].table.shard[:len(rows)] = rows
 
 
-# ====== Room 8: Executor ==============================================================================================
+# ====== Room 9: Engine ================================================================================================
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
 
@@ -3074,75 +3136,77 @@ class Losses(NamedTuple):
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
 
-class Executor:
-    """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
+class Engine:
+    """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
+
+    Independent of the schedule, except for the `Values` of a step, and of logs.
+    """
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0, report: Callable = do_nothing):
+                 slots_at_once: int = 0):
         """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. slots_at_once: 0 for all."""
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary = None                                    # the Rotary whose angles the model holds
+        self.rotary = None                                # the Rotary whose angles the model has
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
-        self.planner = Planner(cfg, fabric, self.exchange)
 
-        # Buffers are made for the largest batch of the run: none grows, and every address stays.
+        # Buffers fit the largest batch of the run, so that shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
-        self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
-        self.model.set_initial_values(cfg.seed, self.shard)
+        specs = table_specs(cfg)
+        self.num_rows = {spec.label: spec.num_rows for spec in specs}
+        self.shard_rows = {spec.label: spec.shard_rows(fabric.world) for spec in specs}
+        self.model = GPT(cfg, attention, longest_slot, self.shard_rows)
+        self.set_seed(cfg.seed)
         self.model.to(fabric.device)
         self.tables = {}
         weights = dict(self.model.named_parameters())
-        for table in self.planner.tables:
-            most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report,
-                                                self.model.lm_head)
+        for spec in specs:
+            max_tokens = spec.update_every * largest_batch // fabric.world if precision else 0
+            if spec.rowwise:
+                table = RowwiseTable(spec, cfg, fabric, max_tokens)
+            elif fabric.world == 1:
+                table = LocalTable(weights[spec.label])
+            else:
+                table = ExchangedTable(spec, cfg, fabric, weights[spec.label], max_tokens, self.model.lm_head)
+            self.tables[spec.label] = table
 
         # Only what is called often, and with few sets of shapes, is compiled.
-        self.compiling = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
+        self.compiling = fabric.compiles(cfg)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        self.model_hidden = self.compiled(self.model.hidden)
-        self.model_losses = self.compiled(self.model.losses)
-        self.next_token_losses = self.compiled(next_token_losses)
+        self.model_hidden = compiled(self.model.hidden, cfg, fabric)
+        self.model_losses = compiled(self.model.losses, cfg, fabric)
+        self.next_token_losses = compiled(next_token_losses, cfg, fabric)
         if precision:
-            accumulates = self.slots_at_once * fabric.world < cfg.num_slots
-            self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
+            multiple_micro_batches = self.slots_at_once * fabric.world < cfg.num_slots
+            self.optimizer = Optimizer(cfg, fabric, self.model, self.tables, multiple_micro_batches)
 
-    def compiled(self, call: Callable):
-        return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
+    @torch.no_grad()
+    def set_seed(self, seed: int):
+        """Give all weights their initial values."""
+        for label, weight in initial_weights(self.cfg, seed):
+            self.model.get_parameter(label).copy_(self.shard(label, weight))
 
     def shard(self, name: str, whole: Tensor):
         """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
         label, is_moment, _ = name.partition(".")
-        if is_moment and label in self.optimizer.sharded:
-            return whole[self.optimizer.sharded[label].slice]
-        if label not in self.planner.shard_sizes:
+        if is_moment and label in self.optimizer.sharded_groups:
+            return whole[self.optimizer.sharded_groups[label].slice]
+        if label not in self.shard_rows:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
-        return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
-
-    def exchange(self, plans: dict[str, TablePlan], group=None):
-        """Let ranks request rows of each other, in the caller's thread."""
-        if self.fabric.world > 1:
-            exchange_plans(self.fabric, group, self.cfg.dtype, plans)
-
-    def exchange_ahead(self, plans: dict[str, TablePlan]):
-        """Exchange in the loader's thread, and prepare the next update of row-wise tables."""
-        self.exchange(plans, self.fabric.plan_group)
-        for label, plan in plans.items():
-            self.tables[label].prepare(plan)
+        return F.pad(rows, (0, 0, 0, self.shard_rows[label] - len(rows)))
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
         A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
-        # Rows of tables were launched after the last update; here the wait for them ends.
+        # The rows of the tables were launched after the last update; wait for them here.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label])
+            row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3154,17 +3218,27 @@ class Executor:
         for part in self._micro_batches(batch):
             slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
             if loss_weight:
-                for entry in self.optimizer.sharded.values():
-                    entry.backwards += 1                      # and each part of its main_grad is written once more
+                for group in self.optimizer.sharded_groups.values():
+                    group.num_backwards += 1
                 slot_sums.sum().backward(backward_seed)
             else:
-                self.optimizer.add_zeros()
+                self.optimizer.add_zero_grads()
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values, plans_ahead: Callable = do_nothing):
-        """Update what this step updates with the gradients so far, and clear these. plans_ahead: see Loader."""
-        self.optimizer.step(values, plans_ahead)
+    def optim_step(self, values: Values):
+        """Update what this step updates with the gradients so far, and clear these."""
+        self.optimizer.step(values)
+
+    def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
+        """Start to copy the rows of the next step from host memory to the device, before `optim_step`."""
+        for label, plan in plans.items():
+            self.tables[label].prefetch(plan)
+
+    def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
+        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`."""
+        for label, plan in plans.items():
+            self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values):
@@ -3191,7 +3265,7 @@ class Executor:
         padded = np.zeros(length + 1, np.uint16)
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
-        batch, = self.planner.batches("sample", [values], [[slot]])
+        batch, = build_batches(self.cfg, self.fabric, None, "sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
         hidden = self.model.hidden(batch, *self._for_reading(batch, values))
         return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
@@ -3200,9 +3274,10 @@ class Executor:
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.read(batch.plans[label])
-            if self.compiling and not table.alone:            # one graph for any number of rows
-                torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
+            rows = table.fetch_for_eval(batch.plans.get(label))
+            if self.compiling and label in batch.plans:       # one graph for any number of rows
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
+            row_buffers[label] = rows, None
         return self._attention_of(values, batch.tokens.shape[1]), row_buffers
 
     def _attention_of(self, values: Values, longest: int):
@@ -3230,7 +3305,7 @@ class Executor:
     def snapshot(self):
         """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
+        touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
         rng = torch.get_rng_state()                           # of the device nothing draws
 
         @torch.no_grad()
@@ -3238,54 +3313,47 @@ class Executor:
             # Every tensor keeps its address, so that nothing recompiles.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for home, pieces in touched:
-                home.load(pieces)
+            for store, chunks in touched:
+                store.load(chunks)
             self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
 
         return restore
 
-    def set_seed(self, seed: int):
-        self.model.set_initial_values(seed, self.shard)
-        self.optimizer.seed = seed
-
     def drop_gradients(self):
         """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
-        for label, entry in self.optimizer.entries.items():
+        for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
             else:
-                entry.clear()
+                group.zero_grad()
 
     def _whole(self, name: str, x: Tensor):
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
-        is_shard = is_moment and label in self.optimizer.sharded
+        is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(CHUNK_ROWS)]
         if self.fabric.rank != 0:
             return None
         if is_shard:
             return torch.cat(*pieces)                         # few matrices or rows: one piece
         # Row r is at rank r mod W, and padding follows the last.
         rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
-        return rows[:self.tables[label].table.rows]
+        return rows[:self.num_rows[label]]
 
-    def whole_weights(self, values: Values):
-        """Return all weights except row-wise tables, in logical shapes, on rank 0's host; elsewhere tables are None.
-        Collective. values: of the next step to train, which say whether the embedding is still the head."""
-        weights = {label: self._whole(label, p) for label, p in self.model.state_dict().items()}
+    def whole_state(self, values: Values, with_moments: bool):
+        """Return weights, without row-wise tables, and optimizer state by name, whole and in logical order, on rank 0's
+        host; elsewhere what is sharded is None. Equal at every W. Between cycles; collective.
+        values: of the next step to train, which say whether the embedding is still the head."""
+        wholes = {name: self._whole(name, x) for name, x in self.state_tensors().items()
+                  if with_moments or "." not in name}
         if values.tied:
-            weights["embed"] = weights["lm_head"].t().contiguous()
-        return weights
-
-    def whole_state(self, values: Values):
-        """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
-        moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
-        return dict(weights=self.whole_weights(values), moments=moments)
+            wholes["embed"] = wholes["lm_head"].t().contiguous()
+        return wholes
 
     @torch.no_grad()
     def load_state(self, wholes: dict):
@@ -3299,7 +3367,7 @@ class Executor:
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
-            for totals in self.fabric.gather(table.totals):
+            for totals in self.fabric.gather(table.byte_totals):
                 result[label].update(totals)
         return result
 
@@ -3329,12 +3397,12 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
             # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
             # on the device, with a host home those of two. (Their state is left out: 8 bytes a row.)
             shard = kept // W
-            read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
-            cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
-            if table.is_rowwise:
-                home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+            read = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
+            cache = min(kept, read // W) if table.rowwise or cfg.row_comms == "sparse" else kept
+            if table.rowwise:
+                home = ON_HOST if table.location == "host" or not fabric.on_cuda else "weights"
                 parts[home] += shard * item
-                parts["weights"] += min(shard, read) * item * (2 if table.home == "host" else 1)
+                parts["weights"] += min(shard, read) * item * (2 if table.location == "host" else 1)
                 kept = cache
             elif W > 1:
                 kept = shard + cache
@@ -3364,7 +3432,10 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
     local = cfg.num_slots // fabric.world
-    room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if fabric.on_cuda:
+        total = torch.cuda.mem_get_info(fabric.device)[1]
+    room = MEMORY_SHARE * min(fabric.gather(total))
     choices = [m for m in range(local, 0, -1) if local % m == 0]
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
@@ -3381,6 +3452,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
+KEPT_CHECKPOINTS = 2
 UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
@@ -3418,12 +3490,22 @@ def part_of(folder: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
-def write_folder(folder: Path, run_id: str, files: dict, executor: Executor):
+def row_files(engine: Engine):
+    """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
+    fabric = engine.fabric
+    for label, table in engine.tables.items():
+        if table.store:
+            # In pieces, for a table may be larger than the memory that is left.
+            for number, (local_rows, state) in enumerate(table.store.touched_state()):
+                name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
+                yield name, dict(state._asdict(), ids=local_rows * fabric.world + fabric.rank)
+
+def write_folder(folder: Path, run_id: str, files: dict, engine: Engine):
     """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
     give it its name. Raises RunError. Collective."""
-    fabric = executor.fabric
+    fabric = engine.fabric
     part = part_of(folder, run_id)
-    contents = row_files(executor)                            # each made when the one before it is on the disk
+    contents = row_files(engine)                            # each made when the one before it is on the disk
     if fabric.rank == 0:
         contents = itertools.chain(files.items(), contents)
 
@@ -3483,19 +3565,9 @@ def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
-def row_files(executor: Executor):
-    """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
-    fabric = executor.fabric
-    for label, table in executor.tables.items():
-        if table.home:
-            # In pieces, for a table may be larger than the memory that is left.
-            for number, (places, state) in enumerate(table.home.touched()):
-                name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
-                yield name, dict(state._asdict(), ids=places * fabric.world + fabric.rank)
-
-def load_rows(folder: Path, manifest: dict, executor: Executor):
+def load_rows(folder: Path, manifest: dict, engine: Engine):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
-    fabric = executor.fabric
+    fabric = engine.fabric
 
     def own_rows(label: str, dtype: torch.dtype):
         """Yield places and rows, file by file."""
@@ -3506,26 +3578,43 @@ def load_rows(folder: Path, manifest: dict, executor: Executor):
                 rows, v, last = (content[part][owned] for part in RowState._fields)
                 yield content["ids"][owned] // fabric.world, RowState(rows.to(dtype), v, last)
 
-    for label, table in executor.tables.items():
-        if table.home:
+    for label, table in engine.tables.items():
+        if table.store:
             with damaged(folder):                             # rows of another width, type or table
-                table.home.load(own_rows(label, table.shard.dtype))
+                table.store.load(own_rows(label, table.shard.dtype))
 
 def settings_json(cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     return json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
-def save(folder: Path, run_id: str, cfg: Config, executor: Executor, values: Values, vocabulary: list[bytes] | None):
+def save(folder: Path, run_id: str, cfg: Config, engine: Engine, values: Values, vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = {"weights.pt": executor.whole_weights(values), SETTINGS: settings_json(cfg)}
+    files = {"weights.pt": engine.whole_state(values, with_moments=False), SETTINGS: settings_json(cfg)}
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files[VOCABULARY] = b"".join(lines)
-    write_folder(folder, run_id, files, executor)
+    write_folder(folder, run_id, files, engine)
 
-def load_checkpoint(run_dir: Path, executor: Executor):
+def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Engine, values: Values):
+    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
+    # A checkpoint that cannot be written ends nothing: the next may be.
+    fabric = engine.fabric
+    folder = run_dir / CHECKPOINTS
+    name = f"step-{values.step:07d}"
+    files = {"run.pt": dict(content, state=engine.whole_state(values, with_moments=True))}
+    try:
+        write_folder(folder / name, run_id, files, engine)
+    except RunError as error:
+        fabric.say(f"{error}\nthe run goes on without this checkpoint")
+        return
+    if fabric.rank == 0:
+        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
+        for old in before[:1 - KEPT_CHECKPOINTS]:
+            shutil.rmtree(old, ignore_errors=True)
+
+def load_checkpoint(run_dir: Path, engine: Engine):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
-    fabric = executor.fabric
+    fabric = engine.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     # What one rank cannot read nobody takes: all ranks go on from the same step.
@@ -3535,11 +3624,10 @@ def load_checkpoint(run_dir: Path, executor: Executor):
             with fabric.failing_together(), damaged(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                state = content.pop("state")
-                wholes = state["weights"] | state["moments"]
-                check_tensors(run, executor.cfg, wholes, with_moments=True)
-                executor.load_state(wholes)
-                load_rows(path, manifest, executor)
+                wholes = content.pop("state")
+                check_tensors(run, engine.cfg, wholes, with_moments=True)
+                engine.load_state(wholes)
+                load_rows(path, manifest, engine)
                 return content
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
@@ -3547,30 +3635,38 @@ def load_checkpoint(run_dir: Path, executor: Executor):
                     "--resume the run before it, if it was itself resumed; or start anew, with --checkpoint_every=100")
 
 
-# ====== Room 9: Race ==================================================================================================
+# ====== Room 10: Loop =================================================================================================
 LOGS = ("log.txt", "log.jsonl")
-PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
+CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
 NEW_LOG = dict(tokens=0, done=0, last_good="none", lines={})     # `Log.state` of a run that begins
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
     def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
-        # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
-        self.state = before, None
+        self.before = before             # ms up to the last stop
+        self.since = None                # s of the start; None: it stands still
+        self.cycle_began = before        # ms at the last `next_cycle_ms`
 
     @property
     def ms(self):
-        before, since = self.state
-        return before if since is None else before + (time.perf_counter() - since) * 1000
+        return self.before if self.since is None else self.before + (time.perf_counter() - self.since) * 1000
 
     def start(self):
         self.fabric.synchronize()
-        self.state = self.ms, time.perf_counter()
+        self.since = time.perf_counter()
 
     def stop(self):
         self.fabric.synchronize()
-        self.state = self.ms, None
+        self.before = self.ms
+        self.since = None
+
+    def next_cycle_ms(self):
+        """Return the ms at which the next cycle will begin if this one, which begins now, is as long as the last."""
+        now = self.ms
+        last = now - self.cycle_began
+        self.cycle_began = now
+        return now + last
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
@@ -3586,7 +3682,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
-        self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
+        self.is_tty = fabric.rank == 0 and sys.stderr.isatty()
         if fabric.rank == 0:
             # An existing log is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -3610,15 +3706,15 @@ class Log:
     def text(self, line: str):
         """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
-        self.show("")
+        self.show_progress("")
         self.fabric.say(line)
 
-    def show(self, progress: str):
-        """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
-        if self.on_terminal:
+    def show_progress(self, text: str) -> None:
+        """Replace the last line of a terminal by this text. The next line overwrites it."""
+        if self.is_tty:
             with contextlib.suppress(OSError):
-                most = shutil.get_terminal_size().columns - 1                 # a line that wraps would stay
-                print(f"\r\x1b[K{progress[:most]}\r", end="", file=sys.stderr, flush=True)
+                width = shutil.get_terminal_size().columns - 1                # a line that wraps would remain
+                print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes):
         file = self.files.get(name)                                           # of rank 0, until the log is closed
@@ -3666,14 +3762,14 @@ class Log:
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
-            # The console gets a selection, with more for people.
             seconds_left = (min(self.total, self.schedule.end_step) - step) * ms / step / 1000
             more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
-            self.show(f"step:{step}/{self.total} {more}")
-            if not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0:
+            self.show_progress(f"step:{step}/{self.total} {more}")
+            if not self.is_tty and step % -(-self.total // CONSOLE_STEP_LINES) == 0:
                 self.fabric.say(f"{line} {more}")
 
     def check(self, loss: float, what: str):
+        """Raise RunError unless a loss is finite."""
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
 
@@ -3700,110 +3796,132 @@ class Log:
         for file in self.files.values():
             file.close()
         self.files = {}
-        self.show("")
+        self.show_progress("")
 
-def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    losses = executor.forward_backward(loader.next(values), values)
-    executor.optim_step(values, loader.plans_ahead)
+def train_step(engine: Engine, loader: Loader, values: Values) -> Losses:
+    """Run one training step, and fetch the table rows of the next one."""
+    losses = engine.forward_backward(loader.next(values), values)
+    next_plans = loader.next_plans()     # waits for the loader at the end of a cycle; the GPU keeps computing
+    engine.prefetch_rows(next_plans)     # rows in host memory start their way to the device
+    engine.optim_step(values)
+    engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
-def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
+def warm_up(cfg: Config, fabric: Fabric, engine: Engine, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
-    restore = executor.snapshot()
+    restore = engine.snapshot()
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
-    validation = ValidationSet(cfg, fabric, headers, executor.exchange, "warm-up")
+    validation = ValidationSet(cfg, fabric, headers, "warm-up")
     schedule = Schedule(cfg)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     cycles = [steps[first:first + schedule.cycle] for first in range(0, len(steps), schedule.cycle)]
-    loader = Loader(cfg, fabric, headers, cycles, executor.exchange_ahead, "warm-up")
-    loader.start()
 
     # One phase a cycle, so that a slow compiler is seen at work.
-    for cycle in cycles:
+    loader = Loader(cfg, fabric, headers, "warm-up")
+    loader.start(cycles[0])
+    for cycle, following in zip(cycles, [*cycles[1:], []]):
+        loader.advance(following)
         with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
             for values in cycle:
-                train_step(executor, loader, values)
+                train_step(engine, loader, values)
     with log.phase("warm-up of validation"):
         # Attention's spans differ by stage, and once more at the end.
         last_of_stage = {values.stage: values for values in steps}
         for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
-            executor.evaluate(validation.batches(values), values)
+            engine.evaluate(validation.batches(values), values)
     loader.close()
     restore()
 
-def cycles_from(first: int, schedule: Schedule, clock: Clock):
-    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race."""
-    # With a time budget the clock of rank 0 decides a cycle's place in the plan. Its share of the plan is the share of
-    # the budget that will be over when the cycle begins, if the cycle before it takes as long as the last.
-    budget = 1000 * schedule.cfg.time_budget                  # ms
-    before = clock.ms
-    for step in itertools.count(first, schedule.cycle):
-        if budget and len(schedule.places) <= step // schedule.cycle:
-            # Every rank has to be at the same place, and places of a resumed run are known.
-            now = clock.ms
-            place = torch.tensor((2 * now - before) / budget * schedule.total_steps, dtype=torch.float64)
-            before = now
-            if clock.fabric.world > 1:
-                dist.broadcast(place, 0, group=clock.fabric.plan_group)
-            schedule.places.append(max([float(place), *schedule.places[-1:]]))
-        if step >= schedule.end_step:
-            return
-        yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
+def cycle_from(first: int, schedule: Schedule, clock: Clock) -> list[Values]:
+    """Return the Values of the cycle that begins at step `first`, or [] at the end of training. Collective.
 
-def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log, before_step: Callable):
-    """Train against the clock; return the final validation loss (nats per token), and why the data ended early."""
-    # On the clock: reading, packing, also of the first batch, plans, steps, logging. Off the clock: validation, and
-    # what before_step(step) stops it for.
+    With --time_budget the clock of rank 0 decides, one cycle ahead, where in the plan the cycle begins.
+    """
+    budget_ms = 1000 * schedule.cfg.time_budget
+    if budget_ms and len(schedule.places) <= first // schedule.cycle:         # a checkpoint has the places of its run
+        fraction = clock.fabric.from_rank_0(clock.next_cycle_ms()) / budget_ms
+        previous = schedule.places[-1] if schedule.places else 0.0
+        schedule.places.append(max(previous, fraction * schedule.total_steps))
+    if first >= schedule.end_step:
+        return []
+    return [schedule.at(step) for step in range(first, min(first + schedule.cycle, schedule.end_step))]
+
+class RunInfo(NamedTuple):
+    """What the logs and checkpoints of this process record about its runs."""
+    run_id: str
+    source: bytes                        # of this file
+    given: Config                        # from flags and preset, before the shard headers decide sizes
+    attention: str                       # name and version of the kernel
+    fingerprint: dict[str, str]          # settings, hashes and versions on which the results of a run depend
+    resumed: dict[str, Any]              # what `check_resumed` returns; {} for a new run
+
+def race(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
+         profiler: torch.profiler.profile | None = None) -> tuple[float, DataEnded | None]:
+    """Train until the end of the schedule or of the data. Collective.
+
+    Returns the final validation loss in nats per token, and the error if the data ended early. On the clock: reading,
+    packing, row plans, steps, logging. Off the clock: checkpoints and validations.
+    """
     schedule = log.schedule
+    first = log.done
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
-        loader.start()
-        loader.wait()
+        loader.start(cycle_from(first, schedule, clock))
     try:
         while log.done < schedule.end_step:
-            before_step(log.done)
             values = schedule.at(log.done)
+            if values.checkpoint and values.step > first:
+                clock.stop()
+                with log.phase("checkpoint"):
+                    content = dict(log=log.state(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, content, engine, values)
+                clock.start()
             if values.validate:
                 clock.stop()
-                log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+                log.validation(engine.evaluate(validation.batches(values), values), clock.ms, validation)
                 clock.start()
-            losses = train_step(executor, loader, values)
-            log.step(losses, clock.ms)
-    except DataEnded as error:                                                # what was trained counts
+            if values.begins_cycle:
+                loader.advance(cycle_from(values.step + schedule.cycle, schedule, clock))
+            if profiler and values.step > first:
+                profiler.step()
+            log.step(train_step(engine, loader, values), clock.ms)
+    except DataEnded as error:           # the steps so far count
         data_ended = error
     clock.stop()
 
-    # Only now a budget's number of steps is known; and only at the true end the long window is wider.
+    # The number of steps of a time budget is known only now. If the schedule was completed, these Values have the wider
+    # window of the final validation.
     log.flush()
     if schedule.cfg.time_budget:
         log.total = log.done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
     end = schedule.at(log.done)
     with log.phase("evaluation"):
-        loss = executor.evaluate(validation.batches(end), end)
+        loss = engine.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
-def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
+def generate(cfg: Config, engine: Engine, values: Values, pieces: list[bytes] | None,
              prompt=()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
         # Columns after the vocabulary are padding, which is never drawn.
-        logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
+        logits = engine.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights of a run that ended well",
              "sample from another save, or train again at a lower learning rate", RunError)
 
         probability = torch.softmax(logits / cfg.temperature, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
+        token = min(engine.fabric.gather(int(drawn)))                       # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -3813,14 +3931,13 @@ def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
 
 
-# ====== Room 10: Main =================================================================================================
+# ====== Room 11: Main =================================================================================================
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
+BUSY_CORES = 0.3                         # in use by other processes during set-up: the log warns above this
 OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
 LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-KEPT_CHECKPOINTS = 2
-BUSY_CORES = 0.3                         # that work for others, and are worth a word
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
@@ -3836,12 +3953,11 @@ def make_fabric(cfg: Config) -> Fabric:
     given = {name: env.get(name, text) for name, text in defaults.items()}
     rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    tasks = env.get("SLURM_NTASKS", "1")
+    if "WORLD_SIZE" not in env and env.get("SLURM_NTASKS", "1") != "1":
+        missing.append("WORLD_SIZE")                          # 1 for each task of Slurm to train alone
     need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
          "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
-         "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
+         "train_gpt.py ...; for a single process unset WORLD_SIZE, for one in each task of srun set it to 1")
     usable = max(w for w in range(1, min(world, cfg.num_slots) + 1) if cfg.num_slots % w == 0)
     need(usable == world, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}",
          f"torchrun --nproc_per_node={usable} train_gpt.py ...")
@@ -3877,6 +3993,14 @@ def make_fabric(cfg: Config) -> Fabric:
         raise ConfigError("waiting for all ranks", f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
                           f"{world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+
+def hardware(fabric: Fabric):
+    if fabric.on_cuda:
+        return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
+    name = platform.machine()
+    with contextlib.suppress(OSError, TypeError):
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def head_precision(cfg: Config, fabric: Fabric):
     """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
@@ -3955,14 +4079,6 @@ def choose_attention(cfg: Config, fabric: Fabric):
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
-def hardware(fabric: Fabric):
-    if fabric.on_cuda:
-        return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
-    name = platform.machine()
-    with contextlib.suppress(OSError, TypeError):
-        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
-    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
 def seconds_of_others(fabric: Fabric):
     """Return s of this machine's cores that other processes have used so far; negative where it does not say.
     Collective."""
@@ -3972,16 +4088,15 @@ def seconds_of_others(fabric: Fabric):
         busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
     return busy - sum(fabric.gather(time.process_time()))
 
-def write_header(log: Log, given: Config, executor: Executor, attention: str, decisive: dict, resumed: dict):
-    """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
-    resumed: what `check_resumed` returns; {} for a new run."""
+def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
+    """Write the first lines of a run: settings, versions, hardware, sizes."""
     # What another needs to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     fabric = log.fabric
     of_preset = vars(make_config(dict(preset=cfg.preset)))
-    changed = {name: flag_text(value) for name, value in vars(replace(given, seed=cfg.seed, run_dir="")).items()
+    changed = {name: flag_text(value) for name, value in vars(replace(info.given, seed=cfg.seed, run_dir="")).items()
                if value != of_preset[name]}
-    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
+    config = {name: [vars(row) for row in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -3989,37 +4104,45 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     # All parameters, and those that one token uses: of a table only the rows that it looks up.
-    tables = row_tables(cfg)
-    table_rows = {table.label: table.rows for table in tables}
+    tables = table_specs(cfg)
+    table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
-    rows_unread = sum(table.rows - table.reads for table in tables)
+    rows_unread = sum(table.num_rows - table.lookups_per_token for table in tables)
     facts = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
-        git_commit=commit, source_sha256=decisive["source_sha256"], data_sha256=decisive["data_sha256"],
-        hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
-        grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
+        git_commit=commit, source_sha256=info.fingerprint["source_sha256"], data_sha256=info.fingerprint["data_sha256"],
+        hardware=hardware(fabric), world_size=fabric.world, attention=info.attention, head=engine.precision,
+        grad_accum_steps=-(-cfg.num_slots // fabric.world // engine.slots_at_once),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if resumed else "header", **facts, **resumed)
+    log.event("resumed" if info.resumed else "header", **facts, **info.resumed)
     changes = ", ".join(f"{name}={text}" for name, text in changed.items())
     for line in (
             "=" * 100,
             f"Running Python {facts['python']}",
             f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
             f"with world_size {fabric.world}",
-            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {attention}, products "
-            f"of the head in {executor.precision} precision, seed {cfg.seed}",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention}, products "
+            f"of the head in {engine.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
             f"logs in {log.run_dir}"):
         log.text(line)
-    if resumed:
-        log.text(f"goes on after step {log.done} of {resumed['source']}, whose lines stand above in the log")
-        for name, (then, now) in resumed["differs"].items():
+    if info.resumed:
+        log.text(f"goes on after step {log.done} of {info.resumed['source']}, whose lines stand above in the log")
+        for name, (then, now) in info.resumed["differs"].items():
             log.text(f"resumed with another {name}: {then} then, {now} now")
+
+def open_log(folder: Path, info: RunInfo, schedule: Schedule, engine: Engine, earlier: dict = NEW_LOG) -> Log:
+    """Open the log of one run, next to its source and settings. earlier: what `Log.state` gave to a checkpoint."""
+    settings = replace(info.given, seed=schedule.cfg.seed, slots_per_micro_batch=engine.slots_at_once)
+    beside = {Path(__file__).name: info.source, SETTINGS: settings_json(settings)}
+    log = Log(folder, engine.fabric, schedule, beside, earlier)
+    write_header(log, info, engine)
+    return log
 
 def open_data(given: Config, fabric: Fabric, source: bytes):
     """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
@@ -4042,11 +4165,11 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         others = f"g++ {os.environ.get('CC', 'gcc')} clang"
         compilers = os.environ.get("CXX", others).split()                     # for C++ torch tries none but CXX
-        need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
-             "torch.compile finds", "install one (apt install g++), or --compile=0")
+        found = not fabric.compiles(cfg) or any(map(shutil.which, compilers))
+        need(found, "--compile", "no C++ compiler", "g++ or another that torch.compile finds", "install one (apt "
+             "install g++), or --compile=0")
         if fabric.rank > 0:
             return
 
@@ -4075,24 +4198,7 @@ def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
                if before.get(name) != facts.get(name)}
     return dict(step=done, source=cfg.resume, differs=differs)
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
-    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
-    # A checkpoint that cannot be written ends nothing: the next may be.
-    fabric = executor.fabric
-    folder = run_dir / CHECKPOINTS
-    name = f"step-{values.step:07d}"
-    files = {"run.pt": dict(content, state=executor.whole_state(values))}
-    try:
-        write_folder(folder / name, run_id, files, executor)
-    except RunError as error:
-        fabric.say(f"{error}\nthe run goes on without this checkpoint")
-        return
-    if fabric.rank == 0:
-        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
-        for old in before[:1 - KEPT_CHECKPOINTS]:
-            shutil.rmtree(old, ignore_errors=True)
-
-def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int):
+def finish(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, ms: float, loss: float, graphs: int):
     """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
     Returns the result, and the error of --save or None."""
     cfg = log.schedule.cfg
@@ -4124,37 +4230,37 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
-    result["comms"] = executor.traffic()
-    touched = {label: sum(fabric.gather(sum(map(len, table.home.touched_places()))))
-               for label, table in executor.tables.items() if table.home}
+    result["comms"] = engine.traffic()
+    touched = {label: sum(fabric.gather(sum(map(len, table.store.touched_rows()))))
+               for label, table in engine.tables.items() if table.store}
     if touched:
         result["touched_rows"] = touched
 
     # Weights go where --save says, else into the run directory.
     failure = None
-    fate = "lost"
-    for folder in (Path(cfg.save), log.run_dir / FALLBACK) if cfg.save else ():
-        try:
-            save(folder, run_id, cfg, executor, log.schedule.at(log.done), validation.vocabulary)
-            fate = f"in {folder}"
-            break
-        except RunError as error:
-            failure = failure or error
     if cfg.save:
+        fate = "lost"
+        for folder in (Path(cfg.save), log.run_dir / FALLBACK):
+            try:
+                save(folder, info.run_id, cfg, engine, log.schedule.at(log.done), validation.vocabulary)
+                fate = f"in {folder}"
+                break
+            except RunError as error:
+                failure = failure or error
         log.text(f"weights {fate}")
     log.event("result", **result)
     log.close()
     return result, failure
 
-def report(log: Log, executor: Executor, validation: ValidationSet, results: list[dict]):
+def report(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
     """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
-        sample = generate(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
-        executor.fabric.say(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
+        sample = generate(cfg, engine, log.schedule.at(log.done), validation.vocabulary)
+        engine.fabric.say(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
     loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
     last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
-    if executor.fabric.rank == 0:
+    if engine.fabric.rank == 0:
         print_result(json.dumps(last))
 
 def make_profile(cfg: Config, first: int, end_step: float):
@@ -4168,168 +4274,17 @@ def make_profile(cfg: Config, first: int, end_step: float):
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
 
-def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
-    # What would end the run after hours of work is looked at first, before data are read and anything is written.
-    began = time.perf_counter()
-    before = seconds_of_others(fabric)
-    run_id = fabric.gather(os.urandom(4).hex())[0]
-    # Each rank would have a time of its own.
-    root = Path(fabric.gather(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")[0])
-    seeds = range(given.seed, given.seed + given.runs)
-    folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
-    check_start(given, run_id, folders, fabric)
+def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
+    """Write a trace of each rank, and a table of the most expensive operations into the log."""
+    trace = log.run_dir / f"trace_rank{log.fabric.rank}.json.gz"
+    with refused(trace):
+        profiler.export_chrome_trace(str(trace))
+    sort_by = f"self_{log.fabric.device.type}_time_total"
+    log.text(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
-    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
-    cfg, train_shards, val_shards, decisive = open_data(given, fabric, source)
-    precision = head_precision(cfg, fabric)
-
-    # Memory depends on the attention kernel, and slots at once on memory. Packages may compile now: be patient.
-    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
-    kernel, attention = choose_attention(cfg, fabric)
-    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
-                        report=lambda **traffic: ending.log.event("comms", **traffic))
-
-
-    # A resumed run goes on with the state, log, clock and places of its last checkpoint.
-    earlier = dict(log=NEW_LOG, places=(), train_time_ms=0.0)
-    if cfg.resume:
-        earlier = load_checkpoint(Path(cfg.resume), executor)
-    schedule = Schedule(cfg, earlier["places"])
-    resumed = check_resumed(cfg, earlier, decisive, schedule.end_step) if cfg.resume else {}
-    first = earlier["log"]["done"]
-    profile = make_profile(cfg, first, schedule.end_step)
-
-    # Each run has a log of its own, which the process closes however it ends.
-    def open_log(folder: Path):
-        settings = settings_json(replace(given, seed=cfg.seed, slots_per_micro_batch=slots_at_once))
-        beside = {Path(__file__).name: source, SETTINGS: settings}
-        log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
-        write_header(log, given, executor, attention, decisive, resumed)
-        return log
-
-    # Set-up and warm-up stand in the log of the first run.
-    seconds = time.perf_counter() - began
-    busy = (seconds_of_others(fabric) - before) / seconds
-    log = open_log(folders[0])
-    if busy > BUSY_CORES:
-        log.text(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
-    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
-
-    # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
-    with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, val_shards, executor.exchange)
-    with log.phase("warm-up"):
-        warm_up(cfg, fabric, executor, log)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    if executor.compiling:
-        log.event("compiled", graphs=graphs)
-    if not cfg.checkpoint_every and not cfg.save:                             # else all wait for the slowest disk
-        fabric.set_timeout(cfg.comm_timeout)
-
-    restore = executor.snapshot() if cfg.runs > 1 else do_nothing
-    results = []
-    problem = None
-    for seed, folder in zip(seeds, folders):
-        # Further runs start from the same state, but with initial values of their own seed.
-        if results:
-            cfg = replace(cfg, seed=seed)
-            schedule = Schedule(cfg)
-            log = open_log(folder)
-            with log.phase("reset"):
-                restore()
-                executor.set_seed(seed)
-
-        # Checkpoints are off the clock; a profile counts steps.
-        clock = Clock(fabric, earlier["train_time_ms"])
-        loader = Loader(cfg, fabric, train_shards, cycles_from(first, schedule, clock), executor.exchange_ahead)
-        loader.skip(map(schedule.at, range(first)))
-
-        def before_step(step: int):
-            if step == first:
-                return
-            if cfg.checkpoint_every and step % schedule.cycle == 0 and step % cfg.checkpoint_every < schedule.cycle:
-                clock.stop()
-                with log.phase("checkpoint"):
-                    content = dict(log=log.state(), train_time_ms=clock.ms, places=schedule.places,
-                                   facts=decisive | dict(seed=str(seed)))
-                    write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
-                clock.start()
-            if profile:
-                profile.step()
-
-        # The garbage collector passes over all that is there now: models and graphs are many objects.
-        gc.collect()
-        gc.freeze()
-        if fabric.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        with profile or contextlib.nullcontext():
-            loss, data_ended = race(loader, executor, validation, clock, log, before_step)
-        gc.unfreeze()
-        loader.close()
-        if profile and profile.profiler:                                      # else the run ended before those steps
-            # Each rank writes a trace; a table of the dearest operations goes into the log.
-            trace = log.run_dir / f"trace_rank{fabric.rank}.json.gz"
-            with refused(trace):
-                profile.export_chrome_trace(str(trace))
-            sort_by = f"self_{fabric.device.type}_time_total"
-            log.text(profile.key_averages().table(sort_by, 12, max_name_column_width=60))
-
-        # The result is the last line of a log: after it only the sample can fail.
-        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs)
-        results.append(result)
-        problem = problem or data_ended or failure
-
-    report(log, executor, validation, results)
-    if problem:
-        raise problem
-
-
-def sample_saved(flags: Config):
-    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
-    # Settings come first: they say what the tensors have to be.
-    folder = Path(flags.sample)
-    weights = folder / "weights.pt"
-    saved = read_settings(folder)
-    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
-    manifest = read_manifest(folder)
-    tensors = read_tensors(weights, manifest)
-    check_tensors(weights, saved, tensors)
-
-    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
-    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
-    dtype = saved.dtype
-    if dtype == "bfloat16" and not fabric.on_cuda:
-        dtype = "float32"
-    tables = tuple(table._replace(home="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
-                  temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
-    pieces = read_vocabulary(folder, cfg)
-    try:
-        if pieces is None and cfg.vocab_size == GPT2_VOCAB:
-            encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
-            prompt = encoding.encode_ordinary(flags.prompt)
-        else:
-            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
-            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
-            words = POCKET_PIECE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
-            known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-            prompt = [ids[piece] for piece in itertools.chain(*known)]
-    except Exception as error:           # no package, no network, bytes that no token has
-        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
-                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
-                        "leave it out, use other words, or install tiktoken") from None
-    executor = Executor(cfg, fabric, attention_reference, precision=None)
-    with damaged(weights):
-        executor.model.load_state_dict(tensors)
-    load_rows(folder, manifest, executor)
-
-    schedule = Schedule(cfg)
-    sample = generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt)
-    print_result(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
+def lost_rank(found: str):
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
+                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def describe(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
@@ -4345,10 +4300,6 @@ def describe(error: BaseException | signal.Signals):
     if isinstance(error, TrainerError):
         return error.status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
-
-def lost_rank(found: str):
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
-                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
@@ -4404,13 +4355,148 @@ class Ending:
                 cause = alone
         if speaks:
             with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
-                erase = "\r\x1b[K" if self.log and self.log.on_terminal else ""          # the line of progress
+                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # the line of progress
                 within(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
         for part in tuple(UNFINISHED):
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
+
+def train(given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
+    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
+    # Check first what would end the run after hours of work, before data are read and anything is written.
+    began = time.perf_counter()
+    before = seconds_of_others(fabric)
+    run_id = fabric.gather(os.urandom(4).hex())[0]
+    # One name for all ranks, whose clocks may differ.
+    root = Path(fabric.gather(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")[0])
+    seeds = range(given.seed, given.seed + given.runs)
+    folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
+    check_start(given, run_id, folders, fabric)
+
+    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
+    cfg, train_shards, val_shards, fingerprint = open_data(given, fabric, source)
+    precision = head_precision(cfg, fabric)
+
+    # Memory depends on the attention kernel, and the micro-batch on memory. Attention packages may compile now, which
+    # takes ranks different times.
+    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
+    kernel, attention = choose_attention(cfg, fabric)
+    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
+    engine = Engine(cfg, fabric, kernel, precision, slots_at_once)
+
+    # A resumed run continues with the state, log, clock and places of its last checkpoint.
+    earlier = dict(log=NEW_LOG, places=(), train_time_ms=0.0)
+    if cfg.resume:
+        earlier = load_checkpoint(Path(cfg.resume), engine)
+    schedule = Schedule(cfg, earlier["places"])
+    resumed = check_resumed(cfg, earlier, fingerprint, schedule.end_step) if cfg.resume else {}
+    first = earlier["log"]["done"]
+    profiler = make_profile(cfg, first, schedule.end_step)
+
+    # The log of the first run contains set-up and warm-up.
+    info = RunInfo(run_id, source, given, attention, fingerprint, resumed)
+    seconds = time.perf_counter() - began
+    busy = (seconds_of_others(fabric) - before) / seconds
+    log = ending.log = open_log(folders[0], info, schedule, engine, earlier["log"])
+    if busy > BUSY_CORES:
+        log.text(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
+    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
+
+    # The warm-up compiles and runs every graph, and then restores the state. After it, a rank that is silent is lost.
+    with log.phase("validation data"):
+        validation = ValidationSet(cfg, fabric, val_shards)
+    with log.phase("warm-up"):
+        warm_up(cfg, fabric, engine, log)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if engine.compiling:
+        log.event("compiled", graphs=graphs)
+    if not cfg.checkpoint_every and not cfg.save:         # else all ranks wait for the slowest disk
+        fabric.set_timeout(cfg.comm_timeout)
+
+    restore = engine.snapshot() if cfg.runs > 1 else None
+    results = []
+    problem = None
+    for seed, folder in zip(seeds, folders):
+        # Further runs start from the same state, but with the initial values of their seed.
+        if results:
+            cfg = replace(cfg, seed=seed)
+            schedule = Schedule(cfg)
+            log = ending.log = open_log(folder, info, schedule, engine)
+            with log.phase("reset"):
+                restore()
+                engine.set_seed(seed)
+
+        clock = Clock(fabric, earlier["train_time_ms"])
+        loader = Loader(cfg, fabric, train_shards)
+        loader.skip(map(schedule.at, range(first)))
+
+        # Models and graphs are many objects, which the garbage collector need not visit in every step.
+        gc.collect()
+        gc.freeze()
+        if fabric.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        with profiler or contextlib.nullcontext():
+            loss, data_ended = race(info, loader, engine, validation, clock, log, profiler)
+        gc.unfreeze()
+        loader.close()
+        if profiler and profiler.profiler:                # else the data ended before the profiled steps
+            write_trace(profiler, log)
+
+        # The result is the last line of a log. After it, only the sample can fail.
+        result, failure = finish(log, info, engine, validation, clock.ms, loss, graphs)
+        results.append(result)
+        problem = problem or data_ended or failure
+
+    report(log, engine, validation, results)
+    if problem:
+        raise problem
+
+def sample_saved(flags: Config):
+    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
+    # Settings come first: they say what the tensors have to be.
+    folder = Path(flags.sample)
+    weights = folder / "weights.pt"
+    saved = read_settings(folder)
+    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
+    manifest = read_manifest(folder)
+    tensors = read_tensors(weights, manifest)
+    check_tensors(weights, saved, tensors)
+
+    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
+    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
+    dtype = saved.dtype
+    if dtype == "bfloat16" and not fabric.on_cuda:
+        dtype = "float32"
+    tables = tuple(replace(table, home="host") for table in saved.tables)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
+                  temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
+    pieces = read_vocabulary(folder, cfg)
+    try:
+        if pieces is None and cfg.vocab_size == GPT2_VOCAB:
+            encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
+            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
+            prompt = encoding.encode_ordinary(flags.prompt)
+        else:
+            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
+            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
+            words = POCKET_PIECE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
+            known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [ids[piece] for piece in itertools.chain(*known)]
+    except Exception as error:           # no package, no network, bytes that no token has
+        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
+                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
+                        "leave it out, use other words, or install tiktoken") from None
+    engine = Engine(cfg, fabric, attention_reference, precision=None)
+    with damaged(weights):
+        engine.model.load_state_dict(tensors)
+    load_rows(folder, manifest, engine)
+
+    schedule = Schedule(cfg)
+    sample = generate(cfg, engine, schedule.at(schedule.end_step), pieces, prompt)
+    print(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""

@@ -49,7 +49,7 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
+def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.RowPlan]]:
     """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
     headers = tg.find_shards(tokens())
     cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
@@ -78,7 +78,7 @@ def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
     by_rank = [plans_of(stage, rank, most_cycles) for rank in range(RANKS)]
     found = {}
     for label, plan in by_rank[0][0].items():
-        counts = np.array([[plans[label].send_counts for plans in of_rank] for of_rank in by_rank])
+        counts = np.array([[plans[label].fetch_counts for plans in of_rank] for of_rank in by_rank])
         counts = counts.swapaxes(0, 1)                               # (cycle, reader, owner)
         travelling = counts * (1 - np.eye(RANKS, dtype=int))
         sent = travelling.sum(2) * (ID_BYTES + ROW_BYTES) + travelling.sum(1) * ROW_BYTES
@@ -107,9 +107,9 @@ class Timed:
     def __init__(self, spec: tg.Table, fabric: tg.Fabric, width: int, most_ids: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
         self.planner = planner_of(cfg, fabric, spec)
-        shard = None if spec.is_rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
+        shard = None if spec.rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
         self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.do_nothing)
-        self.moments = [] if spec.is_rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
+        self.moments = [] if spec.rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.number = 0
 
     def cycle(self, ids: np.ndarray) -> np.ndarray:
@@ -119,12 +119,12 @@ class Timed:
         times = [time.perf_counter()]
         plan, _ = plan_of(self.planner, table.table, [ids[None]], cycle=self.number)
         if table.fabric.world > 1:
-            tg.exchange_plans(table.fabric, None, "float32", {table.table.label: plan})
+            tg.exchange_row_requests(table.fabric, None, "float32", {table.table.label: plan})
         table.prepare(plan)
         times.append(time.perf_counter())
         table.rows_for_forward(plan)
         times.append(time.perf_counter())
-        table.row_grads[:len(plan.my_rows)] = 1.0
+        table.row_grads[:len(plan.rows_to_fetch)] = 1.0
         grad, wait = table.return_gradients()
         wait()
         times.append(time.perf_counter())
@@ -138,7 +138,7 @@ class Timed:
             table.home.settle()
         times.append(time.perf_counter())
         table.clear()
-        return 1e9 * np.diff(times) / len(plan.my_rows)
+        return 1e9 * np.diff(times) / len(plan.rows_to_fetch)
 
 def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
     """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
@@ -149,7 +149,7 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     sides = {}
     reads = {}
     for rows in sizes:
-        spec = tg.Table("a_embed", rows, 1, None, is_rowwise=bool(home), home=home or "device")
+        spec = tg.Table("a_embed", rows, 1, None, rowwise=bool(home), home=home or "device")
         sides[rows] = Timed(spec, fabric, width, ids)
         reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
     found = {rows: [] for rows in sizes}

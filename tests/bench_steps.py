@@ -35,13 +35,13 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
     train_step = trainer.train_step
     lasted = None
 
-    def step_in_turn(executor, loader, values):
+    def step_in_turn(engine, loader, values):
         nonlocal lasted
         if lasted is not None:
             turns.send(lasted)                                # what stood between two steps was a part of the turn
         turns.recv()
         began = time.perf_counter()
-        result = train_step(executor, loader, values)
+        result = train_step(engine, loader, values)
         loader.wait()                                         # else its thread works in the other's turn
         lasted = time.perf_counter() - began
         return result

@@ -81,10 +81,10 @@ def nothing(*_: object) -> None:
 def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Return the rows of a table that a batch reads, as files and recipes number them."""
     plan = batch.plans[label]
-    rows = batch.rows[label].long()
-    world = len(plan.send_counts)
+    rows = batch.row_index[label].long()
+    world = len(plan.fetch_counts)
     if world > 1:                            # else its index is of the table, not of a list
-        rows = plan.my_rows[rows]
+        rows = plan.rows_to_fetch[rows]
         rows = rows % plan.shard_size * world + rows // plan.shard_size
     return rows
 
@@ -163,16 +163,16 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
     values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
-    return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
+    return batch._replace(tokens=tokens, rows=batch.row_index | dict(value_embed=values, embed=tokens))
 
 def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
-            **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
+            **tag: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
     """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
     tag: what the plan says of itself, in place of what the planner would have it say."""
     batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
     plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
-    return plan, [batch.rows[table.label] for batch in batches]
+    return plan, [batch.row_index[table.label] for batch in batches]
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
     planner = tg.Planner(cfg, where)
@@ -186,7 +186,7 @@ def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
-        plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
+        plan, (found,) = plan_of(planner, table, [batch.row_index[table.label].numpy()], tied)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
@@ -235,11 +235,11 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
-    entry = optimizer.entries.get(label)
-    if not isinstance(entry, tg.TableEntry):
+    entry = optimizer.groups.get(label)
+    if not isinstance(entry, tg.TableGroup):
         weight = optimizer.model.get_parameter(label)
-        if isinstance(entry, tg.Sharded):
-            return None if entry.backwards == 0 else weight.main_grad
+        if isinstance(entry, tg.ShardedGroup):
+            return None if entry.num_backwards == 0 else weight.main_grad
         return weight.grad
     table = entry.table
     if not table.pending:
@@ -249,26 +249,26 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     world, (size, width) = table.fabric.world, table.shard.shape
     physical = table.row_grads.new_zeros(world * size, width)
     for plan in table.pending:
-        physical[plan.my_rows] = table.row_grads[:len(plan.my_rows)]
+        physical[plan.rows_to_fetch] = table.row_grads[:len(plan.rows_to_fetch)]
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     """The gradient of a parameter that is no table, as one backward pass leaves it."""
     weight = optimizer.model.get_parameter(label)
-    entry = optimizer.entries.get(label)
-    if not isinstance(entry, tg.Sharded):
+    entry = optimizer.groups.get(label)
+    if not isinstance(entry, tg.ShardedGroup):
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
-    weight.writes.fill_(1)
-    entry.backwards = 1
+    weight.write_counts.fill_(1)
+    entry.num_backwards = 1
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
-    entry = optimizer.entries.get(label)
-    if not isinstance(entry, tg.TableEntry):
+    entry = optimizer.groups.get(label)
+    if not isinstance(entry, tg.TableGroup):
         so_far = grad_of(optimizer, label)
         set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
@@ -279,28 +279,28 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Value
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
 
-def tensors_of(executor: tg.Executor) -> dict[str, Tensor]:
+def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
     rotary tables, which are made again."""
-    tensors = dict(executor.model.named_parameters())
-    for label, state in executor.optimizer.state.items():
+    tensors = dict(engine.model.named_parameters())
+    for label, state in engine.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
-    for label, table in executor.tables.items():
+    for label, table in engine.tables.items():
         tensors[f"{label}.row_grads"] = table.row_grads
     tensors["random"] = torch.get_rng_state()
-    return tensors | rows_of_ngrams(executor)
+    return tensors | rows_of_ngrams(engine)
 
-def rows_of_ngrams(executor: tg.Executor) -> dict[str, Tensor]:
+def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
     """This rank's rows of n-gram tables, and their state."""
     found = {}
-    for label, table in executor.tables.items():
+    for label, table in engine.tables.items():
         if table.home is not None:
             table.home.settle()
             found |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
     return found
 
-def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
-    return tg.Executor(cfg, fabric(rank, world), tg.attention_reference, precision)
+def engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
+    return tg.Engine(cfg, fabric(rank, world), tg.attention_reference, precision)
 
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""

@@ -223,7 +223,7 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
     """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
     plan = tg.Planner.plan
 
-    def changed(self: tg.Planner, table: tg.Table, purpose: str, values: tg.Values, *rest: Any) -> tg.TablePlan:
+    def changed(self: tg.Planner, table: tg.Table, purpose: str, values: tg.Values, *rest: Any) -> tg.RowPlan:
         if untied and table.label == "embed":
             values = dataclasses.replace(values, tied=not values.tied)
         found = plan(self, table, purpose, values, *rest)

@@ -199,7 +199,7 @@ class Reference:
         gate = scalars["smear"] * gate_of(e[1:], p["smear_gate"])
         u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = norm(u)
-        bigrams = p["bigram_embed"][batch.rows["bigram_embed"][slot].long()]
+        bigrams = p["bigram_embed"][batch.row_index["bigram_embed"][slot].long()]
         seen.update(embed=e, smear=u, x0=x0, x0_bigram=bigrams)
         streams = [(scalars["bigram"], bigrams)]
         values_of = {}

@@ -94,7 +94,7 @@ def taken(state: tg.RowState) -> tg.RowState:
         x.fill_(nonsense)
     return copy
 
-class StagedHome(tg.HostHome):
+class StagedHome(tg.HostRowStore):
     """Each transfer is late by chance, and goes through staging of its own, which is spoiled after it."""
     empties = False                      # rows that came up are spoiled at home, too, until they are back
 
@@ -201,7 +201,7 @@ class TableOptimizer(tg.Optimizer):
             betas = BETA1 * (not trial.home), trial.beta2
             row = tg.Parameter(label, (table.table.rows, WIDTH), None, rule, lr_mul=LR_MUL, wd_mul=WD_MUL, betas=betas,
                                rows=table.table)
-            self.entries[label] = tg.TableEntry(self, row, table)
+            self.entries[label] = tg.TableGroup(self, row, table)
 
 class Cycles:
     """A trial on one rank: plans a cycle ahead as the loader makes them, and steps as the executor makes them."""
@@ -216,7 +216,7 @@ class Cycles:
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
-            spec = tg.Table(label, rows, 1, None, is_rowwise=bool(trial.home), home=trial.home or "device",
+            spec = tg.Table(label, rows, 1, None, rowwise=bool(trial.home), home=trial.home or "device",
                             cadence=trial.cadence, rounding=trial.rounding)
             shard = None
             if not trial.home:
@@ -228,7 +228,7 @@ class Cycles:
         self.optimizer = TableOptimizer(cfg, fabric, trial, self.tables)
         self.made: dict[int, tuple] = {}
 
-    def plans(self, update: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
+    def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
         """Return the plans of a cycle, made once, and where each lookup finds its row."""
         if update in self.made:
             return self.made[update]
@@ -241,7 +241,7 @@ class Cycles:
             plans[label], places[label] = plan_of(self.planner, self.tables[label].table, lines, purpose="train",
                                                   cycle=update, tokens=SLOTS)
         if self.fabric.world > 1:
-            tg.exchange_plans(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
+            tg.exchange_row_requests(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
         for label, plan in plans.items():
             self.tables[label].prepare(plan)
         self.made[update] = plans, places
@@ -269,13 +269,13 @@ class Cycles:
                 for ahead in range(update + 1, min(update + 3, trial.updates)):
                     self.plans(ahead)
 
-            def plans_ahead(ahead: int = update + 1) -> dict[str, tg.TablePlan] | None:
+            def plans_ahead(ahead: int = update + 1) -> dict[str, tg.RowPlan] | None:
                 return self.plans(ahead)[0] if ahead < trial.updates else None
             for label, table in self.tables.items():
                 plan = plans[label]
                 cache, _ = table.rows_for_forward(plan)
-                fetched = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
-                found[label]["cycles"].append((plan.my_rows.numpy(), exact_array(fetched)))
+                fetched = cache[plan.rows_to_fetch if table.alone else slice(len(plan.rows_to_fetch))]
+                found[label]["cycles"].append((plan.rows_to_fetch.numpy(), exact_array(fetched)))
             for step in range(trial.cadence):
                 for label in self.tables:
                     self.look_up(label, update, step)
@@ -353,9 +353,9 @@ def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
             if x.shape != want.shape or not np.allclose(x, want, relative, absolute):
                 wrong.append(f"{label}: {name} on rank {rank}")
 
-        for update, ((my_rows, fetched), table) in enumerate(zip(got["cycles"], before, strict=True)):
+        for update, ((rows_to_fetch, fetched), table) in enumerate(zip(got["cycles"], before, strict=True)):
             shards = np.concatenate(cut(table, world))         # with zeros where there is no row
-            compare(f"rows fetched for update {update}", fetched, shards[my_rows])
+            compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
         shard = {name: cut(x, world)[rank] for name, x in end.items()}
         if trial.home:
             shard["touched"] = np.flatnonzero(shard["last"])

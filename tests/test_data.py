@@ -44,11 +44,11 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
 def test_row_tables__rows_and_signs_of_ngrams(order, rows):
     """Also where a product passes 32 bits, and where the xor is negative."""
     line = tg.NgramTable("a_embed", order, rows, signs=1, home="host", cadence=4, rounding="stochastic")
-    *recipe, table = tg.row_tables(preset(tables=(line,), adam_every=1))
-    assert [(x.label, x.is_rowwise, x.cadence) for x in recipe] == [(label, False, 1) for label in tg.RECIPE_TABLES]
-    assert (table.rows, table.reads, table.tied, table.is_rowwise) == (rows, 1, False, True)
+    *recipe, table = tg.table_specs(preset(tables=(line,), adam_every=1))
+    assert [(x.label, x.rowwise, x.cadence) for x in recipe] == [(label, False, 1) for label in tg.RECIPE_TABLES]
+    assert (table.rows, table.reads, table.tied, table.rowwise) == (rows, 1, False, True)
     assert (table.home, table.cadence, table.rounding) == ("host", 4, "stochastic")
-    assert tg.row_tables(preset(tables=(line._replace(signs=0),)))[-1].signs is None
+    assert tg.table_specs(preset(tables=(line._replace(signs=0),)))[-1].signs is None
 
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
     factors, sign_factors = tg.NGRAM_FACTORS[order]
@@ -169,7 +169,7 @@ def check_batches(batches, steps) -> None:
         columns = max(len(bounds) for _, bounds in want)
         length = batch.tokens.shape[1]
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
-        types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
+        types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.row_index.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
 
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
@@ -356,34 +356,34 @@ def test_plan__equals_plain_sets(count, world, mode):
     if mode == "dense" and count == MOST_ROWS:                       # no plan lists all of them
         return
     size = math.ceil(count / world)
-    for is_rowwise, tied in ((False, False), (False, True), (True, False)):
-        table = tg.Table("bigram_embed", count, 1, None, tied=tied, is_rowwise=is_rowwise)
+    for rowwise, tied in ((False, False), (False, True), (True, False)):
+        table = tg.Table("bigram_embed", count, 1, None, tied=tied, rowwise=rowwise)
         planner = planner_of(preset(row_comms=mode), fabric(world - 1, world), table)
         for rows in patterns(count):
             plan, found = plan_of(planner, table, rows, tied)
             read = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = slow_plan(set(read.tolist()), count, world)
-            if mode == "dense" and world > 1 and not tied and not is_rowwise:
+            if mode == "dense" and world > 1 and not tied and not rowwise:
                 ids = list(range(world * size))
                 counts = [size] * world
-            assert plan.my_rows.tolist() == plan.requested_rows.tolist() == ids == sorted(set(ids))
-            assert plan.send_counts == plan.recv_counts == counts and plan.my_rows.dtype == torch.int64
+            assert plan.rows_to_fetch.tolist() == plan.rows_to_serve.tolist() == ids == sorted(set(ids))
+            assert plan.fetch_counts == plan.serve_counts == counts and plan.rows_to_fetch.dtype == torch.int64
             facts = plan.shard_size, plan.tied, plan.sent, plan.received, plan.reads
             assert facts == (size, tied, 0, 0, len(read))
             if tied:
                 assert plan.head_columns.tolist() == [row % size * world + row // size for row in ids]
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, np.dtype(np.int32)) for x in rows]
             places = np.concatenate([x.ravel() for x in found])
-            if world == 1 and not is_rowwise:
+            if world == 1 and not rowwise:
                 assert places.tolist() == read.tolist(), "they are read where they stand"
             else:
-                assert plan.my_rows[places].tolist() == (read % world * size + read // world).tolist()
+                assert plan.rows_to_fetch[places].tolist() == (read % world * size + read // world).tolist()
 
 def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
     write_shards(tmp_path, 8000)
     tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
     batches = read_all(tmp_path, steps=8, tables=tables, adam_every=1)
-    for table in tg.row_tables(preset(tables=tables, adam_every=1)):
+    for table in tg.table_specs(preset(tables=tables, adam_every=1)):
         plans = [batch.plans[table.label] for batch in batches]
         assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
         assert len(set(map(id, plans))) == 8 // table.cadence

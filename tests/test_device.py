@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, executor, preset, refused
+from common import ROOT, engine, preset, refused
 from common import fabric as make_fabric
 
 import train_gpt as tg
@@ -206,15 +206,15 @@ def bytes_of(tensors) -> int:
 def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode):
     """Against the tensors of a real executor, but for what a shard is rounded up or down by and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
-    runner = executor(cfg, world, rank)
+    runner = engine(cfg, world, rank)
     parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, cfg.num_slots // world)
     exact = tg.accum_dtype(getattr(torch, dtype))
     weights = [p.data for p in runner.model.parameters()]
-    small = runner.optimizer.entries[tg.SMALL]
+    small = runner.optimizer.groups[tg.REPLICATED]
     gradients = [torch.empty_like(p) for p in small.weights]                  # autograd's, and all that travel at once
     gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=exact))
-    for entry in runner.optimizer.entries.values():
-        if isinstance(entry, tg.Sharded):
+    for entry in runner.optimizer.groups.values():
+        if isinstance(entry, tg.ShardedGroup):
             units = len(tg.bank_matrices(entry.row, entry.weight))
             buffers = {id(x): x for x in (entry.main_grad, entry.comm_buffer)}
             gradients += [x[:units] for x in buffers.values()]
@@ -230,7 +230,7 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
         counted = bytes_of(tensors)
         assert -0.01 * counted <= parts[part] - counted <= spare + 0.01 * counted, part
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
-    mlp = runner.optimizer.entries["mlp"]                                     # 22 matrices: 3 each, 1 for the last
+    mlp = runner.optimizer.groups["mlp"]                                     # 22 matrices: 3 each, 1 for the last
     matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
     uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
     assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
@@ -242,7 +242,7 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
     """Against the tensors of a real executor, as on a GPU: a shard, caches for a cycle, live sets; not the 8 bytes of
     state of a row."""
     cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
-    table = executor(cfg, world, 0).tables["trigram_embed"]
+    table = engine(cfg, world, 0).tables["trigram_embed"]
     found, without = (tg.memory_estimate(c, on_gpu(world), tg.attention_reference, 1)
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}

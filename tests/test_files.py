@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, before_flush, executor, fabric, full_disk, losses, no_large_files, nothing, preset,
+from common import (Run, before_flush, engine, fabric, full_disk, losses, no_large_files, nothing, preset,
                     recorded_writes, refused, run, weights)
 
 import train_gpt as tg
@@ -69,7 +69,7 @@ def sample(folder: Path) -> None:
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
-    return tg.load_checkpoint(newest.parent.parent, executor(cfg))["log"]["done"]
+    return tg.load_checkpoint(newest.parent.parent, engine(cfg))["log"]["done"]
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -129,7 +129,7 @@ def test_load_checkpoint__none_is_whole(newest):
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Fabric, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
-    ranks = executor(preset(), world=2)
+    ranks = engine(preset(), world=2)
     monkeypatch.setattr(tg.Fabric, "gather", two)
     with refused(tg.ConfigError, "none on rank 1"):
         tg.load_checkpoint(newest.parent.parent, ranks)
@@ -313,7 +313,7 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     folder = tmp_path / tg.CHECKPOINTS
     for step in (2, 4, 100, 200):
         (folder / f"step-{step:07d}").mkdir(parents=True)
-    tg.write_checkpoint(tmp_path, "id", {}, executor(cfg), tg.Schedule(cfg).at(6))
+    tg.write_checkpoint(tmp_path, "id", {}, engine(cfg), tg.Schedule(cfg).at(6))
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):

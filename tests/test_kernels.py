@@ -71,7 +71,7 @@ def test_relu_sq_mlp(lead, D, width):
     n = leaf(*lead, D)
     up = leaf(width, D, seed=1)
     down = leaf(width, D, seed=2)
-    got = tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
+    got = tg.relu_sq_mlp(n, tg.as_matrix(up), tg.as_matrix(down))
     want = (n @ up.t()).relu().square() @ down
     assert_equals_autograd(got, want, (n, up, down), randn(*lead, D, seed=3))
 
@@ -85,11 +85,11 @@ def test_relu_sq_mlp__what_relu_cuts_off_has_no_gradient(monkeypatch, dtype):
     want = 2 * pre.relu() * (n @ down)
     seen = []
 
-    def keep_factor(_: tg.WeightPart, a: Tensor, __: Tensor) -> None:
+    def keep_factor(_: tg.WeightMatrix, a: Tensor, __: Tensor) -> None:
         seen.append(a)
 
     monkeypatch.setattr(tg, "accumulate_wgrad", keep_factor)
-    parts = [tg.as_part(x.to(dtype).requires_grad_()) for x in (up, down.t().contiguous())]
+    parts = [tg.as_matrix(x.to(dtype).requires_grad_()) for x in (up, down.t().contiguous())]
     rounded = n.to(dtype)
     tg.relu_sq_mlp(rounded, *parts).backward(rounded)
     found = seen[0]                                                           # by pre, a factor of the up gradient
@@ -261,7 +261,7 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
 def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
     weights = torch.tensor(weights, dtype=F64)
     loss_weight = torch.tensor(loss_weight, dtype=F64)
-    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype, tg.as_part(w))
+    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype, tg.as_matrix(w))
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("slots, length, weights", [

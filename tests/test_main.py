@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, executor, fabric, launch, losses, nothing, preset, random_stream,
+from common import (ROOT, Forked, Run, check_error, engine, fabric, launch, losses, nothing, preset, random_stream,
                     run, write_shard)
 
 import train_gpt as tg
@@ -183,7 +183,7 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
         tg.EVAL_ROWS = rows
         return race(*args)
 
-    monkeypatch.setattr(tg.Executor, "compiled", compiled)
+    monkeypatch.setattr(tg.Engine, "compiled", compiled)
     monkeypatch.setattr(tg, "race", race_with_chunks)
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
@@ -288,7 +288,7 @@ def folder(tmp_path_factory) -> Path:
     pieces = [*PIECES, b""]
     pieces[ord("~")] = b"no tilde"
     for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
-        tg.save(path / name, "id", cfg, executor(cfg), tg.Schedule(cfg).at(0), of_tokens)
+        tg.save(path / name, "id", cfg, engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, executor, fabric, fill_randomly, grad_of, owned, randn, refused, small,
+from common import (BF16, F32, F64, add_grad, engine, fabric, fill_randomly, grad_of, owned, randn, refused, small,
                     unequal, untied_at)
 from reference import Reference
 
@@ -52,7 +52,7 @@ def test_stochastic_round__keeps_what_is_not_finite():
         assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    ex = executor(cfg, world, rank)
+    ex = engine(cfg, world, rank)
     whole = fill_randomly(ex.model, where=ex.fabric)
     with torch.no_grad():
         ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.fabric))
@@ -129,7 +129,7 @@ def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_
     assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
-    entry = optimizer.entries[label]
+    entry = optimizer.groups[label]
     return entry.shard if label in optimizer.sharded else entry.table.shard
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -150,7 +150,7 @@ def test_Optimizer__ranks_own_every_piece_once(world):
         else:
             assert torch.cat(parts).equal(whole), label
         for optimizer, part in zip(ranks, parts):
-            entry = optimizer.entries[label]
+            entry = optimizer.groups[label]
             assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
             if label not in TABLES:
                 for room in (entry.padded, entry.main_grad, entry.comm_buffer):
@@ -158,7 +158,7 @@ def test_Optimizer__ranks_own_every_piece_once(world):
                 assert entry.weight.data_ptr() == entry.padded.data_ptr()
                 assert entry.weight.main_grad.data_ptr() == entry.main_grad.data_ptr()
     for label in BANKS:
-        lr_muls = [optimizer.entries[label].lr_muls for optimizer in ranks]
+        lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
         assert torch.cat(lr_muls).equal(alone.entries[label].lr_muls)
 
 def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
@@ -176,7 +176,7 @@ def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     before = memory()
     initial_state = tg.initial_state
     monkeypatch.setattr(tg, "initial_state", with_average)
-    ex = executor(cfg)
+    ex = engine(cfg)
     numbers = sum(math.prod(row.shape) for row in ex.model.table.values())
     assert memory() - before == numbers * F64.itemsize
     added = {label: state["another"] for label, state in ex.optimizer.state.items()}

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, executor, fabric, grad_of, logical_rows
+from common import BF16, F64, ROOT, engine, fabric, grad_of, logical_rows
 from reference import Reference
 from torch import Tensor
 
@@ -159,12 +159,12 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     assert all(weights[row.label].shape == row.shape for row in tg.parameter_table(cfg))
     return weights
 
-def executor_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Executor:
-    found = executor(cfg)
+def executor_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
+    found = engine(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
-def gradient(run: tg.Executor | Reference, label: str) -> Tensor:
+def gradient(run: tg.Engine | Reference, label: str) -> Tensor:
     return run.grads[label] if isinstance(run, Reference) else grad_of(run.optimizer, label)
 
 class Trajectory:
@@ -201,7 +201,7 @@ class Trajectory:
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
 
-    def plans_ahead(self) -> dict[str, tg.TablePlan] | None:
+    def plans_ahead(self) -> dict[str, tg.RowPlan] | None:
         """Return plans of the next cycle, as the loader tells them; None in mid-cycle and at the end."""
         return self.ready[0].plans if self.ready else None
 
@@ -583,10 +583,10 @@ def check_schedule(oracle: Oracle) -> None:
             row[:len(values.mtp_weights)] = values.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
-    optimizer = executor(replace(cfg, model_dim=16, head_dim=8)).optimizer
+    optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, row in optimizer.model.table.items():
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
-        vectors.check(f"lr_mul_param.{label}", float(optimizer.entries[label].lr_muls[0]) if is_bank else row.lr_mul)
+        vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else row.lr_mul)
     vectors.finish()
 
 def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:

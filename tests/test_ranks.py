@@ -52,15 +52,15 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
-def state_hashes(executor: tg.Executor) -> dict[str, str]:
-    tensors = tensors_of(executor)
+def state_hashes(engine: tg.Engine) -> dict[str, str]:
+    tensors = tensors_of(engine)
     hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
-    pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
-    return hashes | dict(plain=repr((executor.rotary, pending)))
+    pending = [(label, len(table.pending), table.cached is None) for label, table in engine.tables.items()]
+    return hashes | dict(plain=repr((engine.rotary, pending)))
 
-def whole_state(executor: tg.Executor, values: tg.Values) -> Arrays:
+def whole_state(engine: tg.Engine, values: tg.Values) -> Arrays:
     """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
-    state = executor.whole_state(values)
+    state = engine.whole_state(values)
     whole = state["weights"] | state["moments"]
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
@@ -86,8 +86,8 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     tables = [table._replace(home=home) for table in fields.get("tables", ())]
     cfg = tiny(**fields | dict(tables=tuple(tables)))
     losses, validations, found = [], [], {}
-    forward_backward = tg.Executor.forward_backward
-    evaluate = tg.Executor.evaluate
+    forward_backward = tg.Engine.forward_backward
+    evaluate = tg.Engine.evaluate
     warm_up = tg.warm_up
     finish = tg.finish
 
@@ -100,21 +100,21 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         validations.append(evaluate(self, batches, values))
         return validations[-1]
 
-    def seen_warm_up(cfg, fabric, executor, log):
-        found["initial"] = state_hashes(executor)
+    def seen_warm_up(cfg, fabric, engine, log):
+        found["initial"] = state_hashes(engine)
         if rank.world == 2 and name in ("all layers", "layers"):
-            warm_up(cfg, fabric, executor, log)
+            warm_up(cfg, fabric, engine, log)
             found["warm_up_steps"] = len(losses)
-            after = state_hashes(executor)
+            after = state_hashes(engine)
             found["left"] = [name for name in after if after[name] != found["initial"][name]]
         losses.clear()
         validations.clear()
 
-    def seen_finish(log, run_id, executor, *rest):
-        found["state"] = whole_state(executor, log.schedule.at(log.done))
-        found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(executor).items()}
-        found["final"] = state_hashes(executor)
-        return finish(log, run_id, executor, *rest)
+    def seen_finish(log, run_id, engine, *rest):
+        found["state"] = whole_state(engine, log.schedule.at(log.done))
+        found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
+        found["final"] = state_hashes(engine)
+        return finish(log, run_id, engine, *rest)
 
     ending = SimpleNamespace(log=None, report_rows=lambda **facts: ending.log.event("comms", **facts))
     with contextlib.ExitStack() as stack:
@@ -123,8 +123,8 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         if name != "all layers":
             stack.enter_context(few_layers())
         patch.setitem(tg.HOMES, "host", StagedHome)
-        patch.setattr(tg.Executor, "forward_backward", seen_forward_backward)
-        patch.setattr(tg.Executor, "evaluate", seen_evaluate)
+        patch.setattr(tg.Engine, "forward_backward", seen_forward_backward)
+        patch.setattr(tg.Engine, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
         patch.setattr(tg, "finish", seen_finish)
         tg.train(cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
@@ -204,23 +204,23 @@ def test_Log__rank_0_keeps_that_of_all(ranks):
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Executor, tg.Loader, list[tg.Values]]]:
+def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.Values]]]:
     """An executor with weights that leave no term at zero, a started loader, and the first steps."""
     headers = tg.find_shards(cfg.train_files)
     cfg = tg.resolve(cfg, headers, headers)
-    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    fill_randomly(executor.model, where=fabric)
+    engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
+    fill_randomly(engine.model, where=fabric)
     if fabric.world == 1:                                                     # else it is read from the head
-        executor.model.embed.data.copy_(executor.model.lm_head.t())
-    with started_loader(cfg, fabric, count, executor.exchange_ahead) as (loader, values):
-        yield executor, loader, values
+        engine.model.embed.data.copy_(engine.model.lm_head.t())
+    with started_loader(cfg, fabric, count, engine.exchange_ahead) as (loader, values):
+        yield engine, loader, values
 
 def pieces(rank: Rank, way: str) -> Arrays:
     """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
     or with those alone, which on one rank is a cycle of every second slot."""
     odd = rank.rank % 2 == 1
     cfg = tiny(dtype="float64", adam_every=2)
-    with few_layers(), steps_of(rank.fabric(), cfg, 2) as (executor, loader, plan):
+    with few_layers(), steps_of(rank.fabric(), cfg, 2) as (engine, loader, plan):
         for values in plan:
             batch = loader.next(values)
             one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
@@ -230,11 +230,11 @@ def pieces(rank: Rank, way: str) -> Arrays:
             if way == "idle" and rank.world == 1:
                 parts = one_by_one[::2]
             for part in parts:
-                executor.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
+                engine.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
                 if way == "extra" and odd:
-                    executor.forward_backward(one_by_one[0], values, 0.0)
-            executor.optim_step(values, loader.plans_ahead)
-        return whole_state(executor, tg.Schedule(cfg).at(2))
+                    engine.forward_backward(one_by_one[0], values, 0.0)
+            engine.optim_step(values, loader.plans_ahead)
+        return whole_state(engine, tg.Schedule(cfg).at(2))
 
 @pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
 def test_forward_backward__calls_add_up_and_wait_for_nobody(ranks, world):
@@ -275,8 +275,8 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
             patch.setattr(tg, name, orders[order] if order < 2 else rng.permutation(labels).tolist())
         if spoil:
             patch.setattr(torch.nn.functional, "pad", functools.partial(torch.nn.functional.pad, value=math.nan))
-        with steps_of(rank.fabric(), cfg, UNEVEN_STEPS) as (executor, loader, plan):
-            optimizer = executor.optimizer
+        with steps_of(rank.fabric(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
+            optimizer = engine.optimizer
             for entry in optimizer.sharded.values():
                 count = len(tg.bank_matrices(entry.row, entry.weight))
                 for room in (entry.padded, entry.main_grad, entry.comm_buffer):
@@ -284,19 +284,19 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
                     if spoil:
                         room[count:] = math.nan
             for values in plan:
-                so_far = {label: grad_of(optimizer, label) for label in executor.model.table}
+                so_far = {label: grad_of(optimizer, label) for label in engine.model.table}
                 so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
-                executor.forward_backward(loader.next(values), values)
-                for row in executor.model.table.values():
-                    if row.label in executor.tables:
-                        executor.tables[row.label].row_grads.zero_()
+                engine.forward_backward(loader.next(values), values)
+                for row in engine.model.table.values():
+                    if row.label in engine.tables:
+                        engine.tables[row.label].row_grads.zero_()
                     else:
                         grad = integers(values.step, row.label, row.shape)[rank.rank::rank.world].sum(dim=0)
                         set_grad(optimizer, row.label, grad + so_far.get(row.label, 0))
-                executor.optim_step(values, loader.plans_ahead)
+                engine.optim_step(values, loader.plans_ahead)
                 if values.untie:
-                    found["untied"] = whole_state(executor, schedule.at(values.step + 1))
-            return found | dict(end=whole_state(executor, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(executor),
+                    found["untied"] = whole_state(engine, schedule.at(values.step + 1))
+            return found | dict(end=whole_state(engine, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(engine),
                                 padding=padding)
 
 @pytest.mark.parametrize("world, dtype, mode", [

@@ -63,10 +63,10 @@ def test_report_traffic__is_what_collectives_were_given(ranks, world):
             for of_table, (_, rows) in zip(of_trial.values(), trial.tables):
                 shard_bytes = -(-rows // world) * WIDTH * ELEMENT[trial.dtype]
                 pairs = zip(of_table["accounts"], of_table["cycles"], strict=True)
-                for cycle, (account, (my_rows, _)) in enumerate(pairs):
+                for cycle, (account, (rows_to_fetch, _)) in enumerate(pairs):
                     assert account["bytes_dense"] == 2 * (world - 1) * shard_bytes
                     tag = account["cycle"], account["purpose"], account["mode"], account["rows"]
-                    assert tag == (cycle, "train", trial.mode, len(my_rows))
+                    assert tag == (cycle, "train", trial.mode, len(rows_to_fetch))
                     moved.update(sent=account["bytes_sent"], received=account["bytes_received"])
             assert of_table["bytes"] == moved, "of all tables"
 
@@ -78,23 +78,23 @@ def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable
     shard = torch.nn.Parameter(owned(values, fabric))
     return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
 
-def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
+def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.RowPlan:
     fabric = table.fabric
     cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode))
     read = np.asarray([rows], np.int32)
     plan, _ = plan_of(planner_of(cfg, fabric, table.table), table.table, [read], cycle=cycle)
     if fabric.world > 1:
-        tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.table.label: plan})
+        tg.exchange_row_requests(fabric, fabric.plan_group, "float32", {table.table.label: plan})
     return plan
 
-def add_at(table: tg.RowTable, plan: tg.TablePlan, rows: Sequence[int], grad: Tensor) -> None:
+def add_at(table: tg.RowTable, plan: tg.RowPlan, rows: Sequence[int], grad: Tensor) -> None:
     """Look the plan's rows up, and add lines of a gradient to some of them."""
     _, row_grads = table.rows_for_forward(plan)
     world = table.fabric.world
     rows = torch.as_tensor(rows)
     places = rows % world * plan.shard_size + rows // world
     if not table.alone:
-        places = torch.searchsorted(plan.my_rows, places)
+        places = torch.searchsorted(plan.rows_to_fetch, places)
     tg.add_rows(row_grads, places.int(), grad)
 
 def returned(table: tg.RowTable) -> np.ndarray:
@@ -114,7 +114,7 @@ def debugged(rank: Rank, mode: str) -> tuple[bool, str]:
     table = row_table(rank.fabric(), row_comms=mode, debug_rows=1)
     plan = plan_for(table, [3, 3, 7])
     cache, row_grads = table.rows_for_forward(plan)
-    poisoned = table.alone or bool(cache[len(plan.my_rows):].isnan().all())
+    poisoned = table.alone or bool(cache[len(plan.rows_to_fetch):].isnan().all())
     row_grads[-1] += 1
     returned(table)
     return poisoned, error_of(table.clear)
@@ -149,11 +149,11 @@ def refetch(rank: Rank, mode: str) -> dict[str, bool]:
         first = plan_for(table, range(3, 17))
         second = plan_for(table, (0, 1, 18, 19), cycle=1)
 
-        def is_right(plan: tg.TablePlan) -> bool:
+        def is_right(plan: tg.RowPlan) -> bool:
             cache, _ = table.rows_for_forward(plan)
-            rows = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
+            rows = cache[plan.rows_to_fetch if table.alone else slice(len(plan.rows_to_fetch))]
             every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
-            return rows.equal(every[plan.my_rows // plan.shard_size, plan.my_rows % plan.shard_size])
+            return rows.equal(every[plan.rows_to_fetch // plan.shard_size, plan.rows_to_fetch % plan.shard_size])
 
         for before in ("cached", "under way"):
             table.reset()
@@ -231,7 +231,7 @@ def test_return_gradients__added_in_the_order_of_ranks(ranks, world):
 
 
 # ---- Plans that ranks disagree about, lists that are wrong -----------------------------------------------------------
-def every_second_row(fabric: tg.Fabric, labels: Sequence[str], **tag: Any) -> dict[str, tg.TablePlan]:
+def every_second_row(fabric: tg.Fabric, labels: Sequence[str], **tag: Any) -> dict[str, tg.RowPlan]:
     """Plans of this rank for every second row of each owner's shard."""
     specs = [tg.Table(label, 60, 1, None) for label in labels]
     rows = np.flatnonzero(np.arange(60) // fabric.world % 2 == 0).astype(np.int32)[None]
@@ -248,7 +248,7 @@ def swapped(rank: Rank, name: str) -> str:
 
     def send(dtype: str = "float32", labels: Sequence[str] = ("one", "two"), **tag: Any) -> None:
         plans = every_second_row(fabric, labels, **tag)
-        tg.exchange_plans(fabric, fabric.plan_group, dtype, plans)
+        tg.exchange_row_requests(fabric, fabric.plan_group, dtype, plans)
 
     def send_both() -> None:
         pair = [{}, OTHER[name]]
@@ -273,8 +273,8 @@ def bad_list(rank: Rank, name: str) -> str:
     call = dist.all_to_all_single
     plans = every_second_row(fabric, ("table",))
     plan = plans["table"]
-    first = sum(plan.send_counts[:rank.world - 1])
-    places = (plan.my_rows % plan.shard_size)[first:].tolist()
+    first = sum(plan.fetch_counts[:rank.world - 1])
+    places = (plan.rows_to_fetch % plan.shard_size)[first:].tolist()
     a, b, *others = places
     bad = {"sound": places, "too large": [*places[:-1], plan.shard_size], "negative": [-1, b, *others],
            "unsorted": [b, a, *others], "duplicate": [a, a, *others]}
@@ -287,7 +287,7 @@ def bad_list(rank: Rank, name: str) -> str:
     with MonkeyPatch.context() as patch:
         if rank.rank == 0:
             patch.setattr(dist, "all_to_all_single", corrupt)
-        return error_of(lambda: tg.exchange_plans(fabric, fabric.plan_group, "float32", plans))
+        return error_of(lambda: tg.exchange_row_requests(fabric, fabric.plan_group, "float32", plans))
 
 @pytest.mark.parametrize("name", ["sound", "too large", "negative", "unsorted", "duplicate"])
 def test_exchange_plans__a_list_that_no_plan_can_hold(ranks, name):

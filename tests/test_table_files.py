@@ -198,5 +198,5 @@ def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place,
     tg.sample_saved(tg.parse_flags([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
     assert "\ntoken ids" in capsys.readouterr().out
     cfg = preset(tables=tg.parse_value("tables", HOST))
-    table = tg.Executor(cfg, fabric(), tg.attention_reference, precision=None).tables["trigram_embed"]
+    table = tg.Engine(cfg, fabric(), tg.attention_reference, precision=None).tables["trigram_embed"]
     assert len(table.cache) == len(table.row_grads) == 0 and len(table.home.stored.rows) == 1000

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from common import exact_array, fabric, few_layers, fill_randomly, preset, started_loader, tensors_of
-from common import executor as make_executor
+from common import engine as make_executor
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import ngram_rows, put_together
@@ -110,12 +110,12 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
 
 
 # ---- Homes ----------------------------------------------------------------------------------------------------------
-def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
+def host_home(kind: type = tg.HostRowStore, **changes) -> tg.HostRowStore:
     """Make a home of ten rows of three f64 numbers."""
     cfg = replace(preset(), dtype="float64", model_dim=3, **changes)
-    return kind(tg.Table("a", 10, 1, None, is_rowwise=True, home="host"), cfg, fabric())
+    return kind(tg.Table("a", 10, 1, None, rowwise=True, home="host"), cfg, fabric())
 
-def prepared(home: tg.HostHome, *requests: list[int]) -> list[tg.RowUpdate]:
+def prepared(home: tg.HostRowStore, *requests: list[int]) -> list[tg.RowUpdate]:
     return [home.prepare(np.array(rows)) for rows in requests]
 
 def test_prepare__only_fresh_rows_come_up_however_far_ahead():
@@ -151,7 +151,7 @@ def test_invalidate__updates_that_were_prepared_before_find_their_rows():
 
 @pytest.mark.parametrize("seen_by", ["settle", "put"])
 def test_HostHome__rows_that_did_not_get_home_are_missed_next(seen_by):
-    class Failing(tg.HostHome):
+    class Failing(tg.HostRowStore):
         def _bring_down(self, places, changed, computed):
             raise MemoryError("no staging")
 
@@ -165,7 +165,7 @@ def test_HostHome__rows_that_did_not_get_home_are_missed_next(seen_by):
         else:
             home.settle()
 
-class Slow(tg.HostHome):
+class Slow(tg.HostRowStore):
     def _bring_up(self, places):
         time.sleep(0.2)
         return super()._bring_up(places)
@@ -200,7 +200,7 @@ def test_HOMES__a_hundred_million_rows_take_memory_for_those_that_are_touched(ho
     """Beyond 2^31 elements, too; updates, a look at what was touched and a load."""
     rows, width = 10**8, 24
     before = resident_mib()
-    table = tg.Table("a", rows, 1, None, is_rowwise=True, home=home)
+    table = tg.Table("a", rows, 1, None, rowwise=True, home=home)
     kept = tg.HOMES[home](table, replace(preset(), model_dim=width), fabric())
     updates = prepared(kept, [0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1])
     for number, update in enumerate(updates, 1):
@@ -234,46 +234,46 @@ def few_layers_and_staging() -> Iterator[None]:
         patch.setitem(tg.HOMES, "host", StagedHome)
         yield
 
-def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
-    with started_loader(executor.cfg, executor.fabric, steps, executor.exchange_ahead) as (loader, plan):
+def trained(engine: tg.Engine, steps: int) -> dict[str, bytes]:
+    with started_loader(engine.cfg, engine.fabric, steps, engine.exchange_ahead) as (loader, plan):
         for values in plan:
-            tg.train_step(executor, loader, values)
-    return all_bytes(executor)
+            tg.train_step(engine, loader, values)
+    return all_bytes(engine)
 
-def all_bytes(executor: tg.Executor) -> dict[str, bytes]:
-    return {name: exact_array(x).tobytes() for name, x in tensors_of(executor).items()}
+def all_bytes(engine: tg.Engine) -> dict[str, bytes]:
+    return {name: exact_array(x).tobytes() for name, x in tensors_of(engine).items()}
 
-def tables_executor(home: str, **changes) -> tg.Executor:
+def tables_executor(home: str, **changes) -> tg.Engine:
     """Two tables, the second of many rows, with updates after 2 and after 4 steps."""
     many = TRIPLES._replace(rows=200_000, home=home, cadence=4, rounding="stochastic")
     cfg = preset(tables=(PAIRS._replace(home=home), many), num_scheduled_steps=6, **changes)
-    return tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
+    return tg.Engine(cfg, fabric(), tg.attention_reference, "plain")
 
 @homes
 def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(home):
     with few_layers_and_staging():
-        executor = tables_executor(home)
-        restore_start = executor.snapshot()
-        start = all_bytes(executor)
-        once = trained(executor, 5)                           # in the middle of a cycle
-        (places, state), = executor.tables["trigram_embed"].home.touched()
-        assert 0 < len(places) == len(state.rows) <= 4 * max(stage.batch_tokens for stage in executor.cfg.stages)
-        restore = executor.snapshot()
+        engine = tables_executor(home)
+        restore_start = engine.snapshot()
+        start = all_bytes(engine)
+        once = trained(engine, 5)                           # in the middle of a cycle
+        (places, state), = engine.tables["trigram_embed"].home.touched()
+        assert 0 < len(places) == len(state.rows) <= 4 * max(stage.batch_tokens for stage in engine.cfg.stages)
+        restore = engine.snapshot()
 
         restore()
-        before = all_bytes(executor)
-        again = trained(executor, 5)
+        before = all_bytes(engine)
+        again = trained(engine, 5)
         assert again["trigram_embed.rows"] != before["trigram_embed.rows"]
         restore()
-        assert all_bytes(executor) == before
-        assert trained(executor, 5) == again
+        assert all_bytes(engine) == before
+        assert trained(engine, 5) == again
 
         restore_start()
-        assert all_bytes(executor) == start and not list(executor.tables["trigram_embed"].home.touched())
-        assert trained(executor, 5) == once
-        traffic = executor.traffic()["trigram_embed"]         # of the one update of this run alone
+        assert all_bytes(engine) == start and not list(engine.tables["trigram_embed"].home.touched())
+        assert trained(engine, 5) == once
+        traffic = engine.traffic()["trigram_embed"]         # of the one update of this run alone
         state_bytes = 4 + 4
-        moved = len(places) * (4 * executor.cfg.model_dim + state_bytes)
+        moved = len(places) * (4 * engine.cfg.model_dim + state_bytes)
         assert (traffic["bytes_up"], traffic["bytes_down"]) == ((moved, moved) if home == "host" else (0, 0))
 
 @homes
@@ -312,45 +312,45 @@ def dense_rows(tokens: np.ndarray, weights: Tensor, signs: int) -> Tensor:
         added = added * tg.sign_vectors(weights.shape[1])[np.stack(vectors)]
     return added
 
-def losses_and_gradients(executor: tg.Executor) -> tuple[list[Tensor], tg.Batch]:
+def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
     """Slot sums, the gradient of the head, and a validation loss on the first batch; and that batch."""
-    cfg = executor.cfg
+    cfg = engine.cfg
     values = tg.Schedule(cfg).at(0)
-    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), [[values]], executor.exchange_ahead)
+    loader = tg.Loader(cfg, engine.fabric, tg.find_shards(cfg.train_files), [[values]], engine.exchange_ahead)
     with contextlib.closing(loader):
         loader.start()
         batch = loader.next(values)
-    sums = executor.forward_backward(batch, values).slot_sums
-    loss = torch.tensor(executor.evaluate([batch], values))
-    return [sums, executor.model.lm_head.main_grad, loss], batch
+    sums = engine.forward_backward(batch, values).slot_sums
+    loss = torch.tensor(engine.evaluate([batch], values))
+    return [sums, engine.model.lm_head.main_grad, loss], batch
 
 @pytest.mark.parametrize("place", [None, GATED], ids=["residual stream", "value stream"])
 @pytest.mark.parametrize("signs", [0, 1], ids=["no signs", "signs"])
 def test_GPT__reads_the_table_as_a_dense_one(monkeypatch, place, signs):
     """The same comes of recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
     line = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, place=place)
-    executor = make_executor(preset(tables=(line,), dtype="float64"))
-    fill_randomly(executor.model)
+    engine = make_executor(preset(tables=(line,), dtype="float64"))
+    fill_randomly(engine.model)
     label, at = "value_embed", tg.LAYERS[GATED].value
-    gates = executor.model.ve_gate_bank.data
+    gates = engine.model.ve_gate_bank.data
     if place is None:                                         # the weight in each layer that recipe A's bigrams have
         label, at = "bigram_embed", 0
-        sizes = executor.model.scalar_sizes
-        scalars = dict(zip(sizes, executor.model.scalars.data.split(list(sizes.values()))))
+        sizes = engine.model.scalar_sizes
+        scalars = dict(zip(sizes, engine.model.scalars.data.split(list(sizes.values()))))
         scalars[line.label].copy_(scalars["bigram"])
     else:                                                     # the gates of that layer's value table
         gates[-1] = gates[at]
-    table = executor.tables[line.label]
+    table = engine.tables[line.label]
     weights = torch.randn(table.home.stored.rows.shape, generator=torch.Generator().manual_seed(1)).double()
     table.home.stored.rows.copy_(weights)
-    found, batch = losses_and_gradients(executor)
+    found, batch = losses_and_gradients(engine)
     grad = torch.zeros_like(weights)
-    rows = batch.plans[line.label].my_rows
+    rows = batch.plans[line.label].rows_to_fetch
     grad[rows] = table.row_grads[:len(rows)]
 
     plain = make_executor(preset(dtype="float64"))
     for name, p in plain.model.named_parameters():            # without what is appended for the table
-        p.data.copy_(executor.model.get_parameter(name).detach()[:len(p)])
+        p.data.copy_(engine.model.get_parameter(name).detach()[:len(p)])
     weights.requires_grad_()
     rows_of = tg.GPT.rows_of
 

@@ -130,7 +130,7 @@ class Run:
         slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
         self.cfg = cfg
         self.schedule = tg.Schedule(cfg)
-        self.executor = tg.Executor(cfg, fabric, kernel, precision, slots_at_once)
+        self.engine = tg.Engine(cfg, fabric, kernel, precision, slots_at_once)
         fabric.synchronize()
         self.figures = dict(preset=name, attention=attention, head=precision, tokens=cfg.train_files,
                             slots_at_once=slots_at_once, micro_batches=cfg.num_slots // slots_at_once,
@@ -156,7 +156,7 @@ class Run:
         with contextlib.closing(loader):
             loader.start()
             for values in sum(of_cycles, []):
-                yield tg.train_step(self.executor, loader, values)
+                yield tg.train_step(self.engine, loader, values)
 
     def measure_stage(self, stage: int, cycles: int) -> dict[str, Any]:
         """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""
@@ -175,7 +175,7 @@ class Run:
 
         row = self.cfg.stages[stage]
         only = replace(self.cfg, stages=(row, row), val_batch_tokens=16 * self.cfg.num_slots)
-        estimate = tg.memory_estimate(only, self.fabric, self.executor.model.attention, self.executor.slots_at_once)
+        estimate = tg.memory_estimate(only, self.fabric, self.engine.model.attention, self.engine.slots_at_once)
         each = seconds / len(last)
         return dict(stage=stage, tokens=row.batch_tokens, ms_per_step=1000 * each,
                     tokens_per_s=row.batch_tokens / each, first_cycle_s=first_s, graphs=compiled - before,
@@ -186,9 +186,9 @@ class Run:
         """One block of validation tokens, twice: the first time compiles."""
         end = self.schedule.at(self.schedule.end_step)
         data = tg.ValidationSet(self.cfg, self.fabric, self.val_headers)
-        self.executor.evaluate(data.batches(end), end)
+        self.engine.evaluate(data.batches(end), end)
         before = graphs()
-        loss, seconds, peak = self.timed(self.executor.evaluate, data.batches(end), end)
+        loss, seconds, peak = self.timed(self.engine.evaluate, data.batches(end), end)
         return dict(s_per_block=seconds, tokens=self.cfg.val_batch_tokens, loss=loss, peak_mib=peak,
                     new_graphs=graphs() - before)
 

@@ -194,7 +194,7 @@ def mlp(lab: Lab) -> Case:
     seed = lab.normal(s.T, s.D)
 
     def relu_sq(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
+        return tg.relu_sq_mlp(n, tg.as_matrix(up), tg.as_matrix(down))
 
     ways = lab.ways(relu_sq, partial(and_gradients, wanted=3))
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
@@ -231,7 +231,7 @@ def head(lab: Lab, precision: str) -> Case:
         if y.dtype == F64:
             rounding, logits_dtype = precision.replace("fp8", "emulated"), F64
         one = torch.ones((), dtype=weights.dtype, device=y.device)
-        return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_part(w))
+        return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))
 
     def exact(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, seed: Tensor) -> list[Tensor]:
         of_slots = []

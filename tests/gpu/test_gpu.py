@@ -125,11 +125,11 @@ def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tok
     if dtype == BF16:
         kernel, _ = gpu_cases.chosen_attention(fabric, cfg.head_dim)
     cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."), compile=int(fabric.on_cuda and dtype == BF16))
-    executor = tg.Executor(cfg, fabric, kernel, "plain", 2)
-    fill_alike(executor.model)
+    engine = tg.Engine(cfg, fabric, kernel, "plain", 2)
+    fill_alike(engine.model)
     batch = random_batch(cfg, 3, 2, tokens, step=1).to(fabric.device)
-    losses = executor.forward_backward(batch, tg.Schedule(cfg).at(1)).slot_sums
-    grads = {label: grad_of(executor.optimizer, label) for label, _ in executor.model.named_parameters()}
+    losses = engine.forward_backward(batch, tg.Schedule(cfg).at(1)).slot_sums
+    grads = {label: grad_of(engine.optimizer, label) for label, _ in engine.model.named_parameters()}
     return dict(grads, losses=losses)
 
 def test_forward_backward__bf16_and_f32_against_f64(fabric):
@@ -152,11 +152,11 @@ def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor
     """Rows with their state that six steps have touched, on the host. On a GPU they travel by a stream of their own."""
     tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home, rounding=rounding),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
-    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    with started_loader(cfg, fabric, 6, executor.exchange_ahead) as (loader, steps):
+    engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
+    with started_loader(cfg, fabric, 6, engine.exchange_ahead) as (loader, steps):
         for values in steps:
-            tg.train_step(executor, loader, values)
-    (places, rows), = executor.tables["trigram_embed"].home.touched()
+            tg.train_step(engine, loader, values)
+    (places, rows), = engine.tables["trigram_embed"].home.touched()
     return [places, *rows]
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -200,7 +200,7 @@ def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
 
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     run = started(fabric)
-    restore = run.executor.snapshot()
+    restore = run.engine.snapshot()
     losses = []
     for _ in range(2):
         losses.append(torch.cat([x.slot_sums for x in run.steps(2, 1)]))
@@ -210,7 +210,7 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
 @pytest.mark.all
 def test_warm_up__no_stage_compiles_after_it(fabric):
     run = started(fabric)
-    tg.warm_up(run.cfg, fabric, run.executor, SimpleNamespace(phase=contextlib.nullcontext))
+    tg.warm_up(run.cfg, fabric, run.engine, SimpleNamespace(phase=contextlib.nullcontext))
     for stage in range(3):
         assert run.measure_stage(stage, cycles=1)["graphs"] == 0
 

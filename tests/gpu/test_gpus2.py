@@ -32,11 +32,11 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *SIZES)
     fabric = rank.fabric(tg.Config(device=device, num_slots=rank.world, comm_timeout=COMM_TIMEOUT))
     cfg = preset("tiny", *SIZES, device=device, compile=0, train_files=str(shard))
-    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
+    engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
     found = []
-    with started_loader(cfg, fabric, tg.Schedule(cfg).end_step, executor.exchange_ahead) as (loader, steps):
+    with started_loader(cfg, fabric, tg.Schedule(cfg).end_step, engine.exchange_ahead) as (loader, steps):
         for values in steps:
-            losses = tg.train_step(executor, loader, values)
+            losses = tg.train_step(engine, loader, values)
             found.append(sum(fabric.gather(float(losses.slot_sums.sum()))))
     return found
 

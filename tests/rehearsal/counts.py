@@ -287,7 +287,7 @@ class Tally:
             if label is None or len(tensors) == 1:
                 total += x.nbytes
             else:
-                rows_of_table = self.batch.rows[label].host.numpy()
+                rows_of_table = self.batch.row_index[label].host.numpy()
                 share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
                 rows = share * len(np.unique(rows_of_table))
                 total += round(2 * rows * x.shape[1] * x.element_size())

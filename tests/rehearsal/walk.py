@@ -39,8 +39,8 @@ OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only m
 
 
 # ---- Listening to the trainer: every call goes through, some lines around it
-LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Executor, backward=Tensor,
-                evaluate=tg.Executor, whole_state=tg.Executor)
+LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Engine, backward=Tensor,
+                evaluate=tg.Engine, whole_state=tg.Engine)
 
 def listen(listeners: Any) -> None:
     """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
@@ -69,13 +69,13 @@ class Listeners:
             self.tally.begin(name_of_step(self.tally.schedule, values.step), values.stage)
         yield
 
-    def forward_backward(self, executor: Any, *args: Any) -> Iterator[None]:
+    def forward_backward(self, engine: Any, *args: Any) -> Iterator[None]:
         batch, values = argument(tg.Batch, args), argument(tg.Values, args)
-        slots = min(executor.slots_at_once, len(batch.tokens))
+        slots = min(engine.slots_at_once, len(batch.tokens))
         self.tally.stage = values.stage
         self.tally.logit_numbers = math.inf
         if has_graph(self.tally, self.options, "GPT.losses"):
-            self.tally.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+            self.tally.logit_numbers = slots * batch.tokens.shape[1] * engine.cfg.padded_vocab
         self.tally.batch = batch
         yield
 
@@ -84,10 +84,10 @@ class Listeners:
         yield
         self.tally.in_backward = False
 
-    def evaluate(self, executor: Any, *args: Any, **__: Any) -> Iterator[None]:
+    def evaluate(self, engine: Any, *args: Any, **__: Any) -> Iterator[None]:
         values = argument(tg.Values, args)
         self.tally.stage = values.stage
-        of_stage = executor.cfg.stages[values.stage].long_window * executor.cfg.window_block
+        of_stage = engine.cfg.stages[values.stage].long_window * engine.cfg.window_block
         final = values.long_window > of_stage                 # the others are like it
         yield from self.off_the_clock("validation final" if final else BETWEEN, values.stage)
 
@@ -107,11 +107,11 @@ class Listeners:
 
     def race(self, *args: Any, **__: Any) -> Iterator[None]:
         self.tally.schedule = argument(tg.Log, args).schedule                 # which only a time budget changes
-        start_race(self.tally, argument(tg.Executor, args))
+        start_race(self.tally, argument(tg.Engine, args))
         yield
         self.tally.racing = self.tally.timed = False
 
-def start_race(tally: Tally, executor: tg.Executor) -> None:
+def start_race(tally: Tally, engine: tg.Engine) -> None:
     """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
     tally.racing = tally.timed = True
     torch._logging.set_logs(recompiles=True)
@@ -124,15 +124,15 @@ def start_race(tally: Tally, executor: tg.Executor) -> None:
     handler = logging.Handler()
     handler.emit = keep_reason
     logging.getLogger("torch._dynamo").addHandler(handler)
-    for label, entry in executor.optimizer.entries.items():
-        if isinstance(entry, tg.Sharded):
+    for label, entry in engine.optimizer.groups.items():
+        if isinstance(entry, tg.ShardedGroup):
             tally.owning[entry.weight.numel()] = label
-    for label, table in executor.tables.items():
+    for label, table in engine.tables.items():
         tally.row_grads[table.row_grads.untyped_storage()._cdata] = label
         if table.table.tied:                                  # as large as the head, of which there are copies
             continue
-        tally.table_sizes |= {table.table.rows * executor.cfg.model_dim,
-                              tally.world * len(table.shard) * executor.cfg.model_dim}
+        tally.table_sizes |= {table.table.rows * engine.cfg.model_dim,
+                              tally.world * len(table.shard) * engine.cfg.model_dim}
 
 
 # ---- Graphs
@@ -258,11 +258,11 @@ def install(card: str, recorder: Tally, world: int) -> phantom.Card:
         file.write(b"tensors")
 
     torch.save = save_nothing
-    tg.DeviceHome.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
+    tg.DeviceRowStore.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
     tg.HOMES.update(host=WalkedHome)
     return mode
 
-class WalkedHome(tg.HostHome):
+class WalkedHome(tg.HostRowStore):
     """Its pool's work waits, in its order, until the walked thread wants a result: no other thread knows the card."""
     def __init__(self, *args: Any) -> None:
         self.to_do: list[tuple[Future, Callable, tuple]] = []

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, executor, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
+from common import (exact_array, engine, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
                     rows_of_ngrams, small, started_loader, tensors_of, unequal, untied_at)
 from reference import Reference
 
@@ -16,12 +16,12 @@ import train_gpt as tg
 
 ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order through 11 layers; gradients are of order 1
 
-def filled(cfg: tg.Config) -> tuple[tg.Executor, tg.Values]:
-    ex = executor(cfg)
+def filled(cfg: tg.Config) -> tuple[tg.Engine, tg.Values]:
+    ex = engine(cfg)
     fill_randomly(ex.model, 0, ex.fabric)
     return ex, tg.Schedule(cfg).at(0)
 
-def gradients(ex: tg.Executor) -> dict[str, torch.Tensor]:
+def gradients(ex: tg.Engine) -> dict[str, torch.Tensor]:
     return {label: grad_of(ex.optimizer, label) for label in ex.model.table}
 
 @pytest.mark.recipe
@@ -32,7 +32,7 @@ def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms)
     cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
                 train_files="formula:60:59:20000:1")
     schedule = tg.Schedule(cfg)
-    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", micro_batch)
+    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", micro_batch)
     weights = fill_randomly(ex.model)
     weights["embed"] = weights["lm_head"].t()
     with torch.no_grad():
@@ -131,28 +131,28 @@ def test_next_logits__those_of_the_whole_context(length):
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
     np.testing.assert_allclose(ex.next_logits(context, values), seen["logits"][-1].detach(), rtol=1e-11)
 
-def left_behind(ex: tg.Executor) -> dict[str, object]:
+def left_behind(ex: tg.Engine) -> dict[str, object]:
     """Return all that a run may change, with what is gathered in the middle of a cycle."""
     found = {name: exact_array(x).tobytes() for name, x in tensors_of(ex).items()}
     found["rotary"] = ex.rotary
     for label, table in ex.tables.items():
         found[f"rows of {label}"] = table.grad.tolist(), len(table.pending), table.cached is None
     for label, entry in ex.optimizer.sharded.items():
-        found[f"writes of {label}"] = entry.weight.writes.tolist(), entry.backwards
+        found[f"writes of {label}"] = entry.weight.write_counts.tolist(), entry.num_backwards
     for label, p in ex.model.named_parameters():
         found[f"grad of {label}"] = p.grad is None
     return found
 
 # How a restore that forgets something would look.
-def forget_tensors(monkeypatch, ex: tg.Executor, pattern: str) -> None:
-    every = tg.Executor.state_tensors
+def forget_tensors(monkeypatch, ex: tg.Engine, pattern: str) -> None:
+    every = tg.Engine.state_tensors
 
     def others(self) -> dict[str, torch.Tensor]:
         return {name: x for name, x in every(self).items() if not fnmatch.fnmatchcase(name, pattern)}
 
-    monkeypatch.setattr(tg.Executor, "state_tensors", others)
+    monkeypatch.setattr(tg.Engine, "state_tensors", others)
 
-def forget_rotary(monkeypatch, ex: tg.Executor) -> None:
+def forget_rotary(monkeypatch, ex: tg.Engine) -> None:
     drop_gradients = ex.drop_gradients
     stale = ex.rotary
 
@@ -162,14 +162,14 @@ def forget_rotary(monkeypatch, ex: tg.Executor) -> None:
 
     monkeypatch.setattr(ex, "drop_gradients", drop_and_spoil)
 
-def forget_calls(monkeypatch, ex: tg.Executor, *places: tuple) -> None:
+def forget_calls(monkeypatch, ex: tg.Engine, *places: tuple) -> None:
     for place in places:
         monkeypatch.setattr(*place, nothing)
 
 FORGOTTEN = {                            # what forgets it
     **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind
     "rotary": (forget_rotary,), "tables": (forget_calls, (tg.RowTable, "reset")),
-    "gradients": (forget_calls, (tg.Small, "clear"), (tg.Sharded, "clear")),
+    "gradients": (forget_calls, (tg.ReplicatedGroup, "clear"), (tg.ShardedGroup, "clear")),
     "random numbers": (forget_calls, (torch, "set_rng_state")),
 }
 
@@ -181,7 +181,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
     cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5)
     reported = []
-    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=report)
+    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", report=report)
     schedule = tg.Schedule(cfg)
     restore = ex.snapshot()
     before = left_behind(ex)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, Run, executor, fabric, launch, nothing, preset, refused
+from common import ROOT, Run, engine, fabric, launch, nothing, preset, refused
 
 import train_gpt as tg
 
@@ -220,7 +220,7 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
     monkeypatch.setattr(torch, "compile", noting)
     cfg = preset(adam_every=2, compile=1, **changes)
-    ex = executor(cfg)
+    ex = engine(cfg)
     log = make_log(tmp_path, **changes)
     tg.warm_up(cfg, fabric(), ex, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
