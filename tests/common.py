@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import gc
 import importlib.util
@@ -79,14 +80,13 @@ def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
 
 def logical_rows(batch: tg.Batch, label: str) -> Tensor:
-    """Return the rows of a table that a batch reads, as files and recipes number them."""
-    plan = batch.plans[label]
+    """Return the global rows of a table that a batch looks up."""
     rows = batch.row_index[label].long()
-    world = len(plan.fetch_counts)
-    if world > 1:                            # else its index is of the table, not of a list
-        rows = plan.rows_to_fetch[rows]
-        rows = rows % plan.shard_size * world + rows // plan.shard_size
-    return rows
+    if label not in batch.plans:             # read in place: the index is the global row
+        return rows
+    plan = batch.plans[label]
+    rows = plan.rows_to_fetch[rows]
+    return rows % plan.shard_rows * len(plan.fetch_counts) + rows // plan.shard_rows
 
 def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
     """A rank of a world without a process group: enough for all that communicates nothing."""
@@ -101,7 +101,7 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
 
 def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
     """The stages of `tiny`, of which another one unties, or none."""
-    return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
+    return tuple(dataclasses.replace(row, untie=k == stage) for k, row in enumerate(stages))
 
 def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
@@ -157,50 +157,53 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
     bigrams = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (slots, length)))
     padded = torch.tensor([ends + [length] * (columns - len(ends)) for ends in bounds])
     batch = tg.Batch(step, {}, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), padded.int(),
-                     dict(bigram_embed=bigrams.int()))
+                     dict(bigram_embed=bigrams.int()), {})
     return planned(cfg, with_tokens(cfg, batch, batch.tokens))
 
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
     values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
-    return batch._replace(tokens=tokens, rows=batch.row_index | dict(value_embed=values, embed=tokens))
+    return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=values, embed=tokens))
 
-def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
-            **tag: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
-    """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
-    tag: what the plan says of itself, in place of what the planner would have it say."""
-    batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
-    plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
-    plan.tag.update(tag)
-    return plan, [batch.row_index[table.label] for batch in batches]
+def plan_of(table: tg.TableSpec, where: tg.Fabric, ids_by_step: Sequence[np.ndarray], tied: bool = False,
+            fetch_all: bool = False, **tag: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
+    """Plan these global rows of each step, (b, n) or (b, lookups, n). Returns the plan, and each lookup's index in it.
 
-def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
-    planner = tg.Planner(cfg, where)
-    planner.tables = tables
-    planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
-    return planner
+    tag: replaces entries of the plan's tag. With one rank, the plan also says which rows its update changes.
+    """
+    known = dict(purpose="test", cycle=0, tokens=sum(ids.shape[-1] for ids in ids_by_step))
+    plan, index_by_step = tg.plan_rows(table, where, known | tag, ids_by_step, tied, fetch_all)
+    if where.world == 1:
+        tg.exchange_row_requests(where, None, "float64", [table], {table.label: plan})
+    return plan, index_by_step
 
 def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
-    """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner = tg.Planner(cfg, fabric())
-    plans, rows = {}, {}
-    tied = tg.Schedule(cfg).at(batch.step).tied
-    for table in planner.tables:
-        plan, (found,) = plan_of(planner, table, [batch.row_index[table.label].numpy()], tied)
-        plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
-    return batch._replace(plans=plans, rows=rows)
+    """Plan a batch of global rows for a single rank: the row-wise tables, as others are read in place."""
+    plans, row_index = {}, dict(batch.row_index)
+    for table in tg.table_specs(cfg):
+        if table.rowwise:
+            plans[table.label], (found,) = plan_of(table, fabric(), [batch.row_index[table.label].numpy()])
+            row_index[table.label] = torch.from_numpy(found)
+    return batch._replace(plans=plans, row_index=row_index)
 
 @contextlib.contextmanager
-def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int,
-                   exchange: Callable | None = None) -> Iterator[tuple[tg.Loader, list[tg.Values]]]:
-    """A loader at work on the first steps of a run, and what these steps are."""
+def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int) -> Iterator[tuple[tg.Loader, list[tg.Values]]]:
+    """A loader that is ready for `next` of the first of these steps, and the Values of the steps."""
     schedule = tg.Schedule(cfg)
     values = [schedule.at(step) for step in range(steps)]
-    cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
-    loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files), cycles, exchange)
+    loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files))
     with contextlib.closing(loader):
-        loader.start()
+        loader.start(values[:schedule.cycle])
         yield loader, values
+
+def batches_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Batch]:
+    """Yield the batches of these steps, and advance the loader where a cycle begins, as the training loop does."""
+    cycle = tg.Schedule(loader.cfg).cycle
+    for step in values:
+        if step.begins_cycle:
+            first = step.step - values[0].step + cycle
+            loader.advance(list(values[first:first + cycle]))
+        yield loader.next(step)
 
 def owned(x: Tensor, where: tg.Fabric) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
@@ -235,49 +238,46 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
-    entry = optimizer.groups.get(label)
-    if not isinstance(entry, tg.TableGroup):
+    group = optimizer.groups.get(label)
+    if not isinstance(group, tg.TableGroup):
         weight = optimizer.model.get_parameter(label)
-        if isinstance(entry, tg.ShardedGroup):
-            return None if entry.num_backwards == 0 else weight.main_grad
+        if isinstance(group, tg.ShardedGroup):
+            return None if group.num_backwards == 0 else weight.main_grad
         return weight.grad
-    table = entry.table
-    if not table.pending:
+    table = group.table
+    if not table.has_grads:
         return None
-    if table.alone:
+    if isinstance(table, tg.LocalTable):
         return table.grad
-    world, (size, width) = table.fabric.world, table.shard.shape
-    physical = table.row_grads.new_zeros(world * size, width)
-    for plan in table.pending:
-        physical[plan.rows_to_fetch] = table.row_grads[:len(plan.rows_to_fetch)]
-    return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
+    plan = table.pending_plan
+    world, (C, D) = table.fabric.world, table.shard.shape
+    by_owner = table.row_grads.new_zeros(world * C, D)
+    by_owner[plan.rows_to_fetch] = table.row_grads[:len(plan.rows_to_fetch)]
+    return torch.cat([by_owner[local_row::C] for local_row in range(C)])[:table.table.num_rows]
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     """The gradient of a parameter that is no table, as one backward pass leaves it."""
     weight = optimizer.model.get_parameter(label)
-    entry = optimizer.groups.get(label)
-    if not isinstance(entry, tg.ShardedGroup):
+    group = optimizer.groups.get(label)
+    if not isinstance(group, tg.ShardedGroup):
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
     weight.write_counts.fill_(1)
-    entry.num_backwards = 1
+    group.num_backwards = 1
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
-    entry = optimizer.groups.get(label)
-    if not isinstance(entry, tg.TableGroup):
+    group = optimizer.groups.get(label)
+    if not isinstance(group, tg.TableGroup):
         so_far = grad_of(optimizer, label)
         set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
-    table = entry.table
-    every_row = np.arange(len(grad), dtype=np.int32)[None]
-    plan, _ = plan_of(tg.Planner(optimizer.cfg, fabric()), table.table, [every_row], values.tied)
-    plan.change_lists(lambda rows: rows.to(table.grad.device))
+    table = group.table
     table.grad.add_(grad.to(table.grad.dtype))
-    table.pending.append(plan)
+    table.has_grads = True
 
 def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
@@ -286,7 +286,7 @@ def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     for label, state in engine.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
     for label, table in engine.tables.items():
-        tensors[f"{label}.row_grads"] = table.row_grads
+        tensors[f"{label}.row_grads"] = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
     tensors["random"] = torch.get_rng_state()
     return tensors | rows_of_ngrams(engine)
 
