@@ -294,9 +294,9 @@ def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
     """This rank's rows of n-gram tables, and their state."""
     found = {}
     for label, table in engine.tables.items():
-        if table.home is not None:
-            table.home.settle()
-            found |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
+        if table.store is not None:
+            table.store.wait_for_writes()
+            found |= {f"{label}.{name}": x for name, x in table.store.shard._asdict().items()}
     return found
 
 def engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:

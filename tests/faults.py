@@ -9,7 +9,6 @@ trainer itself knows nothing of it. Run as a script, this file is a rank under t
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import errno
 import fcntl
 import json
@@ -132,9 +131,9 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "forward": (tg, "relu_sq_mlp", "before"),
     "a reduction": (dist, "reduce_scatter_tensor", "after"),
     "a gather": (dist, "all_gather_into_tensor", "after"),
-    "the gradients' return": (tg.RowTable, "return_gradients", "before"),
-    "the fetch": (tg.RowTable, "fetch", "before"),
-    "the exchange": (tg, "exchange_plans", "thread"),
+    "the gradients' return": (tg.ExchangedTable, "launch_reduce", "before"),
+    "the fetch": (tg.ExchangedTable, "fetch", "before"),
+    "the exchange": (tg, "exchange_row_requests", "thread"),
     "the loader": (tg, "pack_block", "thread"),
     "the reader": (tg.np, "fromfile", "thread"),
     "validation": (tg, "next_token_losses", "before"),
@@ -221,15 +220,13 @@ def break_weights() -> None:
 
 def change_plans(key: str, by: int, untied: bool = False) -> None:
     """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
-    plan = tg.Planner.plan
+    plan_rows = tg.plan_rows
 
-    def changed(self: tg.Planner, table: tg.Table, purpose: str, values: tg.Values, *rest: Any) -> tg.RowPlan:
+    def changed(table: tg.TableSpec, fabric: tg.Fabric, tag: dict, ids: list, tied: bool, fetch_all: bool) -> Any:
         if untied and table.label == "embed":
-            values = dataclasses.replace(values, tied=not values.tied)
-        found = plan(self, table, purpose, values, *rest)
-        found.tag[key] += by
-        return found
-    tg.Planner.plan = changed
+            tied = not tied
+        return plan_rows(table, fabric, tag | {key: tag[key] + by}, ids, tied, fetch_all)
+    tg.plan_rows = changed
 
 def spoil_shards(size: int | None) -> None:
     """Cut, or remove, those that are not in memory yet: by FAULT_STEP the loader is at the third."""
