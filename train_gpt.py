@@ -562,13 +562,6 @@ class Fabric:
         """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
         return None if self.world == 1 else collective(*tensors, async_op=True)
 
-    def from_rank_0(self, number: float):
-        """Return rank 0's number on every rank. Collective, on the CPU."""
-        shared = torch.tensor(number, dtype=torch.float64)
-        if self.world > 1:
-            dist.broadcast(shared, 0)
-        return float(shared)
-
     def set_timeout(self, seconds: float):
         if self.world > 1:
             for group in (None, self.plan_group):
@@ -1948,6 +1941,7 @@ class HostRowStore(DeviceRowStore):
     def read_rows(self, plan: RowPlan) -> RowState:
         self.prefetch(plan)
         state, copied = self._prefetched_state()
+        self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
         if copied is not None:                            # make the GPU wait for the copy, not this thread
             compute_stream = torch.cuda.current_stream(self.fabric.device)
@@ -2111,7 +2105,7 @@ class ExchangedTable:
             wait_for(self.fetch_work)
             plan.move_to(self.fabric.device)
             rows, index = self.rows_to_change(plan)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), rows[index])
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), rows.index_select(0, index))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -2128,7 +2122,10 @@ class ExchangedTable:
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
         """Return the plan's rows in a new tensor."""
         plan.move_to(self.fabric.device)
-        rows = self.store.read_weights(plan.rows_to_serve) if self.store else self.shard[plan.rows_to_serve]
+        if self.store is None:
+            rows = self.shard.index_select(0, plan.rows_to_serve)
+        else:
+            rows = self.store.read_weights(plan.rows_to_serve)
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
         wait_for(self._launch_fetch(plan, out, rows))
         return out
@@ -2196,7 +2193,7 @@ class RowwiseTable(ExchangedTable):
         self.store.invalidate()
 
     def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        if self.active is None:
+        if self.cached_plan is not plan:                  # `fetch` is about to cache this plan
             self.active = self.store.read_rows(plan)
         return self.active.rows, plan.update_index
 
@@ -2265,7 +2262,7 @@ def build_batches(cfg: Config, fabric: Fabric, process_group: Any, purpose: str,
                 covered = batches[first:first + table.update_every]
                 tag = dict(purpose=purpose, cycle=values.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
-                tied = table.tied_to_head and values.tied             # does not change within a cycle: untying ends one
+                tied = table.tied_to_head and values.tied     # the same for the whole cycle, because untying ends one
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in covered]
                 plan, index_by_step = plan_rows(table, fabric, tag, ids_by_step, tied, fetch_all)
@@ -2875,7 +2872,7 @@ class ShardedGroup:
         self.fabric = fabric
         self.spec = spec
         self.weight = weight
-        # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they use the padding.
+        # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they read padding.
         count = len(units)
         self.shard_size = -(-count // fabric.world)
         self.padded = units.new_zeros(self.shard_size * fabric.world, *units.shape[1:])
@@ -3080,8 +3077,9 @@ class Optimizer:
         """
         # Check before anything is launched, while no weight has changed.
         due = [label for label, group in self.groups.items() if (values.step + 1) % group.update_every == 0]
-        for label in self.sharded_groups.keys() & due:
-            self.sharded_groups[label].check_writes()
+        for label in due:
+            if label in self.sharded_groups:
+                self.sharded_groups[label].check_writes()
         missing = sorted(label for label in due if not self.groups[label].has_gradient())
         need(not missing, "optim_step", f"no gradient of {missing}", "a gradient of every parameter that is due",
              "call forward_backward first", RunError)
@@ -3844,7 +3842,7 @@ def cycle_from(first: int, schedule: Schedule, clock: Clock) -> list[Values]:
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.places) <= first // schedule.cycle:         # a checkpoint has the places of its run
-        fraction = clock.fabric.from_rank_0(clock.next_cycle_ms()) / budget_ms
+        fraction = clock.fabric.gather(clock.next_cycle_ms())[0] / budget_ms
         previous = schedule.places[-1] if schedule.places else 0.0
         schedule.places.append(max(previous, fraction * schedule.total_steps))
     if first >= schedule.end_step:
@@ -4125,8 +4123,8 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             f"Running Python {facts['python']}",
             f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
             f"with world_size {fabric.world}",
-            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention}, products "
-            f"of the head in {engine.precision} precision, seed {cfg.seed}",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention}, "
+            f"products of the head in {engine.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
             f"logs in {log.run_dir}"):
