@@ -1,4 +1,4 @@
-"""The house: size, density, rooms in order, each using only rooms above it, and nothing that happens at import."""
+"""The house: size, density, sections in order, calls that go upward only, and nothing that happens at import."""
 import ast
 import builtins
 import os
@@ -7,10 +7,16 @@ import subprocess
 import symtable
 import sys
 import textwrap
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any
 
 import pytest
 from common import ROOT
-from density import AIM, CONSTRUCTS, density
+from density import AIM, CONSTRUCTS, density, docstrings
+from ranks import Rank
 
 import train_gpt as tg
 
@@ -26,7 +32,7 @@ CALLS = [node for node in NODES if isinstance(node, ast.Call)]
 MAX_COLUMNS = 120
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
-ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
+ROOMS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model", "Optimizer", "Engine", "Loop", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
@@ -42,8 +48,9 @@ def room_of(line: int) -> int:
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
 def test_size__the_file_is_read_in_an_evening():
     found = density(TEXT)
-    assert found.lines <= 4_700 and found.tokens <= 37_500 and found.functions <= 330, found
-    assert found.packaging <= 0.28 and 4 <= found.comments <= 10, found
+    statements = sum(isinstance(node, ast.stmt) for node in NODES) - len(docstrings(TREE))
+    assert statements <= 3_150 and found.functions <= 350, (statements, found)
+    assert 4 <= found.comments <= 10, found
     for node in FUNCTIONS:
         long = node.name in LONG_FUNCTIONS or node.name.endswith("_kernel")
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
@@ -123,8 +130,10 @@ def names_used(table: symtable.SymbolTable) -> set[str]:
     found = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
     return found.union(*map(names_used, table.get_children()))
 
-def test_rooms__use_only_rooms_above():
-    home = {}
+@pytest.mark.xfail(strict=True, reason="exchange_row_requests stands above _all_to_all_requests, which it calls")
+def test_sections__use_only_names_that_are_defined_above():
+    """Inside sections, too. Only the functions of one class use each other in any order, and a function itself."""
+    defined = {}                         # name -> the first line that defines it
     uses = []
     for node in TREE.body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
@@ -132,16 +141,92 @@ def test_rooms__use_only_rooms_above():
         uses.append((first, names_used(table)))
         for symbol in table.get_symbols():
             if symbol.is_assigned() or symbol.is_imported():
-                home.setdefault(symbol.get_name(), room_of(first))
-    assert len(home) > 100 and home["Values"] == 2 and home["np"] == 0
-    known = home.keys() | set(dir(builtins)) | {"__file__", "__name__"}
+                defined.setdefault(symbol.get_name(), first)
+    assert len(defined) > 100 and room_of(defined["Values"]) == 2 and room_of(defined["np"]) == 0
+    known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
     for line, used in uses:
         assert not used - known, f"line {line}: names that are defined nowhere"
-        below = [name for name in used if home.get(name, 0) > room_of(line)]
-        assert not below, f"line {line} of room {room_of(line)} uses a room below"
+        below = {name: defined[name] for name in used if defined.get(name, 0) > line}
+        assert not below, f"line {line} uses names that are defined below it"
 
-def test_config__tables_name_what_exists():
-    assert tg.NOT_MATHEMATICS | tg.NOT_INHERITED | tg.MAY_CHANGE <= set(tg.Config.__dataclass_fields__)
+def test_train_step__five_calls_and_a_train_that_hides_none():
+    """design.md 2: the step is visible in one place, and the outline of a run has no function of its own."""
+    functions = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
+    calls = [ast.unparse(node.func) for node in ast.walk(functions["train_step"]) if isinstance(node, ast.Call)]
+    assert sorted(calls) == sorted(["engine.forward_backward", "loader.next", "loader.next_plans",
+                                    "engine.prefetch_rows", "engine.optim_step", "engine.fetch_rows"])
+    order = [ast.unparse(node.value.func).partition(".")[2] for node in functions["train_step"].body
+             if isinstance(node, (ast.Assign, ast.Expr)) and isinstance(node.value, ast.Call)]
+    assert order == ["forward_backward", "next_plans", "prefetch_rows", "optim_step", "fetch_rows"]
+    for name in ("train", "race", "train_step"):
+        inner = [node for node in ast.walk(functions[name])
+                 if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
+        assert inner == [functions[name]], f"{name}: {[ast.unparse(node)[:60] for node in inner[1:]]}"
+
+Call = tuple[str, int, str, int]         # caller and its section, callee and its section
+
+def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
+    """Return the calls of trainer code while `run` is running, on every thread, generators' resumptions included.
+
+    The caller is the nearest frame of the trainer up the stack, because torch and the library call back. Where there is
+    none, as on the thread of a pool or of autograd, there is no caller.
+    """
+    sections: dict[CodeType, int] = {}   # 0: not of the trainer
+    calls = set()
+
+    def section_of(code: CodeType) -> int:
+        if code not in sections:
+            sections[code] = room_of(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
+        return sections[code]
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not section_of(frame.f_code):
+            return
+        caller = frame.f_back
+        while caller is not None and not section_of(caller.f_code):
+            caller = caller.f_back
+        if caller is not None:
+            calls.add((caller.f_code.co_qualname, section_of(caller.f_code), frame.f_code.co_qualname,
+                       section_of(frame.f_code)))
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return calls
+
+def traced_runs(rank: Rank) -> set[Call]:
+    """Warm-up and training in all stages, untying, validation, checkpoints, saves, a resumed run, a time budget."""
+    fabric = rank.fabric()
+    source = Path(tg.__file__).read_bytes()
+    calls = set()
+
+    def trace(name: str, *flags: str) -> None:
+        cfg = tg.parse_flags(["--device=cpu", f"--run_dir={rank.folder}/{name}", *flags])
+        calls.update(calls_between_sections(lambda: tg.train(cfg, fabric, SimpleNamespace(log=None), source)))
+
+    trace("first", "--preset=tiny", "--tables=trigram_embed 3 300; four_embed 4 300 1 1 host 4", "--max_steps=8",
+          "--checkpoint_every=4", "--val_every=4", "--sample_tokens=1", "--debug_rows=1", f"--save={rank.folder}/save")
+    trace("resumed", f"--resume={rank.folder}/first", "--max_steps=0")
+    trace("budget", "--preset=tiny", "--time_budget=1", "--epochs=0", "--slots_per_micro_batch=2")
+    return calls
+
+@pytest.mark.xfail(strict=True, reason="load_rows passes its generator own_rows to DeviceRowStore.load")
+@pytest.mark.parametrize("world", [1, 2])
+def test_sections__no_code_calls_a_later_section(ranks, world):
+    """Whatever was passed or stored: a function, generator, closure or method of a later section has no caller."""
+    calls = set().union(*ranks(world, traced_runs))
+    named = {(caller, callee) for caller, _, callee, _ in calls}
+    seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
+            ("Engine.forward_backward", "first_order.<locals>.call"),         # autograd calls it in between
+            ("race", "write_checkpoint"), ("cycle_from", "Clock.next_cycle_ms"), ("finish", "save"),
+            ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
+    assert seen <= named, "what the runs are traced for"
+    downward = sorted(call for call in calls if call[3] > call[1])
+    assert not downward, downward
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
