@@ -144,10 +144,9 @@ def test_sections__use_only_names_that_are_defined_above():
                 defined.setdefault(symbol.get_name(), first)
     assert len(defined) > 100 and room_of(defined["Values"]) == 2 and room_of(defined["np"]) == 0
     known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
-    for line, used in uses:
-        assert not used - known, f"line {line}: names that are defined nowhere"
-        below = {name: defined[name] for name in used if defined.get(name, 0) > line}
-        assert not below, f"line {line} uses names that are defined below it"
+    assert not set().union(*(used for _, used in uses)) - known, "names that are defined nowhere"
+    below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
+    assert not below, "lines that use a name, and the line below them that defines it"
 
 def test_train_step__five_calls_and_a_train_that_hides_none():
     """design.md 2: the step is visible in one place, and the outline of a run has no function of its own."""
