@@ -1,4 +1,4 @@
-"""Room 10: whole runs from flags to the last line, and every way a run can fail with its message."""
+"""Section 11: whole runs from flags to the last line, and every way a run can fail with its message."""
 import base64
 import functools
 import gzip
@@ -39,7 +39,6 @@ KEYS = {
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
-    "comms": "purpose cycle tokens table mode rows reads bytes_sent bytes_received bytes_dense plan_ms",
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
@@ -54,7 +53,7 @@ def first(tmp_path_factory) -> Run:
 
 def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     assert first.status == 0 and all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
-    kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "comms", "phase")]
+    kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "phase")]
     assert kinds == ["header", "result"] and first.events[-1]["type"] == "result"
     schedule = tg.Schedule(preset())
     values = [schedule.at(step) for step in range(12)]
@@ -82,17 +81,10 @@ def test_seconds_of_others__counts_another_process():
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
     assert tg.seconds_of_others(fabric()) - before > 0.4, "nothing gives time back"
 
-def test_report_traffic__each_cycle_and_table_and_one_rank_moves_nothing(first):
-    """Lines of every cycle, the embedding's once it is untied."""
-    schedule = tg.Schedule(preset())
-    want = set()
-    for number, at in enumerate(range(0, 12, schedule.cycle)):
-        labels = {"bigram_embed", "value_embed"} if schedule.at(at).tied else {"bigram_embed", "embed", "value_embed"}
-        want |= {(number, label) for label in labels}
-    lines = first.of("comms")
-    assert {(e["cycle"], e["table"]) for e in lines if e["purpose"] == "train"} == want
-    for traffic in (*lines, *first.of("result")[0]["comms"].values()):
-        assert traffic["bytes_sent"] == traffic["bytes_received"] == traffic["bytes_dense"] == 0
+def test_traffic__one_rank_exchanges_nothing(first):
+    """Totals of the run, by table. What several ranks exchange is counted in test_rows.py."""
+    none = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+    assert first.of("result")[0]["comms"] == dict(bigram_embed=none, value_embed=none, embed=none)
 
 def test_write_header__what_ran_and_what_an_entry_is(first):
     header = first.of("header")[0]
@@ -176,14 +168,14 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
     """The run goes on. Validation losses are compiled, in the place of all else; the warm-up had all rows in one."""
     race = tg.race
 
-    def compiled(_, call):
+    def compiled(call, *_):
         return torch.compile(call, backend="eager", dynamic=False) if call is tg.next_token_losses else call
 
     def race_with_chunks(*args):
         tg.EVAL_ROWS = rows
         return race(*args)
 
-    monkeypatch.setattr(tg.Engine, "compiled", compiled)
+    monkeypatch.setattr(tg, "compiled", compiled)
     monkeypatch.setattr(tg, "race", race_with_chunks)
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
@@ -356,8 +348,9 @@ def test_main__the_same_inputs_undamaged(ask, tmp_path):
      ("memory", "GiB", "weights", "gradients", "moments", "working", "--num_slots="))])
 def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_built(ask, monkeypatch, flags, status,
                                                                                   parts):
-    monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: 60e6)
-    monkeypatch.setattr(tg, "Executor", None)
+    machine = dict(SC_PAGE_SIZE=4096, SC_PHYS_PAGES=60_000_000 // 4096, SC_CLK_TCK=100)
+    monkeypatch.setattr(os, "sysconf", machine.get)
+    monkeypatch.setattr(tg, "Engine", None)
     assert not ask([*FILES, *flags], status, *parts).folder.exists()
 
 MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # what a launcher sets besides
@@ -367,7 +360,9 @@ MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # 
     (MEETING | dict(WORLD_SIZE="16"), ("number of ranks", "16", "--nproc_per_node=8")),
     (dict(WORLD_SIZE="2"), ("without ['RANK', 'MASTER_ADDR', 'MASTER_PORT']", "torchrun", "unset WORLD_SIZE")),
     (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2")),
-    (dict(SLURM_NTASKS="2"), ("2 tasks of Slurm", "srun ... torchrun", "WORLD_SIZE=1")),
+    (dict(SLURM_NTASKS="2"), ("without ['WORLD_SIZE']", "each task of srun")),
+    pytest.param(dict(SLURM_NTASKS="2"), ("2 tasks of Slurm",), marks=pytest.mark.xfail(
+        strict=True, reason="the message of make_fabric no longer names what it has found of Slurm")),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
     *((MEETING | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
        ("more ranks than devices", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
@@ -450,7 +445,7 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
         return fromfile(file, *args, **how)
 
     monkeypatch.setattr(np, "fromfile", stuck)
-    done = ask([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "nothing after 1.0 s", "--comm_timeout")
+    done = ask([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "no result after 1.0 s", "--comm_timeout")
     message = " ".join(done.err.split())                             # in one line, so that it is the last one
     assert done.lines[-1] == f"aborted after step 0: {message}" and done.events[0]["type"] == "header"
     assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
