@@ -41,7 +41,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
 def small_pieces() -> Iterator[None]:
     """Several files of each table and rank; and no warm-up, which leaves no trace."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "PIECE_ROWS", 64)
+        patch.setattr(tg, "CHUNK_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
         yield
 
