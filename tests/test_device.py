@@ -204,7 +204,7 @@ def bytes_of(tensors) -> int:
 @pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (8, 0)])
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
 def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode):
-    """Against the tensors of a real executor, but for what a shard is rounded up or down by and for scalars in f32."""
+    """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
     runner = engine(cfg, world, rank)
     parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, cfg.num_slots // world)
@@ -215,13 +215,15 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
     gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=exact))
     for entry in runner.optimizer.groups.values():
         if isinstance(entry, tg.ShardedGroup):
-            units = len(tg.bank_matrices(entry.row, entry.weight))
+            units = len(tg.bank_matrices(entry.spec, entry.weight))
             buffers = {id(x): x for x in (entry.main_grad, entry.comm_buffer)}
             gradients += [x[:units] for x in buffers.values()]
     unused = 0                                                                # rows of caches that no list can fill
     for table in runner.tables.values():
-        gradients.append(table.grad)
-        if world > 1:
+        if world == 1:
+            gradients.append(table.grad)
+        else:
+            gradients.append(torch.empty_like(table.shard, dtype=exact))      # which its update makes
             gradients.append(table.row_grads)
             weights.append(table.cache)
             unused += max(0, world * len(table.shard) - len(table.cache)) * cfg.model_dim
@@ -231,15 +233,15 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
         assert -0.01 * counted <= parts[part] - counted <= spare + 0.01 * counted, part
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
     mlp = runner.optimizer.groups["mlp"]                                     # 22 matrices: 3 each, 1 for the last
-    matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
-    uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
+    matrix = tg.bank_matrices(mlp.spec, mlp.weight.data)[:1]
+    uneven = 2 * bytes_of(tg.initial_state(mlp.spec, matrix).values()) + 1000
     assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
 
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 4)])
 def test_memory_estimate__large_tables(home, world, rows, cadence):
-    """Against the tensors of a real executor, as on a GPU: a shard, caches for a cycle, live sets; not the 8 bytes of
+    """Against the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows; not the 8 bytes of
     state of a row."""
     cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
     table = engine(cfg, world, 0).tables["trigram_embed"]
@@ -247,26 +249,26 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}
     most = max(stage.batch_tokens for stage in cfg.stages)
-    live = min(-(-rows // world), cadence * most)                             # all ranks may ask one
+    active = min(-(-rows // world), cadence * most)                             # all ranks may ask one
     assert len(table.cache) == len(table.row_grads) == min(world * -(-rows // world), cadence * most // world)
     rounded = functools.partial(pytest.approx, rel=0.05)                      # shards of 101 rows, scalars of the mix
     assert found["gradients"] == rounded(table.row_grads.nbytes)
-    on_device = table.cache.nbytes + live * 4 * cfg.model_dim
+    on_device = table.cache.nbytes + active * 4 * cfg.model_dim
     if home == "host":
-        assert found[tg.ON_HOST] == rounded(table.home.stored.rows.nbytes)
-        assert found["weights"] == rounded(on_device + live * 4 * cfg.model_dim)
+        assert found[tg.ON_HOST] == rounded(table.store.shard.rows.nbytes)
+        assert found["weights"] == rounded(on_device + active * 4 * cfg.model_dim)
     else:
-        assert found["weights"] == rounded(on_device + table.home.stored.rows.nbytes)
+        assert found["weights"] == rounded(on_device + table.store.shard.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
 def let_room_be(monkeypatch, room: float) -> None:
-    def total_memory(_: tg.Fabric) -> float:
-        return (room + 0.5) / tg.MEMORY_SHARE
+    total = (room + 0.5) / tg.MEMORY_SHARE
 
     def gather(self: tg.Fabric, fact: object) -> list:
         return [fact] * self.world
 
-    monkeypatch.setattr(tg.Fabric, "total_memory", total_memory)
+    monkeypatch.setattr(tg.os, "sysconf", dict(SC_PAGE_SIZE=1, SC_PHYS_PAGES=total).get)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", {torch.device("cuda", 0): (0, total)}.get)
     monkeypatch.setattr(tg.Fabric, "gather", gather)
 
 def on_gpu(world: int = 1) -> tg.Fabric:
