@@ -10,6 +10,7 @@ lives, so each round starts both anew, in the other order, and counts once. Prin
 much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
 """
 import argparse
+import concurrent.futures
 import importlib.util
 import math
 import multiprocessing
@@ -42,12 +43,19 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         turns.recv()
         began = time.perf_counter()
         result = train_step(engine, loader, values)
-        loader.wait()                                         # else its thread works in the other's turn
+        wait_for_thread(loader)                               # else it works in the other's turn
         lasted = time.perf_counter() - began
         return result
 
     trainer.train_step = step_in_turn
     trainer.main(flags)                                       # does not return
+
+def wait_for_thread(loader) -> None:
+    """Wait until the loader's thread has built the next cycle. Older trainers have a function for it."""
+    if hasattr(loader, "wait"):
+        loader.wait()
+    else:
+        concurrent.futures.wait([loader.next_cycle], WAIT_S)
 
 def timed_step(side: str, turns: Connection) -> float:
     """Seconds of the step that a side takes now. Raises SystemExit if it ends or says nothing."""

@@ -196,14 +196,18 @@ def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int) -> Iterator[tup
         loader.start(values[:schedule.cycle])
         yield loader, values
 
-def batches_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Batch]:
-    """Yield the batches of these steps, and advance the loader where a cycle begins, as the training loop does."""
+def steps_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Values]:
+    """Yield these steps, and advance the loader where a cycle begins, as the training loop does."""
     cycle = tg.Schedule(loader.cfg).cycle
     for step in values:
         if step.begins_cycle:
             first = step.step - values[0].step + cycle
             loader.advance(list(values[first:first + cycle]))
-        yield loader.next(step)
+        yield step
+
+def batches_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Batch]:
+    """Yield the batches of these steps, as the training loop takes them."""
+    return map(loader.next, steps_of(loader, values))
 
 def owned(x: Tensor, where: tg.Fabric) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""

@@ -109,7 +109,7 @@ def mean_loss(losses: tg.Losses) -> float:
     return float(losses.slot_sums.sum()) / losses.tokens
 
 class Run:
-    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: executor, loader, schedule."""
+    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: engine, loader, schedule."""
     def __init__(self, fabric: tg.Fabric) -> None:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
         began = time.perf_counter()
@@ -152,11 +152,13 @@ class Run:
         first = self.schedule.starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]
         of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
-        loader = tg.Loader(self.cfg, self.fabric, self.headers, of_cycles)
+        loader = tg.Loader(self.cfg, self.fabric, self.headers)
         with contextlib.closing(loader):
-            loader.start()
-            for values in sum(of_cycles, []):
-                yield tg.train_step(self.engine, loader, values)
+            loader.start(of_cycles[0])
+            for of_cycle, following in zip(of_cycles, [*of_cycles[1:], []]):
+                loader.advance(following)
+                for values in of_cycle:
+                    yield tg.train_step(self.engine, loader, values)
 
     def measure_stage(self, stage: int, cycles: int) -> dict[str, Any]:
         """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""

@@ -5,7 +5,7 @@ what test_faults.py shows, and is tried here with --all.
 """
 import pytest
 import torch
-from common import preset, random_stream, started_loader, write_shard
+from common import preset, random_stream, started_loader, steps_of, write_shard
 from faults import TIMEOUT, Job
 from ranks import COMM_TIMEOUT, Rank
 
@@ -34,8 +34,8 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     cfg = preset("tiny", *SIZES, device=device, compile=0, train_files=str(shard))
     engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
     found = []
-    with started_loader(cfg, fabric, tg.Schedule(cfg).end_step, engine.exchange_ahead) as (loader, steps):
-        for values in steps:
+    with started_loader(cfg, fabric, tg.Schedule(cfg).end_step) as (loader, steps):
+        for values in steps_of(loader, steps):
             losses = tg.train_step(engine, loader, values)
             found.append(sum(fabric.gather(float(losses.slot_sums.sum()))))
     return found
