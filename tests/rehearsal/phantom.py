@@ -172,7 +172,7 @@ class Event:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    record = wait = wait_event = __init__
+    record = wait = wait_event = wait_stream = __init__
 
     def synchronize(self) -> None:
         mode.recorder.host_waited(f"{self.name} of the device")

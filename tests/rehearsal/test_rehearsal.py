@@ -56,17 +56,17 @@ def test_rehearse__quick_finds_nothing_forbidden(quick):
 
 
 # ---- Mistakes on purpose, in a copy of the trainer
-STEP = "        self.optimizer.step(values, plans_ahead)\n"
+STEP = "        self.optimizer.step(values)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
-ADD = "        add(ctx.row_grads, index, grad)\n"
-SCRATCH = "        grad_w = accumulate_wgrad(ctx.part, product, None)"
+ADD = "        add_rows(ctx.row_grads, index, grad)\n"
+SCRATCH = "        grad_w = ctx.grad_target.add_gradient(product, None)"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
 SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
 DYNAMIC = "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)"
 LOGITS = "product_dtype = logits_dtype if native else accum"
-PINNED = "pin_memory=True) for x in self.stored))"
+PINNED = "pin_memory=True) for x in self.shard))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
 FIRST_GRAPHS = ["--stages=1", "--first-stage"]
@@ -80,7 +80,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
          ("buffer of a gradient's size", "RowLookup.backward: bank = "),
          ("buffer of a gradient's size", "product.clone()"),
-         ("host wait", "Executor.forward_backward: print(float(slot_sums.sum()))")]),
+         ("host wait", "Engine.forward_backward: print(float(slot_sums.sum()))")]),
     "a graph break": ({HIDDEN: HIDDEN + "        x = x if x.sum() > 0 else -x\n"}, FIRST_GRAPHS,
                       [("graph break", "x = x if x.sum() > 0")]),
     "a step's number in a graph": (
@@ -91,9 +91,11 @@ PLANTED = {                              # what is replaced, how the copy is wal
                               [("recompile", "cu_seqlens")]),
     "logits in f32": ({LOGITS: "product_dtype = accum"}, FIRST_GRAPHS,
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
-    "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostHome._bring_down: self.stream.synchronize()")]),
+    "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostRowStore._store: copied.synchronize()")]),
     "a table that is not pinned": ({PINNED: PINNED.replace("=True", "=False")}, HOST_TABLE,
-                                   [("elsewhere", "HostHome._bring_down: out.copy_(x, non_blocking=True)")]),
+                                   [("host wait", "HostRowStore.write_back: out.copy_(x, non_blocking=True)"),
+                                    ("elsewhere", "HostRowStore._store: copied.synchronize()"),
+                                    ("elsewhere", "RowState.to")]),
 }
 
 @pytest.mark.house

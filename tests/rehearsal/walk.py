@@ -3,7 +3,7 @@
     PYTHONPATH=tests python -m rehearsal.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
 
 For a process of its own; rehearse.py starts it. Of the trainer it knows: where a run, a step, its two halves, a
-validation and a checkpoint begin (LISTENED), custom operations, weights that are sharded, tables and their homes.
+validation and a checkpoint begin (LISTENED), custom operations, weights that are sharded, tables and row stores.
 """
 from __future__ import annotations
 
@@ -124,14 +124,15 @@ def start_race(tally: Tally, engine: tg.Engine) -> None:
     handler = logging.Handler()
     handler.emit = keep_reason
     logging.getLogger("torch._dynamo").addHandler(handler)
-    for label, entry in engine.optimizer.groups.items():
-        if isinstance(entry, tg.ShardedGroup):
-            tally.owning[entry.weight.numel()] = label
-    for label, table in engine.tables.items():
-        tally.row_grads[table.row_grads.untyped_storage()._cdata] = label
-        if table.table.tied:                                  # as large as the head, of which there are copies
+    for label, group in engine.optimizer.sharded_groups.items():
+        tally.owning[group.weight.numel()] = label
+    for spec in tg.table_specs(engine.cfg):
+        table = engine.tables[spec.label]
+        row_grads = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
+        tally.row_grads[row_grads.untyped_storage()._cdata] = spec.label
+        if spec.tied_to_head:                                 # as large as the head, of which there are copies
             continue
-        tally.table_sizes |= {table.table.rows * engine.cfg.model_dim,
+        tally.table_sizes |= {spec.num_rows * engine.cfg.model_dim,
                               tally.world * len(table.shard) * engine.cfg.model_dim}
 
 
@@ -249,25 +250,24 @@ def install(card: str, recorder: Tally, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    for value in vars(tg).values():
-        operation = getattr(value, "op", value)
-        if isinstance(operation, torch.library.CustomOpDef):
+    for name, operation in torch._library.custom_ops.OPDEFS.items():
+        if name.startswith("train_gpt::"):
             phantom.bodies[operation._opoverload] = operation._init_fn
 
     def save_nothing(content: Any, file: Any) -> None:        # a word in the place of tensors without numbers
         file.write(b"tensors")
 
     torch.save = save_nothing
-    tg.DeviceRowStore.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
-    tg.HOMES.update(host=WalkedHome)
+    tg.DeviceRowStore.touched_rows = phantom.always(())       # rows without numbers do not say if they were touched
+    tg.ROW_STORES.update(host=WalkedRowStore)
     return mode
 
-class WalkedHome(tg.HostRowStore):
-    """Its pool's work waits, in its order, until the walked thread wants a result: no other thread knows the card."""
+class WalkedRowStore(tg.HostRowStore):
+    """Its worker's jobs wait, in their order, until the walked thread wants a result: no other thread knows the card."""
     def __init__(self, *args: Any) -> None:
         self.to_do: list[tuple[Future, Callable, tuple]] = []
         super().__init__(*args)
-        self.mover = self
+        self.worker = self
 
     def submit(self, call: Callable, *args: Any) -> Future:
         work = Future()
