@@ -352,7 +352,7 @@ def test_resume__equals_an_uninterrupted_run(tmp_path):
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
 
 def test_resume__in_bf16_with_its_mantissas(tmp_path):
-    """The 16 bits that a NorMuon bank has beside its bf16 weights change no weight by themselves: the next updates do."""
+    """The 16 further bits of a NorMuon bank in bf16 change no weight by themselves, but in the next updates."""
     flags = "--dtype=bfloat16", "--sample_tokens=0", "--checkpoint_every=2"
     run(tmp_path / "whole", *flags, f"--save={tmp_path / 'whole_save'}")
     run(tmp_path / "begun", *flags, "--max_steps=7")

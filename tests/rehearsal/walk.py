@@ -263,7 +263,7 @@ def install(card: str, recorder: Tally, world: int) -> phantom.Card:
     return mode
 
 class WalkedRowStore(tg.HostRowStore):
-    """Its worker's jobs wait, in their order, until the walked thread wants a result: no other thread knows the card."""
+    """Its worker's jobs wait, in order, until the walked thread wants a result: no other thread knows the card."""
     def __init__(self, *args: Any) -> None:
         self.to_do: list[tuple[Future, Callable, tuple]] = []
         super().__init__(*args)
