@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
+from tools import compressed             # noqa: E402
+
 LEDGER, RATES = Path(__file__).with_name("ledger.json"), Path(__file__).with_name("rates.json")
 FORMAT = 2                               # of timelines
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
@@ -38,8 +41,9 @@ class PriceError(Exception):
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
 def load(path: Path) -> dict[str, Any]:
+    """The object of a JSON file in either form, NAME or NAME.gz."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "a JSON file",
                          "name another; python tests/rehearse.py --update makes a ledger") from None

@@ -1,9 +1,11 @@
 """The price: small timelines priced by hand, what a change costs, a measured run."""
+import gzip
 import json
+from pathlib import Path
 
 import pytest
 
-from rehearsal import price
+from rehearsal import ledger, price
 
 # Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
@@ -27,6 +29,7 @@ KERNELS = dict(
     flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12, tokens=1024),
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
+RECORDS = Path(__file__).resolve().parents[2] / "records"
 MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
@@ -97,6 +100,19 @@ def test_difference__by_stage_and_by_line_where_both_have_it():
     assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
+
+def test_load__either_form_of_a_ledger(tmp_path):
+    """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
+    made = timelines(even=[run("move")], odd=[run("move")])
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(made).encode()))
+    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == made
+    published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
+    assert "no GPU has run anything" in price.text(price.price(published, price.load(price.RATES)))
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
+    for path in (tmp_path / "made.json", tmp_path / "none.json"):
+        with pytest.raises(price.PriceError, match="a JSON file"):
+            price.load(path)
+    assert ledger.ledger_in(tmp_path / "none.json") is None
 
 def test_measured_page__beside_the_prediction(tmp_path, capsys):
     """By stage, away from its ends: steps that settle and leave are 10 times as long here, none of them may count."""
