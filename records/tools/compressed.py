@@ -1,6 +1,7 @@
-"""Files that may be stored compressed: whoever asks for NAME gets the contents of NAME, or of NAME.gz where only this
-exists. Hashes in a record are of contents, so a file keeps its name and its hash when it is compressed or decompressed.
-Needs the standard library only, as `tests/price.py` does."""
+"""Files that may be stored compressed: a reader of NAME gets the contents of NAME, or of NAME.gz if only this exists.
+
+Hashes in a record are of contents, so a file keeps its name and its hash when it is compressed or decompressed. Needs
+the standard library only, as `tests/price.py` does."""
 from __future__ import annotations
 
 import errno
