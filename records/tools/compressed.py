@@ -39,8 +39,8 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, compressed if its name ends in .gz. Equal data give equal bytes, because the gzip header has no time
-    and no file name. Raises OSError for more data than read_bytes accepts."""
+    """Write a file, compressed if its name ends in .gz. Equal data give equal bytes, because the gzip header has no
+    time and no file name. Raises OSError for more data than read_bytes accepts."""
     if path.suffix == SUFFIX:
         if len(data) > LIMIT_MIB << 20:
             raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB to compress", str(path))

@@ -1,7 +1,8 @@
 """Verbs `new`, `check`, `table`, `stand`: a record is logs, and pages made from them, which `check` makes again.
 
-Logs are stored compressed; hashes are of contents, under the name without .gz. Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
-page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+Logs are stored compressed; hashes are of contents, under the name without .gz. Records that other tools made
+(predictions, and the ablation 03) are sealed: `check` compares their files, numbers and page with stored hashes. Exit
+status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
 
 import argparse
