@@ -1083,11 +1083,8 @@ class TablePlan:
     requested_rows: Tensor               # i64 places in this rank's shard, reader by reader
     recv_counts: list[int]               # by reader: how many of them it requests
     head_columns: Tensor | None          # (n,) i64: my_rows as columns of the head, while head and embedding are tied
-    plan_ms: float                       # time of `Planner.plan`
-    reads: int                           # lookups, repeated rows included
     update: RowUpdate | None = None      # of a row-wise table, once `RowTable.prepare` has seen the plan
-    sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
-    received: int = 0
+    moved: Counter = field(default_factory=Counter)           # bytes by kind, counted where a collective is called
 
     @property
     def tied(self) -> bool:
@@ -1103,8 +1100,8 @@ class TablePlan:
 
     def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int):
         """Count what an exchange of lists moves between this rank and others; counts are items by rank."""
-        self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
-        self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
+        self.moved["bytes_sent"] += (sum(send_counts) - send_counts[rank]) * item_bytes
+        self.moved["bytes_received"] += (sum(recv_counts) - recv_counts[rank]) * item_bytes
 
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
@@ -1170,7 +1167,6 @@ class Planner:
     def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
         """Return the plan of a table's rows for its cycle. Puts the index of each lookup into the batches, an array."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
-        began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
         tied = table.tied and values.tied                                     # for the whole cycle: untying ends one
@@ -1199,8 +1195,7 @@ class Planner:
         my_rows = self.fabric.host_tensor(my_rows)
         tag = dict(purpose=purpose, cycle=values.step // table.cadence,
                    tokens=sum(batch.tokens.shape[1] for batch in batches))
-        plan_ms = 1000 * (time.perf_counter() - began)
-        return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
+        return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns)
 
 def bounded(future: Future, cfg: Config, what: str):
     """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
@@ -2213,7 +2208,7 @@ def gate_of(features: Tensor, weight: Tensor):
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 def do_nothing(**_):
-    """Stand for a wait, report, restore or plans_ahead where there is none."""
+    """Stand for a wait, restore or plans_ahead where there is none."""
 
 def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
@@ -2259,12 +2254,11 @@ class RowTable:
     # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
     # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable, head: Tensor | None = None):
+                 head: Tensor | None = None):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
         self.head = head                                                      # (D, V): rows of `embed`, while tied
         self.table = table
         self.fabric = fabric
-        self.report = report                                                  # called with what each plan has moved
         self.debug = cfg.debug_rows
         self.home = self.grad = None
         if table.is_rowwise:
@@ -2347,7 +2341,6 @@ class RowTable:
                 rows, places = self.home.read(places), None
             out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
             self._bring(plan, out, rows, places)()
-        self.report_traffic(plan)
         return out, None
 
     def return_gradients(self):
@@ -2391,7 +2384,7 @@ class RowTable:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
                 self.grad[plan.requested_rows] = 0
-            self.report_traffic(plan)
+            self._count_moved(plan)
         self.pending = []
         self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
@@ -2399,21 +2392,17 @@ class RowTable:
             need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
                  "none", "report it", RunError)
 
-    def report_traffic(self, plan: TablePlan):
-        """Report what a plan has moved; bytes_dense: what dense mode would have moved for an update."""
-        # Nothing travels while tied, and nobody asks about warm-up and samples.
-        purpose = plan.tag["purpose"]
-        if plan.tied or purpose not in ("train", "validation"):
-            return
-        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=0)
-        if purpose == "train":
-            moved["bytes_dense"] = 2 * (self.fabric.world - 1) * self.shard.nbytes       # rows out, gradients back
-            if self.home is not None:
-                moved |= self.home.traffic
-                self.home.traffic = dict.fromkeys(self.home.traffic, 0)
-            self.totals.update(moved)
-        self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
-                    **moved, plan_ms=round(plan.plan_ms, 3))
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes by kind that steps have moved since the last reset; `read` does not count."""
+        for plan in self.pending:                                             # of a cycle that has not ended
+            self._count_moved(plan)
+        between_host_and_device = self.home.traffic if self.home else {}
+        return {**self.totals, **between_host_and_device}
+
+    def _count_moved(self, plan: TablePlan) -> None:
+        """Add to the totals what a plan has moved and not yet counted."""
+        self.totals.update(plan.moved)
+        plan.moved.clear()
 
     def _on_device(self, rows: Tensor):
         return rows.to(self.fabric.device, non_blocking=True)
@@ -2441,6 +2430,7 @@ class RowTable:
                 send_counts: list[int]):
         """Launch the all-to-all of rows into `out`, and return the wait. Lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
+        plan.moved["bytes_dense"] += (self.fabric.world - 1) * self.shard.nbytes         # dense mode sends all rows
         if self.fabric.world == 1:
             out.copy_(rows)
             return do_nothing
@@ -3076,8 +3066,7 @@ class Losses(NamedTuple):
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
-    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0, report: Callable = do_nothing):
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None, slots_at_once: int = 0):
         """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. slots_at_once: 0 for all."""
         self.cfg = cfg
         self.fabric = fabric
@@ -3097,7 +3086,7 @@ class Executor:
         weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report,
+            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens,
                                                 self.model.lm_head)
 
         # Only what is called often, and with few sets of shapes, is compiled.
@@ -3299,7 +3288,7 @@ class Executor:
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
-            for totals in self.fabric.gather(table.totals):
+            for totals in self.fabric.gather(table.traffic()):
                 result[label].update(totals)
         return result
 
@@ -4188,9 +4177,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
     kernel, attention = choose_attention(cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
-                        report=lambda **traffic: ending.log.event("comms", **traffic))
-
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once)
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     earlier = dict(log=NEW_LOG, places=(), train_time_ms=0.0)

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,8 +50,9 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
-    """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
+def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.TablePlan]], dict[str, list[float]]]:
+    """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last, and
+    by table how many ms each of them took."""
     headers = tg.find_shards(tokens())
     cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
@@ -59,11 +61,21 @@ def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     pairs = [steps[first:first + 2] for first in range(0, len(steps), 2)]
     loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers, pairs)
     plans = []
+    times_ms = defaultdict(list)
+    plan = loader.planner.plan
+
+    def timed_plan(table: tg.Table, *rest: Any) -> tg.TablePlan:
+        began = time.perf_counter()
+        made = plan(table, *rest)
+        times_ms[table.label].append(1000 * (time.perf_counter() - began))
+        return made
+
+    loader.planner.plan = timed_plan
     with contextlib.closing(loader), contextlib.suppress(tg.DataEnded):
         loader.start()
         for step in steps:
             plans.append(loader.next(step).plans)
-    return plans[::2]
+    return plans[::2], times_ms
 
 class Moved(NamedTuple):
     """Means over cycles, of a table."""
@@ -75,7 +87,7 @@ class Moved(NamedTuple):
 
 def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
     """Return what moves, by label of a table."""
-    by_rank = [plans_of(stage, rank, most_cycles) for rank in range(RANKS)]
+    by_rank, times_ms = zip(*(plans_of(stage, rank, most_cycles) for rank in range(RANKS)))
     found = {}
     for label, plan in by_rank[0][0].items():
         counts = np.array([[plans[label].send_counts for plans in of_rank] for of_rank in by_rank])
@@ -84,7 +96,7 @@ def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
         sent = travelling.sum(2) * (ID_BYTES + ROW_BYTES) + travelling.sum(1) * ROW_BYTES
         dense = 2 * (RANKS - 1) * plan.shard_size * ROW_BYTES
         of_owner = counts.sum(1)
-        plan_ms = np.median([plans[label].plan_ms for plans in by_rank[0]])
+        plan_ms = np.median(times_ms[0][label])
         found[label] = Moved(counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense,
                              (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
     return found
@@ -108,7 +120,7 @@ class Timed:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
         self.planner = planner_of(cfg, fabric, spec)
         shard = None if spec.is_rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
-        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.do_nothing)
+        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids)
         self.moments = [] if spec.is_rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.number = 0
 

@@ -175,13 +175,9 @@ FORGOTTEN = {                            # what forgets it
 
 @pytest.mark.parametrize("name", [None, *FORGOTTEN])
 def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
-    def report(**facts: Any) -> None:
-        reported.append(facts)
-
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
     cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5)
-    reported = []
-    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=report)
+    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
     schedule = tg.Schedule(cfg)
     restore = ex.snapshot()
     before = left_behind(ex)
@@ -192,9 +188,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     if name:
         forget, *given = FORGOTTEN[name]
         forget(monkeypatch, ex, *given)
-    counted = len(reported)
     restore()
-    assert len(reported) == counted, "rows of half a cycle, which would stand in the log of the next run"
     assert (left_behind(ex) != before) == (name is not None)
 
 def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):

@@ -39,7 +39,6 @@ KEYS = {
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
-    "comms": "purpose cycle tokens table mode rows reads bytes_sent bytes_received bytes_dense plan_ms",
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
@@ -54,7 +53,7 @@ def first(tmp_path_factory) -> Run:
 
 def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     assert first.status == 0 and all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
-    kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "comms", "phase")]
+    kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "phase")]
     assert kinds == ["header", "result"] and first.events[-1]["type"] == "result"
     schedule = tg.Schedule(preset())
     values = [schedule.at(step) for step in range(12)]
@@ -82,17 +81,9 @@ def test_seconds_of_others__counts_another_process():
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
     assert tg.seconds_of_others(fabric()) - before > 0.4, "nothing gives time back"
 
-def test_report_traffic__each_cycle_and_table_and_one_rank_moves_nothing(first):
-    """Lines of every cycle, the embedding's once it is untied."""
-    schedule = tg.Schedule(preset())
-    want = set()
-    for number, at in enumerate(range(0, 12, schedule.cycle)):
-        labels = {"bigram_embed", "value_embed"} if schedule.at(at).tied else {"bigram_embed", "embed", "value_embed"}
-        want |= {(number, label) for label in labels}
-    lines = first.of("comms")
-    assert {(e["cycle"], e["table"]) for e in lines if e["purpose"] == "train"} == want
-    for traffic in (*lines, *first.of("result")[0]["comms"].values()):
-        assert traffic["bytes_sent"] == traffic["bytes_received"] == traffic["bytes_dense"] == 0
+def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first):
+    nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+    assert first.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
 
 def test_write_header__what_ran_and_what_an_entry_is(first):
     header = first.of("header")[0]

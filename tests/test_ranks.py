@@ -85,13 +85,18 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
                   num_extension_steps=4) | RUNS[name]
     tables = [table._replace(home=home) for table in fields.get("tables", ())]
     cfg = tiny(**fields | dict(tables=tuple(tables)))
-    losses, validations, found = [], [], {}
+    losses, validations, lookups, found = [], [], [], {}
     forward_backward = tg.Executor.forward_backward
     evaluate = tg.Executor.evaluate
     warm_up = tg.warm_up
     finish = tg.finish
 
     def seen_forward_backward(self, batch, values, *rest):
+        rows = {}
+        for table in tg.row_tables(self.cfg):
+            if not table.tied or not values.tied:
+                rows[table.label] = np.unique(table.ids(batch.tokens.numpy()))
+        lookups.append(rows)
         out = forward_backward(self, batch, values, *rest)
         losses.append(exact_array(out.slot_sums) / values.slot_tokens)
         return out
@@ -108,15 +113,16 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
             after = state_hashes(executor)
             found["left"] = [name for name in after if after[name] != found["initial"][name]]
         losses.clear()
+        lookups.clear()
         validations.clear()
 
     def seen_finish(log, run_id, executor, *rest):
         found["state"] = whole_state(executor, log.schedule.at(log.done))
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(executor).items()}
         found["final"] = state_hashes(executor)
+        found["table_specs"] = [table._replace(ids=None, signs=None) for table in tg.row_tables(executor.cfg)]
         return finish(log, run_id, executor, *rest)
 
-    ending = SimpleNamespace(log=None, report_rows=lambda **facts: ending.log.event("comms", **facts))
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         patch = stack.enter_context(MonkeyPatch.context())
@@ -127,8 +133,9 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         patch.setattr(tg.Executor, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
         patch.setattr(tg, "finish", seen_finish)
-        tg.train(cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
-    return found | dict(printed=printed.getvalue(), slot_losses=np.stack(losses), validations=np.array(validations))
+        tg.train(cfg, rank.fabric(cfg), SimpleNamespace(log=None), Path(tg.__file__).read_bytes())
+    found |= dict(printed=printed.getvalue(), lookups=lookups)
+    return found | dict(slot_losses=np.stack(losses), validations=np.array(validations))
 
 def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[dict[str, Any]]:
     """Return what each rank of such a run found; it is made once."""
@@ -182,13 +189,56 @@ def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
     for found in runs_of(ranks, 2, name, home):
         assert found["warm_up_steps"] > 4 and found["left"] == []
 
+def bytes_of_training(table: tg.Table, all_rows: bool, by_rank: list[dict[str, Any]]) -> dict[str, int]:
+    """What the ranks of a run move for a table, from the rows that each looked up: once in a cycle a list of rows goes
+    to their owners and the rows come back; at its end, if the run gets there, their gradients go to the owners."""
+    world = len(by_rank)
+    size = -(-table.rows // world)
+    row_bytes = 8 * 32                   # of float64, in the width of tiny
+    count = len(by_rank[0]["lookups"])
+    sent = dense = 0
+    for first in range(0, count, table.cadence):
+        if table.label not in by_rank[0]["lookups"][first]:                   # the embedding is the head still
+            continue
+        rows = 0                         # that ranks fetch of others
+        for rank, found in enumerate(by_rank):
+            steps = [step[table.label] for step in found["lookups"][first:first + table.cadence]]
+            rows += int((np.unique(np.concatenate(steps)) % world != rank).sum())
+        if all_rows and not table.is_rowwise:
+            rows = world * (world - 1) * size
+        ways = 2 if first + table.cadence <= count else 1
+        sent += rows * (4 + ways * row_bytes)
+        dense += ways * world * (world - 1) * size * row_bytes
+    moved = dict(bytes_sent=sent, bytes_received=sent, bytes_dense=dense)
+    return moved | (dict(bytes_up=0, bytes_down=0) if table.is_rowwise else {})
+
+COUNTED = [
+    *(("cycles", world) for world in (1, 2, 4, 8)), ("dense", 2), ("every step", 2), ("layers", 1), ("layers", 2),
+    ("cadence 4", 2), *(pytest.param(name, 4, marks=pytest.mark.all) for name in ("dense", "layers", "cadence 4"))]
+
+@pytest.mark.parametrize("name, world", COUNTED)
+def test_finish__comms_are_what_training_has_moved(ranks, name, world):
+    """By table, over all ranks: without warm-up and validations, with half a last cycle."""
+    by_rank = runs_of(ranks, world, name)
+    text = (ranks.folder_of(world, tiny_run, name=name, home="device") / "run/log.jsonl").read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert not [entry for entry in entries if entry["type"] == "comms"]
+    steps = by_rank[0]["lookups"]
+    assert len(steps) == entries[-1]["steps"]
+    assert "embed" not in steps[0]
+    assert "embed" in steps[-1]
+    dense = RUNS[name].get("row_comms") == "dense"
+    expected = {table.label: bytes_of_training(table, dense, by_rank) for table in by_rank[0]["table_specs"]}
+    assert entries[-1]["comms"] == expected
+    assert (world == 1) == (not any(moved["bytes_sent"] for moved in expected.values()))
+
 def test_Log__rank_0_keeps_that_of_all(ranks):
     """Tokens and validation losses of the whole run; and the weights that it saves are those of all ranks."""
     logs = []
     for w in (1, 8):
         text = (ranks.folder_of(w, tiny_run, name="cycles", home="device") / "run/log.jsonl").read_text()
         entries = map(json.loads, text.splitlines())
-        logs.append([entry for entry in entries if entry["type"] not in ("phase", "comms")])
+        logs.append([entry for entry in entries if entry["type"] != "phase"])
     one, many = logs
     assert [log[0]["world_size"] for log in logs] == [1, 8]
     assert [entry["type"] for entry in many] == [entry["type"] for entry in one]

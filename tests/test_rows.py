@@ -28,6 +28,7 @@ import train_gpt as tg
 
 MODES = ("sparse", "dense")
 ELEMENT = dict(float32=4, bfloat16=2)    # bytes
+ID_BYTES = 4                             # of a row in a list
 SLOW = pytest.param(4, marks=pytest.mark.all)
 worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
 few_worlds = pytest.mark.parametrize("world", [1, 2, SLOW], ids="W{}".format)
@@ -54,21 +55,34 @@ def test_RowTable__rows_are_those_of_a_dense_run(ranks, world):
     for number, trial in enumerate(trials(world)):
         assert differences(trial, [found[number] for found in by_rank]) == [], trial
 
+def rows_by_owner(of_ranks: list[dict], label: str, size: int) -> np.ndarray:
+    """How many rows of its list each rank fetches of each owner, over all cycles: (reader, owner)."""
+    world = len(of_ranks)
+    lists = [np.concatenate([my_rows for my_rows, _ in found[label]["cycles"]]) for found in of_ranks]
+    return np.stack([np.bincount(rows // size, minlength=world) for rows in lists])
+
 @worlds
-def test_report_traffic__is_what_collectives_were_given(ranks, world):
-    """The list goes out, its rows come in, their gradients go out; and the same for the lists of others."""
-    for found in ranks(world, cycles):
-        for trial, of_trial in zip(trials(world), found):
-            moved = Counter(sent=0, received=0)
-            for of_table, (_, rows) in zip(of_trial.values(), trial.tables):
-                shard_bytes = -(-rows // world) * WIDTH * ELEMENT[trial.dtype]
-                pairs = zip(of_table["accounts"], of_table["cycles"], strict=True)
-                for cycle, (account, (my_rows, _)) in enumerate(pairs):
-                    assert account["bytes_dense"] == 2 * (world - 1) * shard_bytes
-                    tag = account["cycle"], account["purpose"], account["mode"], account["rows"]
-                    assert tag == (cycle, "train", trial.mode, len(my_rows))
-                    moved.update(sent=account["bytes_sent"], received=account["bytes_received"])
-            assert of_table["bytes"] == moved, "of all tables"
+def test_traffic__is_what_collectives_were_given(ranks, world):
+    """The list goes out, its rows come in, their gradients go out; and the same for the lists of others. By table it is
+    counted from the lists of rows, and over all tables where the collective is called."""
+    by_rank = ranks(world, cycles)
+    for number, trial in enumerate(trials(world)):
+        of_ranks = [found[number] for found in by_rank]
+        row_bytes = WIDTH * ELEMENT[trial.dtype]
+        totals = [Counter(sent=0, received=0) for _ in of_ranks]
+        for label, (_, rows) in zip(of_ranks[0], trial.tables, strict=True):
+            size = -(-rows // world)
+            counts = rows_by_owner(of_ranks, label, size)
+            for rank, (found, total) in enumerate(zip(of_ranks, totals)):
+                asks = counts[rank].sum() - counts[rank, rank]
+                is_asked = counts[:, rank].sum() - counts[rank, rank]
+                moved = dict(bytes_sent=asks * (ID_BYTES + row_bytes) + is_asked * row_bytes,
+                             bytes_received=is_asked * (ID_BYTES + row_bytes) + asks * row_bytes,
+                             bytes_dense=2 * (world - 1) * size * row_bytes * trial.updates)
+                assert found[label]["traffic"] == moved, label
+                total.update(sent=moved["bytes_sent"], received=moved["bytes_received"])
+        for found, total in zip(of_ranks, totals):
+            assert all(of_table["bytes"] == total for of_table in found.values()), "of all tables"
 
 
 # ---- One table -------------------------------------------------------------------------------------------------------
@@ -76,7 +90,7 @@ def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable
     values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
     shard = torch.nn.Parameter(owned(values, fabric))
-    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
+    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40)
 
 def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
     fabric = table.fabric
