@@ -276,8 +276,9 @@ class Cycles:
                 fetched = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
                 found[label]["cycles"].append((plan.my_rows.numpy(), exact_array(fetched)))
             for step in range(trial.cadence):
-                for label in self.tables:
+                for label, table in self.tables.items():
                     self.look_up(label, update, step)
+                    table.traffic()                           # asking changes no count
                 at = SimpleNamespace(step=update * trial.cadence + step, adam_lr=learning_rate(update), tied=False,
                                      untie=False)
                 self.optimizer.step(at, plans_ahead)

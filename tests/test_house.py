@@ -25,6 +25,7 @@ FUNCTIONS = [node for node in NODES if isinstance(node, ast.FunctionDef)]
 CALLS = [node for node in NODES if isinstance(node, ast.Call)]
 MAX_COLUMNS = 120
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
+MAX_TREE_BYTES = 45_000_000
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
@@ -68,6 +69,22 @@ def test_density__of_every_file(capsys):
     with capsys.disabled():
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
+
+def test_size__of_the_tracked_tree() -> None:
+    """The sum of all files that git tracks, as `git ls-files` names them."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: which files are tracked is not known")
+    try:
+        listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, timeout=60)
+    except FileNotFoundError:
+        pytest.skip("no git")
+    if listed.returncode != 0:
+        pytest.skip(f"git ls-files: {listed.stderr.decode().strip()}")
+    paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    sizes = {path: path.lstat().st_size for path in paths if os.path.lexists(path)}
+    assert len(sizes) > 100
+    largest = sorted(sizes, key=sizes.get, reverse=True)[:5]
+    assert sum(sizes.values()) <= MAX_TREE_BYTES, f"compress logs and ledgers; the largest: {[*map(str, largest)]}"
 
 PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ternaries="a = x if y else z",
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")

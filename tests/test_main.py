@@ -81,7 +81,7 @@ def test_seconds_of_others__counts_another_process():
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
     assert tg.seconds_of_others(fabric()) - before > 0.4, "nothing gives time back"
 
-def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first):
+def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
     assert first.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
 

@@ -217,7 +217,7 @@ COUNTED = [
     ("cadence 4", 2), *(pytest.param(name, 4, marks=pytest.mark.all) for name in ("dense", "layers", "cadence 4"))]
 
 @pytest.mark.parametrize("name, world", COUNTED)
-def test_finish__comms_are_what_training_has_moved(ranks, name, world):
+def test_finish__comms_are_what_training_has_moved(ranks, name, world) -> None:
     """By table, over all ranks: without warm-up and validations, with half a last cycle."""
     by_rank = runs_of(ranks, world, name)
     text = (ranks.folder_of(world, tiny_run, name=name, home="device") / "run/log.jsonl").read_text()

@@ -62,7 +62,7 @@ def rows_by_owner(of_ranks: list[dict], label: str, size: int) -> np.ndarray:
     return np.stack([np.bincount(rows // size, minlength=world) for rows in lists])
 
 @worlds
-def test_traffic__is_what_collectives_were_given(ranks, world):
+def test_traffic__is_what_collectives_were_given(ranks, world) -> None:
     """The list goes out, its rows come in, their gradients go out; and the same for the lists of others. By table it is
     counted from the lists of rows, and over all tables where the collective is called."""
     by_rank = ranks(world, cycles)

@@ -10,10 +10,10 @@ import zlib
 from pathlib import Path
 
 SUFFIX = ".gz"
-LIMIT_MIB = 256                        # of one decompressed file; the largest log of the records has 2 MiB
+LIMIT_MIB = 256                        # decompressed size of a file that is read; the largest of the records: 1.7 MiB
 
 def stored(path: Path) -> Path:
-    """The path itself, or that of its compressed form where only this exists."""
+    """The path itself, or the path of its compressed form if only this exists."""
     compressed = path.with_name(path.name + SUFFIX)
     if compressed.exists() and not path.exists():
         return compressed
@@ -24,8 +24,8 @@ def uncompressed(path: Path) -> Path:
     return path.with_suffix("") if path.suffix == SUFFIX else path
 
 def read_bytes(path: Path) -> bytes:
-    """The contents of a file in either form. Raises OSError, also where a .gz is damaged or decompresses to more than
-    the limit: a foreign file of a few KB may expand to any size."""
+    """The contents of a file in either form. Raises OSError, also if a .gz is damaged or decompresses to more than the
+    limit, because a foreign file of a few KB may expand to many GB."""
     path = stored(path)
     if path.suffix != SUFFIX:
         return path.read_bytes()

@@ -20,7 +20,7 @@ def compress_below(folder: Path, *names: str) -> int:
         subprocess.run(["gzip", "-6", str(path)], check=True, timeout=60)
     return len(paths)
 
-def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path):
+def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
     """RFC 1952: magic, deflate, no flags (so no file name), no time, extra flags 2 for the best compression."""
     for name in ("a.json.gz", "b.json.gz", "a.json"):
         compressed.write_bytes(tmp_path / name, TEXT)
@@ -28,7 +28,7 @@ def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path):
     assert one == other and one[:9] == b"\x1f\x8b\x08\0" + b"\0\0\0\0" + b"\x02"
     assert zlib.decompress(one, wbits=31) == TEXT == (tmp_path / "a.json").read_bytes()
 
-def test_read_bytes__either_form_under_the_plain_name(tmp_path):
+def test_read_bytes__either_form_under_the_plain_name(tmp_path) -> None:
     (tmp_path / "plain").write_bytes(TEXT)
     (tmp_path / "one.gz").write_bytes(gzip.compress(TEXT, 1))
     (tmp_path / "two.gz").write_bytes(gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:]))
@@ -45,7 +45,7 @@ DAMAGED = {"not gzip": b"some text\n", "cut": WHOLE[:-20], "cut in the header": 
            "a changed byte": WHOLE[:40] + bytes([WHOLE[40] ^ 255]) + WHOLE[41:]}
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_read_bytes__damaged(tmp_path, name):
+def test_read_bytes__damaged(tmp_path, name) -> None:
     path = tmp_path / "log.jsonl.gz"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(OSError, match="not a whole gzip file"):
@@ -55,7 +55,7 @@ def test_read_bytes__damaged(tmp_path, name):
     status, out, error = call("show", tmp_path)
     assert (status, out) == (2, "") and "not a whole gzip file" in error and "Traceback" not in error
 
-def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path):
+def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path) -> None:
     """A file of less than 1 MiB here expands to 512 MiB. It is read up to the limit, and refused in words."""
     bomb = tmp_path / "log.jsonl.gz"
     with gzip.open(bomb, "wb", 9) as file:
@@ -65,7 +65,7 @@ def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path):
     status, out, error = call("show", tmp_path)
     assert (status, out) == (2, "") and "more than 256 MiB when decompressed" in error
 
-def test_limit__to_the_byte(tmp_path, monkeypatch):
+def test_limit__to_the_byte(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(compressed, "LIMIT_MIB", 1)
     full = bytes(2**20)
     compressed.write_bytes(tmp_path / "full.gz", full)
@@ -81,7 +81,7 @@ def said(*argv: object) -> tuple[int, str, str]:
     status, out, error = call(*argv)
     return status, out.replace(".gz", ""), error.replace(".gz", "")
 
-def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch):
+def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch) -> None:
     """A pool of this trainer, one of the public records, and one run, named by folder and by file."""
     monkeypatch.chdir(tmp_path)
     make_side(Path("pool"))
@@ -107,7 +107,7 @@ def root(tmp_path) -> Path:
     assert status == 0, error
     return root
 
-def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path):
+def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path) -> None:
     folder, = record.folders(root)
     names = sorted(path.name for path in (folder / "logs").rglob("*") if path.is_file())
     assert names == ["log.jsonl.gz"] * 3 + ["log.txt.gz"] * 3
@@ -121,7 +121,7 @@ def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path):
     for log in (folder / "logs").rglob("*.gz"):
         assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "from compressed logs as from others"
 
-def test_check__of_a_record_in_either_form(root):
+def test_check__of_a_record_in_either_form(root) -> None:
     """Its numbers and hashes stay; only the links of the page follow the names of the files."""
     folder, = record.folders(root)
     numbers = (folder / "result.json").read_bytes()
@@ -133,7 +133,7 @@ def test_check__of_a_record_in_either_form(root):
     assert (folder / "result.json").read_bytes() == numbers and "log.jsonl)" in (folder / "README.md").read_text()
 
 @pytest.mark.parametrize("name", ["logs/seed1/log.jsonl", "logs/seed1/log.txt", "README.md", "result.json"])
-def test_check__a_file_in_both_forms(root, name):
+def test_check__a_file_in_both_forms(root, name) -> None:
     """Which of them counts would depend on the reader; a second page would not be hashed at all."""
     folder, = record.folders(root)
     path = folder / name
@@ -143,7 +143,7 @@ def test_check__a_file_in_both_forms(root, name):
     status, out, _ = call("check", "--records", root)
     assert status == 1 and f"{name} in {folder.name}" in out and "remove the other" in out
 
-def test_check__a_log_that_is_no_gzip_file(root):
+def test_check__a_log_that_is_no_gzip_file(root) -> None:
     folder, = record.folders(root)
     (folder / "logs/seed1/log.txt.gz").write_bytes(b"a page\n")
     status, out, _ = call("check", "--records", root)

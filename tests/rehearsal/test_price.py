@@ -101,7 +101,7 @@ def test_difference__by_stage_and_by_line_where_both_have_it():
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
 
-def test_load__either_form_of_a_ledger(tmp_path):
+def test_load__either_form_of_a_ledger(tmp_path) -> None:
     """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
     made = timelines(even=[run("move")], odd=[run("move")])
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(made).encode()))
