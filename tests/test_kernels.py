@@ -21,6 +21,9 @@ import train_gpt as tg
 
 ROUNDING = {F32: 1e-6, torch.float16: 2.0**-11, BF16: 2.0**-8}       # one
 MOST_SHARED = {80: 166_912, 90: 232_448, 100: 232_448}        # bytes: CUDA programming guide, table of limits
+# torch 2.11 has none, and every later release that was tried has one.
+HAS_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+needs_scaled_mm = pytest.mark.skipif(not HAS_SCALED_MM, reason=f"torch {torch.__version__}: no F.scaled_mm on a CPU")
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -146,7 +149,9 @@ def interpret() -> None:
             assert error <= ROUNDING[dtype], (dtype, shape, programs, backward, error)
 
 @needs_triton
-def test_relu_sq_kernel__interpreted():
+@pytest.mark.skipif((tg.version_of("triton") or "").startswith("3.6."),
+                    reason="the interpreter of Triton 3.6 does not run with NumPy 2.4 or later")
+def test_relu_sq_kernel__interpreted() -> None:
     interpreted("import test_kernels; test_kernels.interpret()")
 
 def resources(cubin: Path) -> dict[str, int]:
@@ -318,7 +323,7 @@ def test_HeadLoss__emulated(loss_weight, weights):
     for got, name in zip((losses, *grads), ("losses", "grad_y", "grad_w")):
         assert_close_for_its_size(got, want[name], 1e-12)
 
-@pytest.mark.parametrize("precision", ["plain", "emulated", "fp8"])
+@pytest.mark.parametrize("precision", ["plain", "emulated", pytest.param("fp8", marks=needs_scaled_mm)])
 def test_HeadLoss__a_loss_weight_of_zero_has_gradients_of_zero(precision):
     y = leaf(16, 16, seed=1, dtype=BF16)
     w = leaf(16, 32, seed=2, dtype=BF16)
@@ -344,6 +349,7 @@ def test_HeadLoss__a_loss_weight_of_two_to_the_k_scales_gradients_bit_by_bit(pre
     for one, many in zip(*found):
         assert (one * 2.0**power).equal(many)
 
+@needs_scaled_mm
 @pytest.mark.parametrize("a, b, out", [
     (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16), (torch.float8_e5m2, torch.float8_e4m3fn, BF16),
     (torch.float8_e4m3fn, torch.float8_e5m2, F32)], ids=str)
