@@ -7,11 +7,15 @@ function of device and sizes: a CPU runs the same lines, small.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +48,7 @@ class Sizes(NamedTuple):
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # bytes
+LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: bytes that a check takes, estimated
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
@@ -127,19 +132,21 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
-def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
-    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
+def chosen_attention(fabric: tg.Fabric, head_dim: int, kernel: str = "auto") -> tuple[Callable, str]:
+    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim, attention=kernel))
     return tg.choose_attention(cfg, fabric)
 
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
-    def __init__(self, fabric: tg.Fabric, sizes: Sizes | None = None, seed: int = 0, backend: str = "") -> None:
-        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU]."""
+    def __init__(self, fabric: tg.Fabric, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
+                 kernel: str = "auto") -> None:
+        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
+        kernel: the attention, as --attention has it."""
         self.fabric = fabric
         self.device = fabric.device
         self.sizes = sizes or TINY
         self.backend = backend
-        self.has_fp8 = True
+        self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
         if fabric.on_cuda:
             properties = torch.cuda.get_device_properties(fabric.device)
             self.sizes = sizes or (RECORD if properties.total_memory >= BIG_CARD else SMALL_CARD)
@@ -147,7 +154,7 @@ class Lab:
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(fabric.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for what the host has to know, too
-        self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E)
+        self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E, kernel)
 
     def cases(self) -> list[str]:
         return [name for name in CASES if self.has_fp8 or "fp8" not in name]
