@@ -5,21 +5,18 @@
 
 Inputs are fresh random numbers in memory full of NaN; times are compared with plain PyTorch and torch.compile.
 FOLDER/bench.json is complete after each printed line. Exit status: 0, 1 if a check failed, 2 without a GPU. Times are
-not judged. `Run` takes training steps of a preset without the training loop, for test_gpu.py and day_probes.py.
+not judged.
 """
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
-import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +25,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gpu_cases  # noqa: I001  it sets torch's allocator
 import torch
-import torch._dynamo.utils
 
 import train_gpt as tg
 
 L2_BYTES = 256 << 20                     # more than any card's cache
 FLUSHES = 8                              # of it before a call: the host runs ahead meanwhile
-FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
-SETTLING = 2                             # cycles before those that count; in the first, graphs compile
 
 class Report:
     """Lines for people, and figures for programs: what a later section breaks is not lost."""
@@ -116,100 +110,6 @@ def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
             words = " ".join(str(error).split())
             found = dict(name=title, wrong=[f"{title}: {type(error).__name__}: {words[:300]}"])
         report.add("kernels", found, found["wrong"])
-
-
-# ---- Steps
-def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-def mean_loss(losses: tg.Losses) -> float:
-    return float(losses.slot_sums.sum()) / losses.tokens
-
-class Run:
-    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: executor, loader, schedule."""
-    def __init__(self, fabric: tg.Fabric, **changes: Any) -> None:
-        """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
-        does not fit in memory."""
-        began = time.perf_counter()
-        name = "record" if fabric.on_cuda else "tiny"
-        cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
-        if fabric.on_cuda:
-            gc.collect()
-            torch.cuda.empty_cache()                          # cached memory does not count as free
-            cfg = replace(cfg, train_files=FORMULA, val_files=FORMULA)
-        cfg = replace(cfg, **changes)
-        tg.check_config(cfg)
-        self.fabric = fabric
-        self.headers = tg.find_shards(cfg.train_files)
-        self.val_headers = tg.find_shards(cfg.val_files)
-        cfg = tg.resolve(replace(cfg, val_tokens=cfg.val_batch_tokens), self.headers, self.val_headers)
-
-        precision = tg.head_precision(cfg, fabric)
-        kernel, attention = tg.choose_attention(cfg, fabric)
-        slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
-        self.cfg = cfg
-        self.schedule = tg.Schedule(cfg)
-        self.executor = tg.Executor(cfg, fabric, kernel, precision, slots_at_once)
-        fabric.synchronize()
-        self.figures = dict(preset=name, attention=attention, head=precision, tokens=cfg.train_files,
-                            slots_at_once=slots_at_once, micro_batches=cfg.num_slots // slots_at_once,
-                            estimate_mib=estimate.total() >> 20, set_up_s=time.perf_counter() - began)
-
-    def timed(self, call: Callable, *args: Any) -> tuple[Any, float, int]:
-        """What a call returns; seconds until the device is done; the most MiB meanwhile, 0 where nobody counts."""
-        if self.fabric.on_cuda:
-            torch.cuda.reset_peak_memory_stats(self.fabric.device)
-        began = time.perf_counter()
-        found = call(*args)
-        self.fabric.synchronize()
-        peak = torch.cuda.max_memory_allocated(self.fabric.device) >> 20 if self.fabric.on_cuda else 0
-        return found, time.perf_counter() - began, peak
-
-    def steps(self, stage: int, cycles: int) -> Iterator[tg.Losses]:
-        """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
-        cycle = self.schedule.cycle
-        first = self.schedule.starts[stage] // cycle * cycle
-        starts = [first] + (cycles - 1) * [first + cycle]
-        of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
-        loader = tg.Loader(self.cfg, self.fabric, self.headers, of_cycles, self.executor.exchange_ahead)
-        with contextlib.closing(loader):
-            loader.start()
-            for values in sum(of_cycles, []):
-                yield tg.train_step(self.executor, loader, values)
-
-    def measure_stage(self, stage: int, cycles: int) -> dict[str, Any]:
-        """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""
-        cycle = self.schedule.cycle
-        before = graphs()
-        steps = self.steps(stage, SETTLING + cycles)
-
-        def take(count: int) -> list[tg.Losses]:
-            return list(itertools.islice(steps, count * cycle))
-
-        first, first_s, _ = self.timed(take, 1)
-        take(SETTLING - 1)
-        compiled = graphs()
-        last, seconds, peak = self.timed(take, cycles)
-        steps.close()
-
-        row = self.cfg.stages[stage]
-        only = replace(self.cfg, stages=(row, row), val_batch_tokens=16 * self.cfg.num_slots)
-        estimate = tg.memory_estimate(only, self.fabric, self.executor.model.attention, self.executor.slots_at_once)
-        each = seconds / len(last)
-        return dict(stage=stage, tokens=row.batch_tokens, ms_per_step=1000 * each,
-                    tokens_per_s=row.batch_tokens / each, first_cycle_s=first_s, graphs=compiled - before,
-                    new_graphs=graphs() - compiled, estimate_mib=estimate.total() >> 20, peak_mib=peak,
-                    first_loss=mean_loss(first[0]), last_loss=mean_loss(last[-1]))
-
-    def measure_evaluation(self) -> dict[str, Any]:
-        """One block of validation tokens, twice: the first time compiles."""
-        end = self.schedule.at(self.schedule.end_step)
-        data = tg.ValidationSet(self.cfg, self.fabric, self.val_headers)
-        self.executor.evaluate(data.batches(end), end)
-        before = graphs()
-        loss, seconds, peak = self.timed(self.executor.evaluate, data.batches(end), end)
-        return dict(s_per_block=seconds, tokens=self.cfg.val_batch_tokens, loss=loss, peak_mib=peak,
-                    new_graphs=graphs() - before)
 
 
 # ---- The command

@@ -245,7 +245,9 @@ def main(argv: list[str]) -> int:
         worst = min((step["verdict"] for step in steps.values()), key=list(STATUSES).index)
         verdict = worst if name == asked[-1] else "unfinished"
         part = path.with_suffix(".part")
-        part.write_text(json.dumps(facts | dict(verdict=verdict, steps=list(steps.values())), indent=1) + "\n", "utf-8")
+        steps = {name: steps[name] for name in STEPS if name in steps}
+        content = facts | dict(verdict=verdict, steps=list(steps.values()))
+        part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
         os.replace(part, path)
         print(f"{time.monotonic() - began:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
               flush=True)

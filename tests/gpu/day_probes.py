@@ -53,6 +53,9 @@ def answer_of(*command: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
 
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
 def missing_compilers() -> list[str]:
     """Return what torch.compile and Triton need and do not find, each with its remedy."""
     missing = []
@@ -70,8 +73,9 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        problems.append(f"torch {torch.__version__} finds no GPU ({' '.join(str(error).split())[:200]}); driver {driver}: "
-                        "a torch that this driver can run, or a newer driver (580 for CUDA 13)")
+        problems.append(f"torch {torch.__version__} finds no GPU: {first_line(error)}; driver {driver}: "
+                        "install a torch for CUDA that this driver runs, or a newer driver (580 for CUDA 13); on a CPU "
+                        "--device=cpu rehearses")
         return {}
     count = torch.cuda.device_count()
     first = torch.cuda.get_device_properties(0)
@@ -83,7 +87,7 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
         remarks.append(f"{min(free) >> 20} of {total[0] >> 20} MiB are free; other processes (pid, memory): {others}")
     shared = shutil.disk_usage("/dev/shm").free
     if count > 1 and shared < SHARED_BYTES:
-        problems.append(f"/dev/shm has {shared >> 20} MiB free, NCCL needs 1 GiB: docker run --shm-size=8g or --ipc=host")
+        problems.append(f"/dev/shm has {shared >> 20} MiB free, NCCL needs 1 GiB: docker run --shm-size=8g")
     return dict(card=first.name, gpus=count, capability=[first.major, first.minor], free_bytes=min(free),
                 nccl=".".join(map(str, torch.cuda.nccl.version())), shared_memory_bytes=shared,
                 kernels=tg.ATTENTION_BY_CARD.get(first.major, ("varlen",)))
@@ -92,10 +96,11 @@ def preflight(args: argparse.Namespace) -> Facts:
     """Return facts about the machine, and what stands in the way of a run: problems and remarks."""
     problems, remarks = [], []
     facts = {package: tg.version_of(package) for package in PACKAGES}
-    facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, cpu=tg.hardware(tg.Fabric(torch.device("cpu"))),
-                  missing=missing_compilers(), source_sha256=tg.file_sha256(Path(tg.__file__)))
+    facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, missing=missing_compilers(),
+                  cpu=tg.hardware(tg.Fabric(torch.device("cpu"))), source_sha256=tg.file_sha256(Path(tg.__file__)))
     if args.device == "cpu":
-        return dict(facts=facts | dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"]), problems=[], remarks=[])
+        facts |= dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"])
+        return dict(facts=facts, problems=[], remarks=[])
     problems += facts["missing"]
     facts |= cards(problems, remarks)
     answer = answer_of("nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits")
@@ -166,7 +171,7 @@ def e4m3(*shape: int, device: torch.device) -> Tensor:
     return torch.randn(*shape, device=device).to(torch.float8_e4m3fn)
 
 def ceilings(args: argparse.Namespace) -> Facts:
-    """Measure what this device reaches: rates under the names of rates.json, and matmuls of the trainer's own shapes."""
+    """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
     fabric = fabric_of(args)
     device = fabric.device
     T, D, H, V, cube = (64, 32, 64, 128, 64)
@@ -194,7 +199,8 @@ def ceilings(args: argparse.Namespace) -> Facts:
         rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation"]
     if fabric.on_cuda:
         host = fabric.host_tensor(torch.zeros(1 << 28, dtype=torch.uint8))
-        rates["host_link"] = rate(host.nbytes, lambda x: x.copy_(host, non_blocking=True), large.view(torch.uint8).view(-1)[:1 << 28])
+        device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        rates["host_link"] = rate(host.nbytes, lambda x: x.copy_(host, non_blocking=True), device_bytes)
         if torch.cuda.device_count() > 1:
             other = torch.empty_like(large, device="cuda:1")
             rates["link"] = rate(large.nbytes, lambda x: x.copy_(other), large)
@@ -214,7 +220,7 @@ def ranks(args: argparse.Namespace) -> Facts:
     settings = tg.Config(device=args.device)
     fabric = tg.make_fabric(settings)
     fabric.set_timeout(10 * settings.comm_timeout)            # the ranks compile
-    run = bench_gpu.Run(fabric, debug_rows=1, **files)
+    run = gpu_cases.Run(fabric, debug_rows=1, **files)
     losses = []
     for found in run.steps(0, 20 // run.schedule.cycle):
         losses.append(sum(fabric.gather(float(found.slot_sums.sum()))) / (found.tokens * fabric.world))

@@ -34,6 +34,7 @@ MEMORY_SHARE = 0.9                       # of a GPU, that the trainer's estimate
 GUESS = math.log(50_257)                 # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
 RATES = "rates_measured.json"
+KINDS = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")       # the rate of each attention kernel
 CURE = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
 GROUPS = {                               # kernels of a trace by name, the first that matches; and the part of the price
     r"nccl": ("communication", "exposed communication"),
@@ -111,7 +112,7 @@ def ceilings(day: Day, figures: Facts) -> list[str]:
     figures |= day.probe("ceilings")
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
-        kind = "FA2" if kernel == "varlen" else "FA3"
+        kind = KINDS[kernel]
         if "stages" in found:
             rates[kind] = max(rates.get(kind, 0.0), found["stages"][-1]["flop_per_s"])
     table = price.load(price.RATES)
@@ -157,11 +158,14 @@ def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     events = [event for event in events if event.get("cat") in (category, "gpu_memcpy", "gpu_memset")]
+    if not events:
+        raise Verdict("red", f"{trace} has no events of category {category}")
     events.sort(key=lambda event: event["ts"])
     us = Counter()
     end = events[0]["ts"]
     for event in events:
-        group = next(group for pattern, (group, _) in GROUPS.items() if re.search(pattern, event["name"], re.IGNORECASE))
+        name = event["name"].lower()
+        group = next(group for pattern, (group, _) in GROUPS.items() if re.search(pattern, name))
         us[group] += event["dur"]
         us["gaps"] += max(0.0, event["ts"] - end)
         end = max(end, event["ts"] + event["dur"])
@@ -180,7 +184,8 @@ def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
         card, = measured["cards"]
         rates = price.Card(measured, card).rates
         assumed = price.Card(price.load(price.RATES), ledger["card"]).rates
-        for part, kind in (("products", "bfloat16"), ("memory-bound kernels", "memory"), ("attention", attention_kind)):
+        kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
+        for part, kind in kinds.items():
             factors[part] = assumed[kind] / rates.get(kind, assumed[kind])
     parts = {}
     for stage, found in world[attention_kind]["stages"].items():
@@ -231,11 +236,11 @@ def stages(day: Day, figures: Facts) -> list[str]:
     predicted = predicted_parts(day, header["attention"])
     remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
     if figures["recompiles"]:
-        raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: stages.txt says why")
+        raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
     if not day.cpu and not 0.4 * mib < peak < mib / MEMORY_SHARE:
         raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
     if not result["val_loss"] < GUESS:
-        raise Verdict("red", f"validation loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")
+        raise Verdict("red", f"validation loss {result['val_loss']:.3f} after {len(losses)} steps; a guess: {GUESS:.3f}")
     if not predicted and not day.cpu:
         remarks.append(f"no prediction for {header['world_size']} ranks to compare times with")
     return remarks
@@ -295,7 +300,8 @@ def tests(day: Day, figures: Facts) -> list[str]:
     chosen = ["tests/gpu", "-m", "gpu or gpus2"]
     if day.cpu:
         chosen = ["tests/gpu/test_gpu.py", "-k", "cpu and snapshot"]
-    figures["summary"] = day.call("tests", "-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider", *chosen)
+    pytest = ("-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider")
+    figures["summary"] = day.call("tests", *pytest, *chosen)
     if not re.search(r"\b[1-9]\d* passed", figures["summary"]):
         raise Verdict("red", f"no test has passed: {figures['summary']}")
     return []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,7 +49,7 @@ class Sizes(NamedTuple):
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # bytes
-LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: bytes that a check takes, estimated
+LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: estimated bytes of a check
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
@@ -344,3 +345,37 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
+
+FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
+
+class Run:
+    """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
+    def __init__(self, fabric: tg.Fabric, **changes: Any) -> None:
+        """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
+        does not fit in memory."""
+        name = "record" if fabric.on_cuda else "tiny"
+        cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
+        if fabric.on_cuda:
+            torch.cuda.empty_cache()                          # cached memory does not count as free
+            cfg = replace(cfg, train_files=FORMULA)
+        cfg = replace(cfg, **changes)
+        tg.check_config(cfg)
+        self.fabric = fabric
+        self.headers = tg.find_shards(cfg.train_files)
+        self.cfg = tg.resolve(cfg, self.headers, self.headers)
+        kernel, _ = tg.choose_attention(self.cfg, fabric)
+        slots_at_once, _ = tg.fit_memory(self.cfg, fabric, kernel)
+        self.schedule = tg.Schedule(self.cfg)
+        self.executor = tg.Executor(self.cfg, fabric, kernel, tg.head_precision(self.cfg, fabric), slots_at_once)
+
+    def steps(self, stage: int, cycles: int) -> Iterator[tg.Losses]:
+        """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
+        cycle = self.schedule.cycle
+        first = self.schedule.starts[stage] // cycle * cycle
+        starts = [first] + (cycles - 1) * [first + cycle]
+        of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
+        loader = tg.Loader(self.cfg, self.fabric, self.headers, of_cycles, self.executor.exchange_ahead)
+        with contextlib.closing(loader):
+            loader.start()
+            for values in sum(of_cycles, []):
+                yield tg.train_step(self.executor, loader, values)

@@ -1,13 +1,12 @@
-"""What a GPU computes, keeps and compiles:  python -m pytest -m gpu -s tests/gpu
+"""What a GPU computes and keeps:  python -m pytest -m gpu -s tests/gpu
 
-The same tests run small on a CPU. --all adds the whole warm-up, minutes on a card; -s shows the figures.
+The same tests run small on a CPU; -s shows the figures. Step `stages` of day.py shows what a run compiles, and its
+memory.
 """
-import contextlib
 import functools
 import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import bench_gpu
 import gpu_cases
@@ -181,27 +180,12 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 @functools.cache
-def started(fabric: tg.Fabric) -> bench_gpu.Run:
+def started(fabric: tg.Fabric) -> gpu_cases.Run:
     """The record preset at full size, on a CPU tiny."""
     try:
-        return bench_gpu.Run(fabric)
+        return gpu_cases.Run(fabric)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
-
-def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
-    """In the order of the run, the untying included; then evaluation. The peak must stay within the room that the
-    estimate takes."""
-    run = started(fabric)
-    for stage in range(3):
-        found = run.measure_stage(stage, cycles=2)
-        print(run.figures, found)
-        assert found["new_graphs"] == 0, "compiled after the first two cycles"
-        assert 0 < found["last_loss"] < 1.2 * found["first_loss"], "a training step makes it worse"
-        if fabric.on_cuda:
-            assert 0.4 * found["estimate_mib"] < found["peak_mib"] < found["estimate_mib"] / tg.MEMORY_SHARE
-    found = run.measure_evaluation()
-    print(found)
-    assert found["new_graphs"] == 0 and found["peak_mib"] < run.figures["estimate_mib"] / tg.MEMORY_SHARE
 
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     run = started(fabric)
@@ -211,13 +195,6 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
         losses.append(torch.cat([x.slot_sums for x in run.steps(2, 1)]))
         restore()
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
-
-@pytest.mark.all
-def test_warm_up__no_stage_compiles_after_it(fabric):
-    run = started(fabric)
-    tg.warm_up(run.cfg, fabric, run.executor, SimpleNamespace(phase=contextlib.nullcontext))
-    for stage in range(3):
-        assert run.measure_stage(stage, cycles=1)["graphs"] == 0
 
 def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     """All operations, and one that fails, after which the others are still checked."""
