@@ -55,7 +55,7 @@ STEPS = {                                # the most valuable first
     "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
     "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
     "ranks": Step(day_steps.ranks, 60, 300), "loss": Step(day_steps.loss, 100, 300),
-    "tests": Step(day_steps.tests, 60, 600), "race": Step(day_steps.race, 300, 1080)}
+    "tests": Step(day_steps.tests, 60, 600), "race": Step(day_steps.race, 300, 1500)}
 
 
 # ---- Processes
@@ -161,7 +161,7 @@ class Day:
         """Run the trainer with preset `record`, on a CPU `tiny`. Return its run directory."""
         folder = self.free_path(name)
         preset = "tiny" if self.cpu else "record"
-        common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0", "--target_loss=0")
+        common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
         self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world())
         return folder
 
@@ -251,8 +251,8 @@ def main(argv: list[str]) -> int:
         os.replace(part, path)
         print(f"{time.monotonic() - began:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
               flush=True)
-    named = [f"{name} {step['verdict']}" for name, step in steps.items() if step["verdict"] != worst]
-    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps ({', '.join(named) or 'all alike'}); {path}")
+    bad = [f"{name} {step['verdict']}" for name, step in steps.items() if STATUSES[step["verdict"]]]
+    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{': ' if bad else ''}{', '.join(bad)}; {path}")
     return STATUSES[worst]
 
 def end_by(number: int, _: object) -> None:

@@ -19,6 +19,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch import Tensor
 import train_gpt as tg
 
 Facts = dict[str, Any]
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
 TILE = 128                               # queries and keys of an attention tile, as the price counts them
 ROUNDS = 20                              # timings of a rate, of which the median counts
 PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
@@ -94,7 +95,8 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
 
 def preflight(args: argparse.Namespace) -> Facts:
     """Return facts about the machine, and what stands in the way of a run: problems and remarks."""
-    problems, remarks = [], []
+    problems = []
+    remarks = []
     facts = {package: tg.version_of(package) for package in PACKAGES}
     facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, missing=missing_compilers(),
                   cpu=tg.hardware(tg.Fabric(torch.device("cpu"))), source_sha256=tg.file_sha256(Path(tg.__file__)))
@@ -147,8 +149,7 @@ def attention(args: argparse.Namespace) -> Facts:
     stages = []
     for stage in cfg.stages[:3]:
         lab.sizes = lab.sizes._replace(T=stage.batch_tokens // cfg.num_slots)
-        ms = 0.0
-        flops = 0
+        ms = flops = 0
         for (kind, window), layers in Counter((layer.attention, layer.window) for layer in tg.LAYERS).items():
             if kind == "none":
                 continue
@@ -167,9 +168,6 @@ def attention(args: argparse.Namespace) -> Facts:
 def rate(amount: float, call: Callable, *inputs: Tensor) -> float:
     return 1000 * amount / median_ms(call, list(inputs), ROUNDS)
 
-def e4m3(*shape: int, device: torch.device) -> Tensor:
-    return torch.randn(*shape, device=device).to(torch.float8_e4m3fn)
-
 def ceilings(args: argparse.Namespace) -> Facts:
     """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
     fabric = fabric_of(args)
@@ -181,30 +179,35 @@ def ceilings(args: argparse.Namespace) -> Facts:
             T = 16_384
     shapes = {}
     for m, n, k in ((cube, cube, cube), (T, H, D), (T, D, H), (H, D, T), (T, V, D), (D, V, T), (T, D, V)):
-        a, b = torch.randn(m, k, device=device).to(BF16), torch.randn(k, n, device=device).to(BF16)
+        a = torch.randn(m, k, device=device).to(BF16)
+        b = torch.randn(k, n, device=device).to(BF16)
         shapes[f"bfloat16 ({m}, {n}, {k})"] = rate(2 * m * n * k, torch.mm, a, b)
     rates = dict(bfloat16=shapes[f"bfloat16 ({cube}, {cube}, {cube})"])
 
     large = torch.randn(T, 16 * D, device=device).to(BF16)
     rates["memory"] = rate(2 * large.nbytes, torch.clone, large)
-    rates["transposing"] = rate(2 * large.nbytes, lambda x: x.t().contiguous(), large)
+    rates["transposing"] = rate(2 * large.nbytes, transpose, large)
     a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
     rates["float32"] = rate(2 * (cube // 2)**3, torch.mm, a, b)
     if gpu_cases.Lab(fabric, gpu_cases.TINY, kernel="reference").has_fp8:
         for m, n, k in ((cube, cube, cube), (T, V, D)):
-            a, b = e4m3(m, k, device=device), e4m3(n, k, device=device)
+            a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+            b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
             for fast in (True, False):
-                found = rate(2 * m * n * k, lambda a, b, fast=fast: scaled_mm(a, b, fast), a, b)
-                shapes[f"float8 ({m}, {n}, {k}), {'fast' if fast else 'exact'} accumulation"] = found
-        rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation"]
+                found = rate(2 * m * n * k, partial(scaled_mm, fast=fast), a, b)
+                shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast}"] = found
+        rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation: True"]
     if fabric.on_cuda:
         host = fabric.host_tensor(torch.zeros(1 << 28, dtype=torch.uint8))
         device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-        rates["host_link"] = rate(host.nbytes, lambda x: x.copy_(host, non_blocking=True), device_bytes)
+        rates["host_link"] = rate(host.nbytes, partial(Tensor.copy_, other=host, non_blocking=True), device_bytes)
         if torch.cuda.device_count() > 1:
             other = torch.empty_like(large, device="cuda:1")
-            rates["link"] = rate(large.nbytes, lambda x: x.copy_(other), large)
+            rates["link"] = rate(large.nbytes, partial(Tensor.copy_, other=other), large)
     return dict(rates=rates, shapes=shapes)
+
+def transpose(x: Tensor) -> Tensor:
+    return x.t().contiguous()
 
 def scaled_mm(a: Tensor, b: Tensor, fast: bool) -> Tensor:
     """Multiply fp8 matrices (m, k), (n, k) as the head does."""
@@ -257,3 +260,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    os._exit(0)                          # as the trainer does: taking NCCL apart may hang

@@ -1,6 +1,6 @@
 """The price: small timelines priced by hand, what a change costs, a measured run."""
+import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,29 +100,27 @@ def test_difference__by_stage_and_by_line_where_both_have_it():
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
 
-def write_log(folder: Path, config: dict, steps: int, ms_of: Callable[[int], float]) -> float:
-    """Write the log of a run; returns its training time in ms."""
+def write_log(folder: Path, config: dict, times: list[float]) -> None:
+    """Write the log of a run whose steps take these ms."""
+    steps = len(times)
     lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
-    ms = 0.0
-    for step in range(steps):
-        ms += ms_of(step)
-        lines.append(dict(type="step", step=step + 1, train_time_ms=ms, train_loss=3.0))
-    lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=ms))
-    lines.append(dict(type="result", val_loss=3.3, train_time_ms=ms, steps=steps))
+    for done, ms in enumerate(itertools.accumulate(times), 1):
+        lines.append(dict(type="step", step=done, train_time_ms=ms, train_loss=3.0))
+    lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=sum(times)))
+    lines.append(dict(type="result", val_loss=3.3, train_time_ms=sum(times), steps=steps))
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return ms
 
 def test_measured_page__compared_with_the_prediction(tmp_path, capsys):
     """By stage, away from its ends: the steps that settle and leave take 10 times as long, and must not count."""
     made = timelines(even=[run("move")], odd=[run("move")])
     made["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
-    write_log(tmp_path, config, 120, lambda step: (30 + step % 2) * (1 if 20 <= step < 115 else 10))
+    write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
     prediction = price.price(made, RATES)
     page = price.measured_page(tmp_path, made, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
 
-    write_log(tmp_path, config | dict(stages=[{}, {}, {}]), 120, lambda step: 1.0)
+    write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
     with pytest.raises(price.PriceError, match="3 of planned steps\n.*2, as the ledger's run"):
         price.measured_page(tmp_path, made, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
@@ -132,13 +130,14 @@ def test_measured_page__of_a_short_run(tmp_path):
     A run that max_steps ends has no measured time of the stages it does not reach."""
     made = timelines(even=[run("move")], odd=[run("move")], even_2=[run("move", 2)], odd_2=[run("move", 2)])
     made["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
+    prediction = price.price(made, RATES)
     config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
-    ms = write_log(tmp_path, config, 40, lambda step: 20.0 if step < 16 else 40.0)
-    page = price.measured_page(tmp_path, made, price.price(made, RATES))
+    write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
+    page = price.measured_page(tmp_path, made, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
     assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
-    assert f"| FA2  | 40 steps, s        | {16 * 0.00125 + 16 * 0.0025:.2f}      | {ms / 1000:.2f} " in page
+    assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
 
-    write_log(tmp_path, config | dict(max_steps=16), 16, lambda step: 20.0)
-    page = price.measured_page(tmp_path, made, price.price(made, RATES))
+    write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
+    page = price.measured_page(tmp_path, made, prediction)
     assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page
