@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -390,10 +391,14 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
     except (read.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
-    spans = stage_spans(run.facts["config"], run.total)
-    if len(spans) != len(ledger["steps"]):
-        raise PriceError(f"stages of {path}", f"{len(spans)} of planned steps", f"{len(ledger['steps'])}, as the "
-                         "ledger's run has, in a log whose header has them", "rehearse with the flags of that run")
+    counts = [sum(parities.values()) for parities in ledger["steps"].values()]
+    spans = stage_spans(run.facts.get("config", {}), run.total)
+    if not spans and run.total == sum(counts):                                # a log of text that has no settings
+        ends = list(itertools.accumulate(counts, initial=0))
+        spans = [range(*pair) for pair in zip(ends, ends[1:])]
+    if len(spans) != len(counts):
+        raise PriceError(f"stages of {path}", f"{len(spans)} in {run.total} steps", f"{len(counts)}, as the "
+                         "ledger's run has", "name the log.jsonl of such a run, or rehearse with the flags of this one")
     world = f"{run.facts.get('world_size')}"
     if world not in prediction["worlds"]:
         raise PriceError(f"world size of {path}", world, f"one of {', '.join(prediction['worlds'])}",

@@ -120,8 +120,10 @@ def test_measured_page__compared_with_the_prediction(tmp_path, capsys):
     page = price.measured_page(tmp_path, made, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
 
+    write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
+    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in price.measured_page(tmp_path, made, prediction)
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
-    with pytest.raises(price.PriceError, match="3 of planned steps\n.*2, as the ledger's run"):
+    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as the ledger's run"):
         price.measured_page(tmp_path, made, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 
