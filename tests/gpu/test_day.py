@@ -347,3 +347,10 @@ def test_tests__that_all_skip_themselves_show_nothing(summary, is_right):
     at.call = answering(summary)
     found = verdict_of(day_steps.tests, at, {})
     assert found == "" if is_right else "no test has passed" in found
+
+@pytest.mark.parametrize("preset, steps", [("record", 1507), ("record", 61), ("tiny", 9), ("race", 191)])
+def test_stage_spans__as_the_schedule_has_them(preset, steps):
+    cfg = tg.Config(**tg.PRESETS[preset] | dict(num_scheduled_steps=steps))
+    schedule = tg.Schedule(cfg)
+    spans = price.stage_spans(vars(cfg), schedule.total_steps)
+    assert [(span.start, span.stop) for span in spans] == list(zip(schedule.starts, schedule.ends))
