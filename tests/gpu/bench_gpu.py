@@ -104,6 +104,9 @@ def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
         gc.collect()                                          # gigabytes of the case before
         try:
             case = gpu_cases.CASES[name](sized)
+            if sized is not lab:                              # the memory of the trainer's way is what is known to fit
+                first, *_ = case.ways
+                case = case._replace(ways={first: case.ways[first]})
             found = gpu_cases.check(title, case, sized)
             found["times"] = time_ways(case, sized.device, rounds)
         except Exception as error:                            # one that fails leaves the others alone

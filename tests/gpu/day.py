@@ -3,8 +3,8 @@
     python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS] [--full]
     python tests/gpu/day.py --device=cpu          rehearse: the same code at tiny sizes, on a machine without a GPU
 
-It needs torch, numpy and the repository, but no network. Every step is a process with a time limit, which is killed
-with its process group. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is replaced
+It needs torch, numpy and the repository, but no network. Every step is a process with a time limit; its whole process
+group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is replaced
 atomically after each step. A second call with the same DIR and other --parts retains the steps it does not repeat.
 
 | verdict | meaning | exit status |
@@ -55,7 +55,7 @@ STEPS = {                                # the most valuable first
     "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
     "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
     "ranks": Step(day_steps.ranks, 60, 300), "loss": Step(day_steps.loss, 100, 300),
-    "tests": Step(day_steps.tests, 60, 600), "race": Step(day_steps.race, 300, 1500)}
+    "tests": Step(day_steps.tests, 60, 900), "race": Step(day_steps.race, 300, 1500)}
 
 
 # ---- Processes
@@ -110,10 +110,9 @@ class Day:
         self.cpu = args.device == "cpu"
         self.full: bool = args.full
         self.end = time.monotonic() + (args.limit or math.inf)
-        self.deadline = math.inf                              # of the step that runs
+        self.deadline = math.inf                              # when the current step is killed
         self.facts: Facts = {}
         self.figures: dict[str, Facts] = {}                   # by step, of this call or of an earlier one
-        self.out.mkdir(parents=True, exist_ok=True)
         for kind in ("train", "val"):
             write_text(self.out / f"text_{kind}.bin", kind)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -171,8 +170,8 @@ class Day:
 
 def write_text(path: Path, kind: str) -> None:
     """Write the tokens of `pocket` as a shard of GPT-2's vocabulary: real text that needs no network."""
-    # A header has 256 words of 4 bytes, of which 3 and 4 are vocabulary size and document start. Only the latter
-    # gets another id: all other tokens are below 2,048.
+    # A header has 256 words of 4 bytes; 3 and 4 are vocabulary size and document start. All ids are below 2,048, so
+    # that only the document start must become another one.
     words = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
     header, tokens = words[:512], words[512:]
     tokens[tokens == header[8]] = GPT2[1]
@@ -180,7 +179,7 @@ def write_text(path: Path, kind: str) -> None:
     words.tofile(path)
 
 def run_step(day: Day, name: str) -> Facts:
-    """Run one step. Whatever happens in it becomes its verdict."""
+    """Run one step; an error in it becomes its verdict."""
     step = STEPS[name]
     began = time.monotonic()
     most = CPU_LIMIT if day.cpu else step.most
@@ -226,6 +225,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     args.out = args.out.expanduser().resolve()
     args.parts = ["preflight", *args.parts.split(",")]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
     unknown = [name for name in args.parts if name not in STEPS]
     if unknown:
         parser.error(f"--parts: {', '.join(unknown)}; expected some of {', '.join(STEPS)}")
@@ -256,11 +259,11 @@ def main(argv: list[str]) -> int:
     return STATUSES[worst]
 
 def end_by(number: int, _: object) -> None:
-    raise SystemExit(128 + number)       # which ends the processes of the step
+    raise SystemExit(128 + number)       # `process_groups` then ends the processes of the step
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) == signal.SIG_DFL:        # nohup ignores SIGHUP
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores SIGHUP
             signal.signal(number, end_by)
     sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     python tests/gpu/day_probes.py PROBE --device=cuda|cpu --out=FILE.json [...]
 
-FILE.json gets one JSON object. On a CPU the same code runs at tiny sizes.
+A probe writes one JSON object to FILE.json. On a CPU the same code runs at tiny sizes.
 """
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ import train_gpt as tg
 Facts = dict[str, Any]
 BF16 = torch.bfloat16
 TILE = 128                               # queries and keys of an attention tile, as the price counts them
-ROUNDS = 20                              # timings of a rate, of which the median counts
+ROUNDS = 20                              # timings of a rate; the median counts
 PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
 QUERIED = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "mig.mode.current",
            "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active")
 SLOWED = 0x8 | 0x20 | 0x40 | 0x80        # throttle reasons: hardware slowdown, heat (two kinds), power brake
-SHARED_BYTES = 1 << 30                   # of /dev/shm, in which NCCL's ranks of a machine meet
+SHARED_BYTES = 1 << 30                   # free in /dev/shm, which NCCL uses between the ranks of a machine
 FREE_MEMORY = 0.95
 
 
 # ---- Preflight
 def answer_of(*command: str) -> str | None:
-    """Return what a program prints; None if it is absent, fails, or does not end within 10 s."""
+    """Run a program and return its output; None if it is absent, fails, or does not end within 10 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 def missing_compilers() -> list[str]:
-    """Return what torch.compile and Triton need and do not find, each with its remedy."""
+    """List what torch.compile and Triton need and do not find, each with its remedy."""
     missing = []
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append("no Python.h, which Triton compiles with: apt install python3-dev")
@@ -94,7 +94,7 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
                 kernels=tg.ATTENTION_BY_CARD.get(first.major, ("varlen",)))
 
 def preflight(args: argparse.Namespace) -> Facts:
-    """Return facts about the machine, and what stands in the way of a run: problems and remarks."""
+    """Return facts about the machine, problems that forbid a run, and remarks."""
     problems = []
     remarks = []
     facts = {package: tg.version_of(package) for package in PACKAGES}
@@ -260,4 +260,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)                          # as the trainer does: taking NCCL apart may hang
+    os._exit(0)                          # like the trainer: destroying NCCL's groups may hang

@@ -30,13 +30,14 @@ EQUAL = 2e-3                             # relative difference of losses between
 SLOW = 1.15                              # measured over predicted
 LOW = 0.85                               # measured over assumed rates
 SLOWER = 1.1                             # an operation over plain PyTorch
-MEMORY_SHARE = 0.9                       # of a GPU, that the trainer's estimate may fill
+MEMORY_SHARE = 0.9                       # the trainer's estimate may fill this fraction of a GPU
 GUESS = math.log(50_257)                 # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
 RATES = "rates_measured.json"
 KINDS = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")       # the rate of each attention kernel
 CURE = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
-GROUPS = {                               # kernels of a trace by name, the first that matches; and the part of the price
+# Pattern of a kernel's name (the first that matches counts): its group, and the part of the price that contains it.
+GROUPS = {
     r"nccl": ("communication", "exposed communication"),
     r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
     r"flash|fmha|attn|attention": ("attention forward", "attention"), r"relu_sq": ("relu_sq", "products"),
@@ -108,7 +109,7 @@ def attention(day: Day, figures: Facts) -> list[str]:
     return remarks + slow_attention(day, figures[taken]["kernel"])
 
 def ceilings(day: Day, figures: Facts) -> list[str]:
-    """What does this card reach, compared with the rates that predictions assume? Writes DIR/rates_measured.json."""
+    """Does this card reach the rates that predictions assume? Writes DIR/rates_measured.json."""
     figures |= day.probe("ceilings")
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
@@ -142,7 +143,7 @@ def operations(day: Day, figures: Facts) -> list[str]:
     for case in found["kernels"]:
         figures[case["name"]] = case["times"]
         ms = {way: float(text.split()[0]) for way, text in case["times"].items()}
-        if ms.get("trainer", 0.0) > SLOWER * ms["plain"]:
+        if ms.get("trainer", 0.0) > SLOWER * ms.get("plain", math.inf):
             remarks.append(f"{case['name']}: {ms['trainer']:.3f} ms, plain PyTorch takes {ms['plain']:.3f}")
     return remarks
 
@@ -172,14 +173,15 @@ def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
     return {group: found / 1000 / steps for group, found in us.most_common()}
 
 def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
-    """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} without a walk."""
+    """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} if there is none."""
     ledger = price.load(price.LEDGER)
     attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
     world = price.kept_prediction(ledger)["worlds"].get(str(day.world()))
-    if day.cpu or world is None:
+    is_measured = (day.out / RATES).exists()
+    if day.cpu or world is None or not (is_measured or ledger["card"] in day.facts["card"]):
         return {}
     factors = dict.fromkeys(price.PARTS, 1.0)
-    if (day.out / RATES).exists():
+    if is_measured:
         measured = price.load(day.out / RATES)
         card, = measured["cards"]
         rates = price.Card(measured, card).rates
@@ -242,7 +244,7 @@ def stages(day: Day, figures: Facts) -> list[str]:
     if not result["val_loss"] < GUESS:
         raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")
     if not predicted and not day.cpu:
-        remarks.append(f"no prediction for {header['world_size']} ranks to compare times with")
+        remarks.append(f"times are not judged: no prediction for {day.world()} x {day.facts['card']}")
     return remarks
 
 def match(day: Day, figures: Facts) -> list[str]:
