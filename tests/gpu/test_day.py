@@ -51,7 +51,7 @@ def test_day__all_steps_walk_on_a_cpu(tmp_path):
     assert status == 0, lines
     assert [(step["name"], step["verdict"]) for step in found["steps"]] == [(name, "rehearsed") for name in day.STEPS]
     assert found["verdict"] == "rehearsed" and all(step["figures"] for step in found["steps"])
-    assert list((tmp_path / "records").glob("*/manifest.json"))
+    assert list((tmp_path / "records").glob("*_Day/result.json"))
 
 @pytest.mark.all
 def test_day__its_end_ends_the_step(tmp_path):
