@@ -1,4 +1,4 @@
-"""Operations that the trainer gives to a GPU, with fresh inputs, and training steps: for test_gpu.py, bench_gpu.py, day.py.
+"""Operations that the trainer gives to a GPU, with fresh inputs, and training steps: for the tests and tools here.
 
 Exact is what the trainer's plain code gives in f64: other tests compare that with references of another kind, on the
 CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory full of NaN. All of it is a
