@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import ROOT, executor, preset, refused
+from common import PATIENCE, ROOT, executor, preset, refused
 from common import fabric as make_fabric
 
 import train_gpt as tg
@@ -342,5 +342,6 @@ print(min(passes))                       # given back, memory costs each of them
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
-    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
+                          timeout=PATIENCE).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

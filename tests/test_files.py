@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, before_flush, executor, fabric, full_disk, losses, no_large_files, nothing, preset,
-                    recorded_writes, refused, run, weights)
+from common import (Run, SimulatedTime, before_flush, executor, fabric, full_disk, losses, no_large_files, nothing,
+                    preset, recorded_writes, refused, run, weights)
 
 import train_gpt as tg
 
@@ -317,17 +317,19 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
+    """By a simulated clock, on which only a checkpoint takes long."""
+    clock = SimulatedTime(monkeypatch, tick=1e-6)
     write = tg.write_checkpoint
 
     def slowly(*rest) -> None:
-        time.sleep(0.7)
+        clock.work(700)
         write(*rest)
 
     monkeypatch.setattr(tg, "write_checkpoint", slowly)
     done = run(tmp_path / "run", "--checkpoint_every=10", "--sample_tokens=0")
     phase, = [e for e in done.of("phase") if e["name"] == "checkpoint"]
-    steps = {e["step"]: e["train_time_ms"] for e in done.of("step")}
-    assert phase["ms"] > 700 and not phase["timed"] and steps[11] - steps[10] < 700
+    assert 700_000 < phase["ms"] < 701_000 and not phase["timed"]
+    assert done.of("step")[-1]["step"] == 12 and 0 < done.of("result")[0]["train_time_ms"] < 1000
 
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------

@@ -9,7 +9,7 @@ import sys
 import textwrap
 
 import pytest
-from common import ROOT
+from common import PATIENCE, ROOT
 from density import AIM, CONSTRUCTS, density, docstrings
 
 import train_gpt as tg
@@ -173,6 +173,6 @@ assert os.listdir() == []
 def test_import__in_a_bare_process_does_nothing(tmp_path):
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""
     command = [sys.executable, "-B", "-c", IMPORT, str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert os.listdir(tmp_path) == []

@@ -153,7 +153,8 @@ def resources(cubin: Path) -> dict[str, int]:
     """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
+                          timeout=60).stdout
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 @needs_triton

@@ -17,6 +17,7 @@ from common import ROOT
 from rehearsal import command, ledger, price
 
 REASON = command.why_not()
+PATIENCE = 3600                          # s for walks on a busy machine
 needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 TODAY = json.loads(price.LEDGER.read_text())
 
@@ -27,7 +28,10 @@ def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
 
 def ended_well(root: Path, cache: Path, *words: str) -> None:
     process = started(root, cache, *words)
-    said, _ = process.communicate()
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
     assert process.returncode == 0, said
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def test_Tally__counts_what_others_count(cache, quick):
 def test_rehearse__quick_finds_nothing_forbidden(quick):
     """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
     gradient beside its main_grad."""
-    said, _ = quick.communicate()
+    said, _ = quick.communicate(timeout=PATIENCE)
     assert quick.returncode == 0 and "stage 1 odd step" in said and " 0 spill" in said, said
 
 
