@@ -100,6 +100,10 @@ class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
 
+def lost_rank(found: str) -> RunError:
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
+                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
+
 def need(ok, what: str, found, expected, do: str, kind=ConfigError):
     """Raise an error of this kind unless ok."""
     if not ok:
@@ -533,23 +537,50 @@ def check_config(cfg: Config):
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
 
-@dataclass(frozen=True)
+DEVICE_TIMEOUT_SHARE = 0.8               # of the timeout in force: the longest wait for an event of the device
+DEVICE_POLL_S = 1e-4                     # between two looks at an event
+
+def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
+    """Return whether an event of the device happens within this time. Waiting for it in C would have no bound."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(DEVICE_POLL_S)
+    return True
+
+@dataclass
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
     device: torch.device
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+    timeout: float = 600.0               # s that a wait for another rank may take now
 
     @property
     def on_cuda(self):
         return self.device.type == "cuda"
 
-    def synchronize(self):
+    def synchronize(self) -> None:
+        """Wait until the device has done its work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
-            torch.cuda.synchronize(self.device)
+            self.wait_for(torch.cuda.current_stream(self.device).record_event())
+            torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
 
-    def set_timeout(self, seconds: float):
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of the device. Raises RunError if it does not happen in time."""
+        # NCCL ends the process without a line in the log when a collective has taken the timeout since its launch. The
+        # share is below 1 so that this wait, which begins later, ends before that.
+        seconds = DEVICE_TIMEOUT_SHARE * self.timeout
+        if not happens_within(seconds, event):
+            found = f"nothing from {self.device} after {seconds:.1f} s"
+            raise lost_rank(found) if self.world > 1 else RunError("waiting for the device", found, "the end of what "
+                "it was given", "look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a wait for another rank may take from now on."""
+        self.timeout = seconds
         if self.world > 1:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -3180,6 +3211,7 @@ class Executor:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
+        self.fabric.synchronize()                             # float() would wait without a bound
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
@@ -3659,7 +3691,7 @@ class Log:
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
-                copied.synchronize()                                          # NCCL's watchdog bounds it
+                self.fabric.wait_for(copied)
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
@@ -4226,7 +4258,8 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if executor.compiling:
         log.event("compiled", graphs=graphs)
-    if not cfg.checkpoint_every and not cfg.save:                             # else all wait for the slowest disk
+    # Checkpoints and saves let all ranks wait for the slowest disk; one rank waits only for its device, however slow.
+    if not cfg.checkpoint_every and not cfg.save and fabric.world > 1:
         fabric.set_timeout(cfg.comm_timeout)
 
     restore = executor.snapshot() if cfg.runs > 1 else do_nothing
@@ -4345,10 +4378,6 @@ def describe(error: BaseException | signal.Signals):
     if isinstance(error, TrainerError):
         return error.status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
-
-def lost_rank(found: str):
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
-                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.

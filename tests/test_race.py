@@ -1,4 +1,5 @@
 """Room 9: what is on the clock, what stands in the logs and when, a race by the clock, warm-up, and the sample."""
+import contextlib
 import functools
 import math
 import operator
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -110,6 +112,57 @@ def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, c
     phases = [(e["name"], e["timed"]) for e in events(tmp_path) if e["type"] == "phase"]
     assert phases == [("first batch", True), ("evaluation", False)]
     assert events(tmp_path)[0] == dict(type="phase", name="first batch", ms=3000.0, timed=True)
+
+
+
+# ---- waits for the device -------------------------------------------------------------------------------------------
+class DeviceEvent:
+    """Stands for an event of a device that happens at this time of the simulated clock, by which waits for it go."""
+    def __init__(self, monkeypatch, at: float = math.inf) -> None:
+        self.at = at
+        self.clock = SimulatedTime(monkeypatch)
+        tg.time.monotonic = self.clock.perf_counter
+        tg.time.sleep = self.clock.work
+
+    def query(self) -> bool:
+        return self.clock.now >= self.at
+
+@pytest.mark.parametrize("world, expected", [(1, "waiting for the device"), (2, "lost another rank")])
+def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected):
+    ranks = fabric(0, world)
+    ranks.timeout = 10.0
+    event = DeviceEvent(monkeypatch, 107.9)
+    ranks.wait_for(event)
+    assert event.query() and event.clock.now < 108
+    stuck = DeviceEvent(monkeypatch)
+    with refused(tg.RunError, expected, "nothing from cpu after 8.0 s", "--comm_timeout"):
+        ranks.wait_for(stuck)
+    assert 108 <= stuck.clock.now < 109, "before NCCL ends the process"
+
+def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
+    log = make_log(tmp_path)
+    log.step(losses(10.0), 100.0)
+    fields, *rest, _ = log.pending.pop()
+    log.pending.append((fields, *rest, DeviceEvent(monkeypatch)))
+    with refused(tg.RunError, "waiting for the device", "--comm_timeout"):
+        log.flush()
+    log.aborted("the cause")
+    assert [event["type"] for event in events(tmp_path)] == ["aborted"]
+
+def test_Clock__stop_waits_for_the_device_and_no_longer_than_the_timeout(monkeypatch):
+    device = torch.device("cuda", 0)
+    clock = tg.Clock(tg.Fabric(device))
+    idle = []
+    monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
+    for at, ended in ((103.0, True), (math.inf, False)):
+        event = DeviceEvent(monkeypatch, at)
+        stream = SimpleNamespace(record_event=Mock(return_value=event))
+        monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
+        clock.state = 0.0, event.clock.now
+        with contextlib.nullcontext() if ended else refused(tg.RunError, "waiting for the device"):
+            clock.stop()
+        assert (clock.ms == pytest.approx(3000, abs=1)) == ended
+    assert idle == [device], "other streams come after the event"
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------

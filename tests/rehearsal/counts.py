@@ -24,7 +24,8 @@ import train_gpt as tg  # noqa: E402
 
 LONGEST_NAME = 40                        # in the key of a kernel
 GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
-HANDED_ON = ("synchronize", "launch")    # functions of the trainer whose callers say what it is about
+# Functions of the trainer whose callers say what it is about.
+HANDED_ON = ("synchronize", "wait_for", "happens_within", "launch")
 TILE = 128                               # rows and columns of a tile of attention
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
