@@ -565,8 +565,12 @@ class Fabric:
     def synchronize(self) -> None:
         """Wait until the device has done its work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
-            self.wait_for(torch.cuda.current_stream(self.device).record_event())
+            self.wait_for(self.record_event())
             torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
+
+    def record_event(self) -> torch.cuda.Event:
+        """Return an event that happens when the device has done what the current stream was given so far."""
+        return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for an event of the device. Raises RunError if it does not happen in time."""
@@ -3682,7 +3686,7 @@ class Log:
         copied = None
         if sums.is_cuda:
             sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.current_stream().record_event()
+            copied = self.fabric.record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -3921,28 +3925,40 @@ def head_precision(cfg: Config, fabric: Fabric):
     return cfg.head
 
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
+# FA3 is written for 9.x, and comes as an official wheel. FA4 was measured there by two users, as its equal at best, and
+# a maintainer of torch says that it is slower for documents of different lengths. No GPU has timed the two here.
+ATTENTION_BY_CARD = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
 
-def check_attention(cfg: Config, device: torch.device):
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
+def check_attention(cfg: Config, fabric: Fabric, name: str) -> None:
+    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
+    Raises RunError if the kernel of this name does not return."""
     dtype = getattr(torch, cfg.dtype)
+    device = fabric.device
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+        q, k, v, grad = inputs
+        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
+            v = torch.cat((q, k, v), dim=1)[:, -heads:]
         span = AttentionSpan(positions, window, CHECKED_SPREAD / cfg.head_dim**0.5)
         results = []
-        for attend, given in ((attention_varlen, inputs), (attention_reference, inputs.float())):
-            *qkv, grad = (x.clone().requires_grad_() for x in given)
+        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, per_token * bounds, span)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
+        # A kernel that never ends blocks the device for this process: no other kernel can be tried after it.
+        need(happens_within(CHECK_TIMEOUT, fabric.record_event()), f"attention kernel {name}, window {window}",
+             f"no result after {CHECK_TIMEOUT} s", "results within a second", "leave it out: --attention="
+             f"{'reference' if name == 'varlen' else 'varlen'}", RunError)
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(
@@ -3972,7 +3988,9 @@ def choose_attention(cfg: Config, fabric: Fabric):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
                 torch.nn.attention.restore_flash_attention_impl()
-            check_attention(cfg, fabric.device)
+            check_attention(cfg, fabric, name)
+        except RunError:
+            raise
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
@@ -3986,6 +4004,18 @@ def choose_attention(cfg: Config, fabric: Fabric):
          "the windows")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
+
+def slow_attention(attention: str, fabric: Fabric) -> str:
+    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+    if not fabric.on_cuda:
+        return ""
+    major, minor = torch.cuda.get_device_capability(fabric.device)
+    *faster, _ = ATTENTION_BY_CARD.get(major, ("varlen",))
+    name = attention.partition(" ")[0]
+    if not faster or name in faster:
+        return ""
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
+            "can run: requirements-gpu.txt names packages")
 
 def hardware(fabric: Fabric):
     if fabric.on_cuda:
@@ -4046,8 +4076,10 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
             f"of the head in {executor.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
-            f"logs in {log.run_dir}"):
-        log.text(line)
+            f"logs in {log.run_dir}",
+            slow_attention(attention, fabric)):
+        if line:
+            log.text(line)
     if resumed:
         log.text(f"goes on after step {log.done} of {resumed['source']}, whose lines stand above in the log")
         for name, (then, now) in resumed["differs"].items():
@@ -4124,7 +4156,8 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
-def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int):
+def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int,
+           attention: str):
     """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
     Returns the result, and the error of --save or None."""
     cfg = log.schedule.cfg
@@ -4145,6 +4178,9 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
     if recompiled:
         result["recompiles"] = recompiled
         log.text(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
+    slow = slow_attention(attention, fabric)
+    if slow:
+        result["slow_attention"] = slow
     if cfg.profile:
         result["void"] = "profiled"
     elif log.done < log.schedule.end_step:
@@ -4311,7 +4347,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
             log.text(profile.key_averages().table(sort_by, 12, max_name_column_width=60))
 
         # The result is the last line of a log: after it only the sample can fail.
-        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs)
+        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs, attention)
         results.append(result)
         problem = problem or data_ended or failure
 

@@ -76,6 +76,12 @@ def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch,
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("cores work for others" in line for line in done.lines[:8]) == said
 
+def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "slow_attention", lambda name, _: f"{name} is slow")
+    done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
+    assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
+
 def test_seconds_of_others__counts_another_process():
     before = tg.seconds_of_others(fabric())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
