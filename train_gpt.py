@@ -59,6 +59,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -4103,14 +4104,31 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
                    "other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
+def check_compilers(cfg: Config, fabric: Fabric) -> None:
+    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
+    compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
+    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
+         "torch.compile finds", "install one (apt install g++), or --compile=0")
+    if not fabric.on_cuda:
+        return
+
+    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    need(any(map(shutil.which, compilers)), "compiling kernels for the GPU", f"no C compiler, {' or '.join(compilers)}",
+         "gcc, clang, or the one that CC names", "install one (apt install gcc)")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
+    headers = sysconfig.get_paths(scheme)["include"]
+    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    need(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
+         "compiling kernels for the GPU", f"no Python.h in {headers}", "the headers of this Python", "apt install "
+         "python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
-        others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-        compilers = os.environ.get("CXX", others).split()                     # for C++ torch tries none but CXX
-        need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
-             "torch.compile finds", "install one (apt install g++), or --compile=0")
+        check_compilers(cfg, fabric)
         if fabric.rank > 0:
             return
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from common import (ROOT, Forked, Run, check_error, executor, fabric, launch, losses, nothing, preset, random_stream,
-                    run, write_shard)
+                    refused, run, write_shard)
 
 import train_gpt as tg
 
@@ -78,7 +78,7 @@ def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch,
 
 def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "warm_up", nothing)
-    monkeypatch.setattr(tg, "slow_attention", lambda name, _: f"{name} is slow")
+    monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
@@ -406,6 +406,29 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
     monkeypatch.delattr(tg, "open_data")
     done = ask([*FILES, "--compile=1"], 2, "--compile", "no C++ compiler", "apt install g++", "--compile=0")
     assert not done.folder.exists()
+
+
+@pytest.mark.parametrize("lacking, changes", [
+    ("no C compiler", dict(PATH="")), ("no C compiler", dict(CC="no-such-compiler")), ("no Python.h", {})])
+def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
+    """On a GPU, whatever --compile says; a CPU needs none of it. Headers may also lie where CPATH says."""
+    cfg = preset("tiny", compile=0)
+    gpu = tg.Fabric(torch.device("cuda", 0))
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "gcc").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    folder = tmp_path if "compiler" in lacking else tmp_path / "none"
+    monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(folder))))
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with refused(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
+        tg.check_start(cfg, "run", [], gpu)
+    tg.check_start(cfg, "run", [], fabric())
+    for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
+        monkeypatch.setenv(name, str(value))
+    tg.check_start(cfg, "run", [], gpu)
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
