@@ -1462,17 +1462,23 @@ def rotate(x, cos, sin):
 
 
 # ---- Attention
+SPANS: dict[str, AttentionSpan] = {}     # by name, the newest of each: what a kernel launched by this name uses
+
 @dataclass(frozen=True)
 class AttentionSpan:
-    """Reach and scale of attention: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
+    """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
+    name: str = ""                       # of a kind of layer, the same in all stages; empty: a name made of the values
 
     def __post_init__(self):
-        # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
-        numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
+        # A graph is compiled anew for each value that it reads, so it reads the name only. Values in a tensor on the
+        # CPU would be an input of the graph, and Inductor takes results of an operation with such an input for
+        # unaligned: it then reads and writes them 2 bytes at a time.
+        name = self.name or f"{self.max_len} {self.window} {self.scale}"
+        object.__setattr__(self, "name", name)
+        SPANS[name] = self
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
@@ -1501,51 +1507,52 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
 
 def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
+    return Varlen.apply(q, k, v, cu_seqlens, span.name)
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
     # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
     def forward(ctx, *inputs):
+        *tensors, ctx.span = inputs
         out, *for_backward = varlen(*inputs)
-        ctx.save_for_backward(*inputs, out, *for_backward)
+        ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
 
 def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
-def varlen_arguments(cu_seqlens, numbers):
-    """Return arguments of torch's forward and backward alike."""
-    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
-    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
+def varlen_arguments(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+    """Return arguments of torch's forward and backward alike, from the span of this name."""
+    span = SPANS[name]
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=span.max_len, max_k=span.max_len, is_causal=False,
+                scale=span.scale, window_size=[span.window, 0])               # keys seen before and after a query's own
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and for the backward the log-sum-exp and the state of a generator."""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, span))
 
 @varlen.register_fake
-def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
     return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
-                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
+                    logsumexp: Tensor, generator: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
-                                                 **varlen_arguments(cu_seqlens, numbers))
+                                                 **varlen_arguments(cu_seqlens, span))
 
 @varlen_backward.register_fake
-def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
 
@@ -2050,7 +2057,7 @@ AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # 
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
     """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
+    return {(attention, name): AttentionSpan(per_token * max_len, window, scale, f"{attention} {name}")
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 

@@ -237,6 +237,8 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
     """Tensors, window, the bound of documents and the scale reach the operation as they are, forward and backward."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    other = tg.AttentionSpan(1, 1, 1.0)
+    assert tg.SPANS[other.name] is other and tg.AttentionSpan(1, 2, 1.0).name != other.name
     attend = tg.attention_varlen
     if compiled:
         attend = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
@@ -249,7 +251,7 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
         library.impl("_varlen_attn", linear.forward, "CPU")
         library.impl("_varlen_attn_backward", linear.backward, "CPU")
         for max_len, window, scale in ((33, 3, 0.7), (40, 1000, 0.7), (33, 12, 0.1)):
-            got = attend(q, k, v, bounds, tg.AttentionSpan(max_len, window, scale))
+            got = attend(q, k, v, bounds, tg.AttentionSpan(max_len, window, scale, "a layer"))
             assert_equals_autograd(got, q + 2 * k + 3 * v, (q, k, v), grad)
             numbers = bounds.tolist(), max_len, window, 0, scale
             assert linear.calls == [("forward", *numbers), ("backward", *numbers)]

@@ -26,6 +26,8 @@ LONGEST_NAME = 40                        # in the key of a kernel
 GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
 # Functions of the trainer whose callers say what it is about.
 HANDED_ON = ("synchronize", "wait_for", "happens_within", "launch")
+ALIGNED_BYTES = 16                       # of an address that takes the widest loads and stores
+LARGE_BYTES = 10**6                      # of an argument whose loads have to be wide
 TILE = 128                               # rows and columns of a tile of attention
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
@@ -251,6 +253,8 @@ class Tally:
             key = f"{name}.{digest_of(common['shapes'] + place)}"
         else:
             key = self.generated(owner, common, tensors)
+            for pointer in unaligned_pointers(owner, tensors):
+                self.fail("unaligned pointer", key, pointer)
         self.launch(key, common, tensors)
 
     def generated(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
@@ -336,6 +340,15 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
+
+def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
+    """Large arguments of a kernel of Inductor's that it does not take for aligned, and so reads an element at a time."""
+    facts, = owner.triton_meta["configs"]
+    aligned = [at for (at,), known in facts.items() if ["tt.divisibility", ALIGNED_BYTES] in known]
+    kinds = owner.triton_meta["signature"]                    # a number of the host has the name of a pointer
+    pointers = [(at, name) for at, (name, kind) in enumerate(kinds.items()) if kind.startswith("*")]
+    return [f"{name}, {text_of(x)}, not divisible by {ALIGNED_BYTES}"
+            for (at, name), x in zip(pointers, tensors, strict=True) if at not in aligned and x.nbytes > LARGE_BYTES]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """Those that are given twice once, for a kernel that does not read its second look."""
