@@ -1422,7 +1422,8 @@ FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # 
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+ADD_ROWS_LINES = (8, 32)                 # gradient lines that a program adds in its first round, in each further one
+ADD_ROWS_WARPS = 8                       # of a program: with 4, 32 lines take so many registers that few programs fit
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
@@ -1917,10 +1918,13 @@ def sign_vectors(width: int):
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+def add_rows_kernel(row_grads, rows, order, grad, count, width, FIRST: tl.constexpr, MORE: tl.constexpr,
+                    WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, LINES at a time; the others
-    # end at once.
+    # There is a program for each i. That of a row's first line adds all lines of the row, in rounds, and the others end
+    # at once. Most rows end within the FIRST lines. The row of a frequent token has thousands, and each round waits for
+    # three loads that depend on each other, so that further rounds have MORE lines. The order of the sums is fixed: one
+    # round after another, onto what was there; within a round by a tree that depends on the number of lines and warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -1931,15 +1935,16 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         total = tl.load(target, mask=inside, other=0)
         at = first
         more = 1
-        while more == 1:
-            line = at + tl.arange(0, LINES)
-            same = tl.load(rows + line, mask=line < count, other=-1) == row
-            start = tl.load(order + line, mask=same, other=0) * width
-            wanted = same[:, None] & inside[None, :]
-            part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
-            total += tl.sum(part.to(total.dtype), axis=0)
-            at = at + LINES
-            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
+        for LINES in tl.static_range(FIRST, MORE + 1, MORE - FIRST):          # FIRST, then MORE
+            while (more == 1) & ((LINES == MORE) | (at == first)):
+                line = at + tl.arange(0, LINES)
+                same = tl.load(rows + line, mask=line < count, other=-1) == row
+                start = tl.load(order + line, mask=same, other=0) * width
+                wanted = same[:, None] & inside[None, :]
+                part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
+                total += tl.sum(part.to(total.dtype), axis=0)
+                at = at + LINES
+                more = tl.min(same.to(tl.int32), axis=0)                      # all of them: the row may go on
         tl.store(target, total, mask=inside)
 
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -1952,7 +1957,9 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
-    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
+    lines, more_lines = ADD_ROWS_LINES
+    power_of_2 = 1 << (width - 1).bit_length()
+    sizes = dict(FIRST=lines, MORE=more_lines, WIDTH=power_of_2, num_warps=ADD_ROWS_WARPS)
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
 add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs

@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -73,6 +74,14 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
     signature = types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(tg.jitted(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+
+def resources(cubin: Path) -> dict[str, int]:
+    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
+    import triton
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
+                          timeout=60).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""

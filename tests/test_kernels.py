@@ -2,7 +2,6 @@
 import itertools
 import math
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from common import BF16, F32, F64, angles_by_channel, compiled_for, interpreted, needs_triton, randn
+from common import BF16, F32, F64, angles_by_channel, compiled_for, interpreted, needs_triton, randn, resources
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -148,14 +147,6 @@ def interpret() -> None:
 @needs_triton
 def test_relu_sq_kernel__interpreted():
     interpreted("import test_kernels; test_kernels.interpret()")
-
-def resources(cubin: Path) -> dict[str, int]:
-    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
-                          timeout=60).stdout
-    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 @needs_triton
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

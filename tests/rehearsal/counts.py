@@ -342,13 +342,13 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
 def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
-    """Large arguments of a kernel of Inductor's that it does not take for aligned, and so reads an element at a time."""
+    """Large arguments of an Inductor kernel that it does not take for aligned, and so reads an element at a time."""
     facts, = owner.triton_meta["configs"]
     aligned = [at for (at,), known in facts.items() if ["tt.divisibility", ALIGNED_BYTES] in known]
     kinds = owner.triton_meta["signature"]                    # a number of the host has the name of a pointer
     pointers = [(at, name) for at, (name, kind) in enumerate(kinds.items()) if kind.startswith("*")]
-    return [f"{name}, {text_of(x)}, not divisible by {ALIGNED_BYTES}"
-            for (at, name), x in zip(pointers, tensors, strict=True) if at not in aligned and x.nbytes > LARGE_BYTES]
+    large = [(at, name, x) for (at, name), x in zip(pointers, tensors, strict=True) if x.nbytes > LARGE_BYTES]
+    return [f"{name}, {text_of(x)}, not divisible by {ALIGNED_BYTES}" for at, name, x in large if at not in aligned]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """Those that are given twice once, for a kernel that does not read its second look."""
