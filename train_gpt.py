@@ -587,8 +587,10 @@ class Fabric:
         """Set how long a wait for another rank may take from now on."""
         self.timeout = seconds
         if self.world > 1:
+            # Before torch 2.14 it has no public name.
+            set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.plan_group):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_group_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x):
         """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
