@@ -32,6 +32,15 @@ import os
 import signal
 
 if __name__ == "__main__":
+    # The next file that is opened would get the number of a closed standard stream, and all that a library prints.
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
+    # The source is read before the imports, which take seconds in which somebody may edit the file.
+    with open(__file__, "rb") as file:
+        SOURCE = file.read()
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
@@ -42,6 +51,7 @@ import bisect
 import contextlib
 import ctypes
 import difflib
+import errno
 import functools
 import gc
 import glob
@@ -3434,17 +3444,25 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # of a disk that has lost something, or has no room
 UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-def sync_to_disk(path: Path):
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
+    # Shared folders, FUSE, CIFS and others refuse it, with several codes, and lose nothing by that.
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in DISK_ERRORS or not path.is_dir():
+            raise
 
 @contextlib.contextmanager
 def refused(path: Path, kind=RunError):
@@ -3639,7 +3657,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
-        self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
+        self.on_terminal = fabric.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
         if fabric.rank == 0:
             # An existing log is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -4511,12 +4529,15 @@ class Ending:
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
-def main(argv):
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
+def main(argv: list[str], source: bytes | None = None) -> None:
+    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
+    source: text of this file; None: as it is now."""
     ending = Ending()
     try:
-        source = Path(__file__).read_bytes()                                  # before anybody edits it
-        sys.stdout.reconfigure(errors="backslashreplace")
+        if source is None:
+            source = Path(__file__).read_bytes()
+        if sys.stdout:                                                        # None if it is closed
+            sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = parse_flags(argv)
         if cfg.sample:
@@ -4532,4 +4553,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], SOURCE)

@@ -4,12 +4,14 @@ that go on from them.
 One run with tables in both homes is the sound one; each case changes one thing of a copy. `seal` writes a manifest that
 vouches for the change, so that what is looked at is the content.
 """
+import errno
 import hashlib
 import json
 import os
 import pickle
 import shutil
 import signal
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -244,6 +246,28 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     with refused(tg.RunError, "No space left on device"):
         tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_write_folder__a_file_system_that_cannot_flush_folders_loses_nothing(tmp_path, monkeypatch, code):
+    """A save and checkpoints are made all the same. A file that cannot be flushed is an error, by any code."""
+    fsync = os.fsync
+
+    def refusing(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    def failing(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    done = run(tmp_path / "run", "--max_steps=4", "--checkpoint_every=2", "--sample_tokens=0", "--val_every=0",
+               f"--save={tmp_path / 'save'}")
+    assert (done.status, done.err) == (0, "") and f"weights in {tmp_path / 'save'}" in done.lines
+    assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002"]
+    monkeypatch.setattr(os, "fsync", failing)
+    with refused(tg.RunError, os.strerror(code)):
+        tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
 
 def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)

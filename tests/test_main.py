@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, executor, fabric, launch, losses, nothing, preset, random_stream,
-                    refused, run, write_shard)
+from common import (PATIENCE, ROOT, Forked, Run, check_error, executor, fabric, launch, losses, nothing, preset,
+                    random_stream, refused, run, write_shard)
 
 import train_gpt as tg
 
@@ -247,6 +247,48 @@ def test_print_result__a_full_console(text, tmp_path, monkeypatch):
     done = with_console(monkeypatch, tmp_path / "run", text, before)
     assert done.status == 1 and done.err.startswith("RunError: standard output") and "Traceback" not in done.err
     check_error(done.err.partition(": ")[2].strip("\n"), "No space left on device", "redirect it")
+
+HOOK = r"""
+import builtins
+import os
+import stat
+import_module, open_file = builtins.__import__, builtins.open
+
+def importing(name, *args):
+    if name == "numpy" and not hasattr(builtins, "edited"):
+        builtins.edited = True
+        open_file(os.environ["EDITED"], "a").write("# edited\n")
+    return import_module(name, *args)
+
+def opening(path, *args, **kwargs):
+    file = open_file(path, *args, **kwargs)
+    if str(path).endswith("log.jsonl"):
+        kinds = [stat.S_IFMT(os.fstat(number).st_mode) for number in range(3)]
+        open_file(os.environ["KINDS"], "w").write(repr([kind in (stat.S_IFSOCK, stat.S_IFREG) for kind in kinds]))
+    return file
+
+builtins.__import__, builtins.open = importing, opening
+"""
+
+@pytest.mark.parametrize("streams, status", [
+    (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>/dev/full", 1)])
+def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_starts(tmp_path, streams, status):
+    """The log tells all. Its source is the text that runs. No file or socket has the number of a closed stream."""
+    script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
+    source = script.read_bytes()
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook/sitecustomize.py").write_text(HOOK)
+    environment = os.environ | dict(EDITED=str(script), KINDS=str(tmp_path / "kinds"), PYTHONPATH=f"{tmp_path}/hook")
+    words = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
+    command = f"exec {sys.executable} train_gpt.py {words} {streams}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
+                          capture_output=True, timeout=PATIENCE)
+    log = Run(tmp_path / "run", done.returncode, "", "")
+    assert done.returncode == status and b"Traceback" not in done.stdout + done.stderr
+    assert log.events[-1]["type"] == "result" and log.lines[-1].startswith("peak memory")
+    assert script.read_bytes() == source + b"# edited\n" and (tmp_path / "run/train_gpt.py").read_bytes() == source
+    assert log.of("header")[0]["source_sha256"] == hashlib.sha256(source).hexdigest()
+    assert (tmp_path / "kinds").read_text() == "[False, False, False]"
 
 def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
