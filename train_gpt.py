@@ -1616,7 +1616,7 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
+# Graphs call this. Eager code calls the function itself, since a call of the op takes 26 us instead of 8 (measured).
 wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
                                    mutates_args=("main_grad", "writes"))
 
