@@ -32,13 +32,13 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # The next file that is opened would get the number of a closed standard stream, and all that a library prints.
+    # If a standard stream is closed, the next file that is opened gets its number, and receives what libraries print.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
-    # The source is read before the imports, which take seconds in which somebody may edit the file.
+    # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
     with open(__file__, "rb") as file:
         SOURCE = file.read()
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
@@ -548,11 +548,11 @@ def check_config(cfg: Config):
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
 
-DEVICE_TIMEOUT_SHARE = 0.8               # of the timeout in force: the longest wait for an event of the device
-DEVICE_POLL_S = 1e-4                     # between two looks at an event
+DEVICE_TIMEOUT_FRACTION = 0.8            # longest wait for an event of the device, in timeouts in force
+DEVICE_POLL_S = 1e-4                     # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether an event of the device happens within this time. Waiting for it in C would have no bound."""
+    """Return whether an event of the device happens within this time. Event.synchronize() has no time limit."""
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
@@ -567,7 +567,7 @@ class Fabric:
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
-    timeout: float = 600.0               # s that a wait for another rank may take now
+    timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
 
     @property
     def on_cuda(self):
@@ -585,9 +585,9 @@ class Fabric:
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for an event of the device. Raises RunError if it does not happen in time."""
-        # NCCL ends the process without a line in the log when a collective has taken the timeout since its launch. The
-        # share is below 1 so that this wait, which begins later, ends before that.
-        seconds = DEVICE_TIMEOUT_SHARE * self.timeout
+        # NCCL aborts the process, without a line in the log, when a collective has taken the timeout since its launch.
+        # This wait begins later than the launch. It must end earlier, so the fraction is below 1.
+        seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
             found = f"nothing from {self.device} after {seconds:.1f} s"
             raise lost_rank(found) if self.world > 1 else RunError("waiting for the device", found, "the end of what "
@@ -1475,7 +1475,7 @@ def rotate(x, cos, sin):
 
 
 # ---- Attention
-SPANS: dict[str, AttentionSpan] = {}     # by name, the newest of each: what a kernel launched by this name uses
+SPANS: dict[str, AttentionSpan] = {}     # the newest span of each name, which kernels of that name use
 
 @dataclass(frozen=True)
 class AttentionSpan:
@@ -1483,12 +1483,12 @@ class AttentionSpan:
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
-    name: str = ""                       # of a kind of layer, the same in all stages; empty: a name made of the values
+    name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
 
     def __post_init__(self):
-        # A graph is compiled anew for each value that it reads, so it reads the name only. Values in a tensor on the
-        # CPU would be an input of the graph, and Inductor takes results of an operation with such an input for
-        # unaligned: it then reads and writes them 2 bytes at a time.
+        # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
+        # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
+        # input are unaligned, and reads and writes them 2 bytes at a time.
         name = self.name or f"{self.max_len} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         SPANS[name] = self
@@ -3242,7 +3242,7 @@ class Executor:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
-        self.fabric.synchronize()                             # float() would wait without a bound
+        self.fabric.synchronize()                             # has a time limit, and float() has none
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
@@ -3444,7 +3444,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # of a disk that has lost something, or has no room
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
 UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
@@ -3453,7 +3453,7 @@ def file_sha256(path: Path):
 
 def sync_to_disk(path: Path) -> None:
     """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
-    # Shared folders, FUSE, CIFS and others refuse it, with several codes, and lose nothing by that.
+    # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -3960,8 +3960,8 @@ def head_precision(cfg: Config, fabric: Fabric):
     return cfg.head
 
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-# FA3 is written for 9.x, and comes as an official wheel. FA4 was measured there by two users, as its equal at best, and
-# a maintainer of torch says that it is slower for documents of different lengths. No GPU has timed the two here.
+# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
+# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
 ATTENTION_BY_CARD = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
@@ -3990,7 +3990,7 @@ def check_attention(cfg: Config, fabric: Fabric, name: str) -> None:
             qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, per_token * bounds, span)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
-        # A kernel that never ends blocks the device for this process: no other kernel can be tried after it.
+        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
         need(happens_within(CHECK_TIMEOUT, fabric.record_event()), f"attention kernel {name}, window {window}",
              f"no result after {CHECK_TIMEOUT} s", "results within a second", "leave it out: --attention="
              f"{'reference' if name == 'varlen' else 'varlen'}", RunError)
@@ -4346,7 +4346,8 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if executor.compiling:
         log.event("compiled", graphs=graphs)
-    # Checkpoints and saves let all ranks wait for the slowest disk; one rank waits only for its device, however slow.
+    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
+    # be slow.
     if not cfg.checkpoint_every and not cfg.save and fabric.world > 1:
         fabric.set_timeout(cfg.comm_timeout)
 
