@@ -1434,8 +1434,7 @@ FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # 
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_LINES = (8, 32)                 # gradient lines that a program adds in its first round, in each further one
-ADD_ROWS_WARPS = 8                       # of a program: with 4, 32 lines take so many registers that few programs fit
+ADD_ROWS_LINES = 16                      # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
@@ -1930,13 +1929,12 @@ def sign_vectors(width: int):
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, FIRST: tl.constexpr, MORE: tl.constexpr,
-                    WIDTH: tl.constexpr):
+def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, in rounds, and the others end
-    # at once. Most rows end within the FIRST lines. The row of a frequent token has thousands, and each round waits for
-    # three loads that depend on each other, so that further rounds have MORE lines. The order of the sums is fixed: one
-    # round after another, onto what was there; within a round by a tree that depends on the number of lines and warps.
+    # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
+    # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
+    # for three in sequence, the rows and the order of the next round are loaded during this one. The order of the sums
+    # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -1945,18 +1943,20 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, FIRST: tl.conste
         inside = column < width
         target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
         total = tl.load(target, mask=inside, other=0)
-        at = first
+        line = first + tl.arange(0, LINES)
+        same = tl.load(rows + line, mask=line < count, other=-1) == row
+        source = tl.load(order + line, mask=line < count, other=0)
         more = 1
-        for LINES in tl.static_range(FIRST, MORE + 1, MORE - FIRST):          # FIRST, then MORE
-            while (more == 1) & ((LINES == MORE) | (at == first)):
-                line = at + tl.arange(0, LINES)
-                same = tl.load(rows + line, mask=line < count, other=-1) == row
-                start = tl.load(order + line, mask=same, other=0) * width
-                wanted = same[:, None] & inside[None, :]
-                part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
-                total += tl.sum(part.to(total.dtype), axis=0)
-                at = at + LINES
-                more = tl.min(same.to(tl.int32), axis=0)                      # all of them: the row may go on
+        while more == 1:
+            line = line + LINES
+            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
+            next_source = tl.load(order + line, mask=line < count, other=0)
+            wanted = same[:, None] & inside[None, :]
+            part = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
+            total += tl.sum(part.to(total.dtype), axis=0)
+            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
+            same = next_same
+            source = next_source
         tl.store(target, total, mask=inside)
 
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -1969,9 +1969,7 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
-    lines, more_lines = ADD_ROWS_LINES
-    power_of_2 = 1 << (width - 1).bit_length()
-    sizes = dict(FIRST=lines, MORE=more_lines, WIDTH=power_of_2, num_warps=ADD_ROWS_WARPS)
+    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
 add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
