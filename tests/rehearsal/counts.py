@@ -248,7 +248,10 @@ class Tally:
             key = self.product(common, tensors)
         elif owner is None:
             name = facts["name"]
-            common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=texts_of(tensors))
+            bytes_moved, rows = self.rows_work(tensors)
+            common.update(kind="triton", bytes=bytes_moved, shapes=texts_of(tensors))
+            if rows:                                          # its other programs end at once
+                common["programs"] = rows
             place = f"{grid} {self.world}"                    # with another number of ranks it touches other rows
             key = f"{name}.{digest_of(common['shapes'] + place)}"
         else:
@@ -284,9 +287,10 @@ class Tally:
                      shapes=texts_of(tensors))
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
-    def rows_bytes(self, tensors: list[Tensor]) -> int:
-        """Of a kernel of room 4: its inputs, and of row gradients the rows that it touches, read and written."""
-        total = 0
+    def rows_work(self, tensors: list[Tensor]) -> tuple[int, int]:
+        """Bytes that a kernel of room 4 moves: its inputs, and of row gradients the rows that it touches, read and
+        written. And how many rows these are; 0 where nobody knows."""
+        total = touched = 0
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
             if label is None or len(tensors) == 1:
@@ -296,7 +300,8 @@ class Tally:
                 share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
                 rows = share * len(np.unique(rows_of_table))
                 total += round(2 * rows * x.shape[1] * x.element_size())
-        return total
+                touched = round(rows)
+        return total, touched
 
     def launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         first_of_race = self.racing and not self.kernels.get(key, {}).get("seen")
