@@ -32,6 +32,15 @@ import os
 import signal
 
 if __name__ == "__main__":
+    # If a standard stream is closed, the next file that is opened gets its number, and receives what libraries print.
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
+    # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
+    with open(__file__, "rb") as file:
+        SOURCE = file.read()
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
@@ -42,6 +51,7 @@ import bisect
 import contextlib
 import ctypes
 import difflib
+import errno
 import functools
 import gc
 import glob
@@ -59,6 +69,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -99,6 +110,10 @@ class DataError(TrainerError):
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
+
+def lost_rank(found: str) -> RunError:
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
+                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def need(ok, what: str, found, expected, do: str, kind=ConfigError):
     """Raise an error of this kind unless ok."""
@@ -533,26 +548,59 @@ def check_config(cfg: Config):
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
 
-@dataclass(frozen=True)
+DEVICE_TIMEOUT_FRACTION = 0.8            # longest wait for an event of the device, in timeouts in force
+DEVICE_POLL_S = 1e-4                     # s between two queries of an event
+
+def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
+    """Return whether an event of the device happens within this time. Event.synchronize() has no time limit."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(DEVICE_POLL_S)
+    return True
+
+@dataclass
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
     device: torch.device
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+    timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
 
     @property
     def on_cuda(self):
         return self.device.type == "cuda"
 
-    def synchronize(self):
+    def synchronize(self) -> None:
+        """Wait until the device has done its work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
-            torch.cuda.synchronize(self.device)
+            self.wait_for(self.record_event())
+            torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
 
-    def set_timeout(self, seconds: float):
+    def record_event(self) -> torch.cuda.Event:
+        """Return an event that happens when the device has done what the current stream was given so far."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of the device. Raises RunError if it does not happen in time."""
+        # NCCL aborts the process, without a line in the log, when a collective has taken the timeout since its launch.
+        # This wait begins later than the launch. It must end earlier, so the fraction is below 1.
+        seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
+        if not happens_within(seconds, event):
+            found = f"nothing from {self.device} after {seconds:.1f} s"
+            raise lost_rank(found) if self.world > 1 else RunError("waiting for the device", found, "the end of what "
+                "it was given", "look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a wait for another rank may take from now on."""
+        self.timeout = seconds
         if self.world > 1:
+            # Before torch 2.14 it has no public name.
+            set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.plan_group):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_group_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x):
         """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
@@ -1381,7 +1429,7 @@ FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # 
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+ADD_ROWS_LINES = 16                      # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
@@ -1421,17 +1469,23 @@ def rotate(x, cos, sin):
 
 
 # ---- Attention
+SPANS: dict[str, AttentionSpan] = {}     # the newest span of each name, which kernels of that name use
+
 @dataclass(frozen=True)
 class AttentionSpan:
-    """Reach and scale of attention: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
+    """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
+    name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
 
     def __post_init__(self):
-        # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
-        numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
+        # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
+        # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
+        # input are unaligned, and reads and writes them 2 bytes at a time.
+        name = self.name or f"{self.max_len} {self.window} {self.scale}"
+        object.__setattr__(self, "name", name)
+        SPANS[name] = self
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
@@ -1460,51 +1514,52 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
 
 def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
+    return Varlen.apply(q, k, v, cu_seqlens, span.name)
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
     # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
     def forward(ctx, *inputs):
+        *tensors, ctx.span = inputs
         out, *for_backward = varlen(*inputs)
-        ctx.save_for_backward(*inputs, out, *for_backward)
+        ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
 
 def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
-def varlen_arguments(cu_seqlens, numbers):
-    """Return arguments of torch's forward and backward alike."""
-    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
-    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
+def varlen_arguments(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+    """Return arguments of torch's forward and backward alike, from the span of this name."""
+    span = SPANS[name]
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=span.max_len, max_k=span.max_len, is_causal=False,
+                scale=span.scale, window_size=[span.window, 0])               # keys seen before and after a query's own
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and for the backward the log-sum-exp and the state of a generator."""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, span))
 
 @varlen.register_fake
-def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
     return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
-                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
+                    logsumexp: Tensor, generator: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
-                                                 **varlen_arguments(cu_seqlens, numbers))
+                                                 **varlen_arguments(cu_seqlens, span))
 
 @varlen_backward.register_fake
-def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
 
@@ -1555,7 +1610,7 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
+# Graphs call this. Eager code calls the function itself, since a call of the op takes 26 us instead of 8 (measured).
 wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
                                    mutates_args=("main_grad", "writes"))
 
@@ -1871,8 +1926,10 @@ def sign_vectors(width: int):
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, LINES at a time; the others
-    # end at once.
+    # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
+    # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
+    # for three in sequence, the rows and the order of the next round are loaded during this one. The order of the sums
+    # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -1881,17 +1938,20 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         inside = column < width
         target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
         total = tl.load(target, mask=inside, other=0)
-        at = first
+        line = first + tl.arange(0, LINES)
+        same = tl.load(rows + line, mask=line < count, other=-1) == row
+        source = tl.load(order + line, mask=line < count, other=0)
         more = 1
         while more == 1:
-            line = at + tl.arange(0, LINES)
-            same = tl.load(rows + line, mask=line < count, other=-1) == row
-            start = tl.load(order + line, mask=same, other=0) * width
+            line = line + LINES
+            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
+            next_source = tl.load(order + line, mask=line < count, other=0)
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
+            part = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
             total += tl.sum(part.to(total.dtype), axis=0)
-            at = at + LINES
-            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
+            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
+            same = next_same
+            source = next_source
         tl.store(target, total, mask=inside)
 
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -2009,7 +2069,7 @@ AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # 
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
     """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
+    return {(attention, name): AttentionSpan(per_token * max_len, window, scale, f"{attention} {name}")
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 
@@ -3169,6 +3229,7 @@ class Executor:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
+        self.fabric.synchronize()                             # has a time limit, and float() has none
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
@@ -3370,17 +3431,25 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
 UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-def sync_to_disk(path: Path):
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
+    # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in DISK_ERRORS or not path.is_dir():
+            raise
 
 @contextlib.contextmanager
 def refused(path: Path, kind=RunError):
@@ -3575,7 +3644,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
-        self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
+        self.on_terminal = fabric.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
         if fabric.rank == 0:
             # An existing log is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -3639,7 +3708,7 @@ class Log:
         copied = None
         if sums.is_cuda:
             sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.current_stream().record_event()
+            copied = self.fabric.record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -3648,7 +3717,7 @@ class Log:
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
-                copied.synchronize()                                          # NCCL's watchdog bounds it
+                self.fabric.wait_for(copied)
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
@@ -3878,28 +3947,40 @@ def head_precision(cfg: Config, fabric: Fabric):
     return cfg.head
 
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
+# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
+# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
+ATTENTION_BY_CARD = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
 
-def check_attention(cfg: Config, device: torch.device):
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
+def check_attention(cfg: Config, fabric: Fabric, name: str) -> None:
+    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
+    Raises RunError if the kernel of this name does not return."""
     dtype = getattr(torch, cfg.dtype)
+    device = fabric.device
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+        q, k, v, grad = inputs
+        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
+            v = torch.cat((q, k, v), dim=1)[:, -heads:]
         span = AttentionSpan(positions, window, CHECKED_SPREAD / cfg.head_dim**0.5)
         results = []
-        for attend, given in ((attention_varlen, inputs), (attention_reference, inputs.float())):
-            *qkv, grad = (x.clone().requires_grad_() for x in given)
+        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, per_token * bounds, span)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
+        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
+        need(happens_within(CHECK_TIMEOUT, fabric.record_event()), f"attention kernel {name}, window {window}",
+             f"no result after {CHECK_TIMEOUT} s", "results within a second", "leave it out: --attention="
+             f"{'reference' if name == 'varlen' else 'varlen'}", RunError)
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(
@@ -3929,7 +4010,9 @@ def choose_attention(cfg: Config, fabric: Fabric):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
                 torch.nn.attention.restore_flash_attention_impl()
-            check_attention(cfg, fabric.device)
+            check_attention(cfg, fabric, name)
+        except RunError:
+            raise
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
@@ -3943,6 +4026,18 @@ def choose_attention(cfg: Config, fabric: Fabric):
          "the windows")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
+
+def slow_attention(attention: str, fabric: Fabric) -> str:
+    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+    if not fabric.on_cuda:
+        return ""
+    major, minor = torch.cuda.get_device_capability(fabric.device)
+    *faster, _ = ATTENTION_BY_CARD.get(major, ("varlen",))
+    name = attention.partition(" ")[0]
+    if not faster or name in faster:
+        return ""
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
+            "can run: requirements-gpu.txt names packages")
 
 def hardware(fabric: Fabric):
     if fabric.on_cuda:
@@ -4003,8 +4098,10 @@ def write_header(log: Log, given: Config, executor: Executor, attention: str, de
             f"of the head in {executor.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
-            f"logs in {log.run_dir}"):
-        log.text(line)
+            f"logs in {log.run_dir}",
+            slow_attention(attention, fabric)):
+        if line:
+            log.text(line)
     if resumed:
         log.text(f"goes on after step {log.done} of {resumed['source']}, whose lines stand above in the log")
         for name, (then, now) in resumed["differs"].items():
@@ -4028,14 +4125,31 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
                    "other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
+def check_compilers(cfg: Config, fabric: Fabric) -> None:
+    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
+    compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
+    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
+         "torch.compile finds", "install one (apt install g++), or --compile=0")
+    if not fabric.on_cuda:
+        return
+
+    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    need(any(map(shutil.which, compilers)), "compiling kernels for the GPU", f"no C compiler, {' or '.join(compilers)}",
+         "gcc, clang, or the one that CC names", "install one (apt install gcc)")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
+    headers = sysconfig.get_paths(scheme)["include"]
+    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    need(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
+         "compiling kernels for the GPU", f"no Python.h in {headers}", "the headers of this Python", "apt install "
+         "python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
-        others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-        compilers = os.environ.get("CXX", others).split()                     # for C++ torch tries none but CXX
-        need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
-             "torch.compile finds", "install one (apt install g++), or --compile=0")
+        check_compilers(cfg, fabric)
         if fabric.rank > 0:
             return
 
@@ -4081,7 +4195,8 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
-def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int):
+def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float, graphs: int,
+           attention: str):
     """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
     Returns the result, and the error of --save or None."""
     cfg = log.schedule.cfg
@@ -4102,6 +4217,9 @@ def finish(log: Log, run_id: str, executor: Executor, validation: ValidationSet,
     if recompiled:
         result["recompiles"] = recompiled
         log.text(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
+    slow = slow_attention(attention, fabric)
+    if slow:
+        result["slow_attention"] = slow
     if cfg.profile:
         result["void"] = "profiled"
     elif log.done < log.schedule.end_step:
@@ -4213,7 +4331,9 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if executor.compiling:
         log.event("compiled", graphs=graphs)
-    if not cfg.checkpoint_every and not cfg.save:                             # else all wait for the slowest disk
+    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
+    # be slow.
+    if not cfg.checkpoint_every and not cfg.save and fabric.world > 1:
         fabric.set_timeout(cfg.comm_timeout)
 
     restore = executor.snapshot() if cfg.runs > 1 else do_nothing
@@ -4265,7 +4385,7 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes):
             log.text(profile.key_averages().table(sort_by, 12, max_name_column_width=60))
 
         # The result is the last line of a log: after it only the sample can fail.
-        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs)
+        result, failure = finish(log, run_id, executor, validation, clock.ms, loss, graphs, attention)
         results.append(result)
         problem = problem or data_ended or failure
 
@@ -4333,10 +4453,6 @@ def describe(error: BaseException | signal.Signals):
         return error.status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def lost_rank(found: str):
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
-                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
-
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
     alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
@@ -4399,12 +4515,15 @@ class Ending:
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
-def main(argv):
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
+def main(argv: list[str], source: bytes | None = None) -> None:
+    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
+    source: text of this file; None: as it is now."""
     ending = Ending()
     try:
-        source = Path(__file__).read_bytes()                                  # before anybody edits it
-        sys.stdout.reconfigure(errors="backslashreplace")
+        if source is None:
+            source = Path(__file__).read_bytes()
+        if sys.stdout:                                                        # None if it is closed
+            sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = parse_flags(argv)
         if cfg.sample:
@@ -4420,4 +4539,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], SOURCE)

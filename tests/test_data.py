@@ -16,8 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (fabric, logical_rows, plan_of, planner_of, preset, random_stream, refused, started_loader,
-                    write_shard)
+from common import (PATIENCE, fabric, logical_rows, plan_of, planner_of, preset, random_stream, refused,
+                    started_loader, write_shard)
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -275,7 +275,7 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
             loader.wait()                                            # until the work that was asked for is done
             assert len(threads) == 8 * ahead
         assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
-        loader.reader.submit(int).result()                           # it is done with what it was given
+        loader.reader.submit(int).result(PATIENCE)                           # it is done with what it was given
         assert read == ["0", "1"]
 
 @pytest.mark.parametrize("where, call, error", [
@@ -295,7 +295,7 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         if len(calls) < call:
             return right(*arguments) if where != "exchange" else None
         if error is None:
-            release.wait(10)
+            release.wait(PATIENCE)
         raise (error or tg.DataError)("waiting", "a", "b", "c")
 
     exchange = None

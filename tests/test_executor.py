@@ -113,6 +113,13 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
         assert ex.evaluate(iter(batches), values) == pytest.approx(want, rel=1e-12)
     assert all(grad is None for grad in gradients(ex).values())
 
+def test_evaluate__waits_for_the_device_by_the_call_that_has_a_bound(monkeypatch):
+    ex, values = filled(small())
+    waits = []
+    monkeypatch.setattr(tg.Fabric, "synchronize", lambda self: waits.append(self))
+    ex.evaluate([random_batch(ex.cfg, 0, 1, 32)], values)
+    assert waits == [ex.fabric]
+
 @pytest.mark.recipe
 @pytest.mark.parametrize("length", [1, 16, 64, 70])
 def test_next_logits__those_of_the_whole_context(length):

@@ -9,8 +9,8 @@ import sys
 import textwrap
 
 import pytest
-from common import ROOT
-from density import AIM, CONSTRUCTS, density
+from common import PATIENCE, ROOT
+from density import AIM, CONSTRUCTS, density, docstrings
 
 import train_gpt as tg
 
@@ -24,6 +24,9 @@ NODES = list(ast.walk(TREE))
 FUNCTIONS = [node for node in NODES if isinstance(node, ast.FunctionDef)]
 CALLS = [node for node in NODES if isinstance(node, ast.Call)]
 MAX_COLUMNS = 120
+MAX_STATEMENTS = 3_150
+MAX_FUNCTIONS = 350
+MIN_MEAN_TOKENS = 12                                                 # a statement; the most is in AIM
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 MAX_TREE_BYTES = 45_000_000
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
@@ -41,10 +44,11 @@ def room_of(line: int) -> int:
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
-def test_size__the_file_is_read_in_an_evening():
-    found = density(TEXT)
-    assert found.lines <= 4_700 and found.tokens <= 37_500 and found.functions <= 330, found
-    assert found.packaging <= 0.28 and 4 <= found.comments <= 10, found
+def test_size__statements_functions_and_tokens_of_a_statement():
+    """Lines, tokens, docstrings and comments have no limit: a limit on them makes sentences shorter than is good."""
+    statements = sum(isinstance(node, ast.stmt) for node in NODES) - len(docstrings(TREE))
+    assert statements <= MAX_STATEMENTS and len(FUNCTIONS) <= MAX_FUNCTIONS, (statements, len(FUNCTIONS))
+    assert MIN_MEAN_TOKENS <= density(TEXT).figures["mean"] <= AIM["mean"], density(TEXT)
     for node in FUNCTIONS:
         long = node.name in LONG_FUNCTIONS or node.name.endswith("_kernel")
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
@@ -186,6 +190,6 @@ assert os.listdir() == []
 def test_import__in_a_bare_process_does_nothing(tmp_path):
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""
     command = [sys.executable, "-B", "-c", IMPORT, str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert os.listdir(tmp_path) == []

@@ -2,7 +2,6 @@
 import itertools
 import math
 import re
-import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from common import BF16, F32, F64, angles_by_channel, compiled_for, interpreted, needs_triton, randn
+from common import BF16, F32, F64, angles_by_channel, compiled_for, interpreted, needs_triton, randn, resources
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -154,13 +153,6 @@ def interpret() -> None:
 def test_relu_sq_kernel__interpreted() -> None:
     interpreted("import test_kernels; test_kernels.interpret()")
 
-def resources(cubin: Path) -> dict[str, int]:
-    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
-    import triton
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
-    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-
 @needs_triton
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("capability", tg.RELU_SQ_TILES)
@@ -241,6 +233,8 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
     """Tensors, window, the bound of documents and the scale reach the operation as they are, forward and backward."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    other = tg.AttentionSpan(1, 1, 1.0)
+    assert tg.SPANS[other.name] is other and tg.AttentionSpan(1, 2, 1.0).name != other.name
     attend = tg.attention_varlen
     if compiled:
         attend = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
@@ -253,7 +247,7 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
         library.impl("_varlen_attn", linear.forward, "CPU")
         library.impl("_varlen_attn_backward", linear.backward, "CPU")
         for max_len, window, scale in ((33, 3, 0.7), (40, 1000, 0.7), (33, 12, 0.1)):
-            got = attend(q, k, v, bounds, tg.AttentionSpan(max_len, window, scale))
+            got = attend(q, k, v, bounds, tg.AttentionSpan(max_len, window, scale, "a layer"))
             assert_equals_autograd(got, q + 2 * k + 3 * v, (q, k, v), grad)
             numbers = bounds.tolist(), max_len, window, 0, scale
             assert linear.calls == [("forward", *numbers), ("backward", *numbers)]

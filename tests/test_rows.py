@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import compiled_for, interpreted, needs_triton, owned, plan_of, planner_of
+from common import compiled_for, interpreted, needs_triton, owned, plan_of, planner_of, resources
 from pytest import MonkeyPatch
 from ranks import Rank
 from reference import put_together
@@ -313,12 +313,12 @@ def test_exchange_plans__a_list_that_no_plan_can_hold(ranks, name):
 # ---- add_rows --------------------------------------------------------------------------------------------------------
 LINES = 4                                # less than a row has: its lines cross blocks
 
-def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+def launch(sums: Tensor, index: Tensor, grad: Tensor, lines: int = LINES) -> None:
     rows, order = index.sort(stable=True)
     count, width = grad.shape
     power_of_two = 1 << (width - 1).bit_length()
     kernel = tg.jitted(tg.add_rows_kernel)[(count,)]
-    kernel(sums, rows, order, grad, count, width, LINES=LINES, WIDTH=power_of_two)
+    kernel(sums, rows, order, grad, count, width, LINES=lines, WIDTH=power_of_two)
 
 def beyond_2_to_31(add: Callable) -> list[float]:
     """Sums of three rows in a buffer of which the system keeps the pages that were written, and no more."""
@@ -344,28 +344,55 @@ def interpret() -> dict:
         launch(sums, index, grad)
         error = float(sums.sub(want).nan_to_num().abs().max())
         found[f"{width} {dtype}"] = [error, int(sums.isnan().sum()) - width]
-    return found | dict(large=[beyond_2_to_31(add) for add in (launch, tg.add_rows)])
+    return found | dict(large=[beyond_2_to_31(add) for add in (launch, tg.add_rows)], long=long_lists())
+
+def long_lists() -> list[float]:
+    """Sums of rows whose lists end before, at and behind the end of a round, with the lines of the trainer: relative
+    errors against float64 of rounded numbers and of integers."""
+    lines = tg.ADD_ROWS_LINES
+    counts = [1, lines - 1, lines, lines + 1, 2 * lines - 1, 2 * lines, 2 * lines + 1, 0, 40 * lines + 3]
+    index = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(torch.tensor(counts))
+    index = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))]
+    errors = []
+    for make in (torch.randn, functools.partial(torch.randint, -8, 9)):
+        generator = torch.Generator().manual_seed(1)
+        sums = make((len(counts), 24), generator=generator).float()
+        grad = make((len(index), 24), generator=generator).float()
+        want = sums.double().index_add(0, index.long(), grad.double())
+        launch(sums, index, grad, tg.ADD_ROWS_LINES)
+        errors.append(float((sums - want).norm() / want.norm()))
+    return errors
 
 @needs_triton
 def test_add_rows__kernel_in_interpreter():
-    """11 lines of a row in blocks of 4, the first and the last row, widths that fill no block, 2^31 elements."""
+    """11 lines of a row in blocks of 4, the first and the last row, widths that fill no block, 2^31 elements; lists of
+    up to 643 lines."""
     found = json.loads(interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
     assert found.pop("large") == [[2.0, 3.0, 8.0]] * 2
+    rounded, exact = found.pop("long")
+    assert rounded < 1e-6 and exact == 0
     assert list(found.values()) == [[0.0, 0]] * 8
 
-def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
+def compile_ahead(rank: Rank, capability: int, dtype: str) -> dict[str, Any]:
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
-    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad=f"*{dtype}", count="i32", width="i32")
     constants = dict(LINES=tg.ADD_ROWS_LINES, WIDTH=1024)
-    made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
-    return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
+    aligned = {(at,): [["tt.divisibility", 16]] for at in (0, 1, 2, 3, 5)}    # addresses, and the width of the recipe
+    made = compiled_for(capability, tg.add_rows_kernel, types, constants, aligned, num_warps=4)
+    cubin = rank.folder / "add_rows.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    return {name: made.asm[name] for name in ("ptx", "ttir")} | resources(cubin)
 
 @needs_triton
-@pytest.mark.parametrize("capability", [80, 90])
-def test_add_rows__kernel_compiles_ahead(ranks, capability):
-    """Addresses have 64 bits: the row is widened before it is multiplied."""
-    made, = ranks(1, compile_ahead, capability=capability)
-    assert f".target sm_{capability}" in made["ptx"] and made["cubin"]
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_add_rows__kernel_compiles_ahead(ranks, capability, dtype):
+    """Addresses have 64 bits: the row is widened before it is multiplied. Nothing spills, and 8 programs fit at once,
+    for most have few lines or none; loads of lines are 16 bytes wide."""
+    made, = ranks(1, compile_ahead, capability=capability, dtype=dtype)
+    assert f".target sm_{capability}" in made["ptx"] and made["STACK"] == made["LOCAL"] == 0
+    assert 8 * made["REG"] * 4 * 32 <= 65_536
+    assert len(re.findall(r"ld\.global\.v4", made["ptx"])) >= tg.ADD_ROWS_LINES * 1024 * 2 // (128 * 16)
     wide = re.search(r"(%\w+) = arith.extsi (%row\w*) : i32 to i64", made["ttir"])
     assert wide and re.search(rf"arith.muli .*{wide[1]}\b.* : i64", made["ttir"]), made["ttir"]
     assert not re.search(r"arith.muli .* : (tensor<.*xi32|i32)", made["ttir"]), "a product in 32 bits"

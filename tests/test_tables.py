@@ -185,8 +185,9 @@ def test_HostHome__whoever_reads_it_waits_for_rows_on_their_way_there(reader):
     rows = home.read(torch.tensor([1, 2])) if reader == "read" else next(home.touched())[1].rows
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1]]
 
-def test_take__rows_may_come_up_late_while_other_ranks_compile():
+def test_take__rows_may_come_up_late_while_other_ranks_compile(monkeypatch):
     """They follow rows that go down only when the GPU has heard from the others."""
+    monkeypatch.setattr(tg, "LONG_PATIENCE", 10 * tg.LONG_PATIENCE)           # for a busy machine
     home = host_home(Slow, comm_timeout=0.1)
     update, = prepared(home, [5])
     assert len(home.take(update).rows) == 1
