@@ -275,13 +275,14 @@ esac
 def run_with_torch(run_sh, tmp_path):
     """Call run.sh with this interpreter, two GPUs, and a torch that has a version and these answers about its GPUs."""
     def call(version: str, *flags: str, cuda: str | None = "13.0", count: int = 2, init: str = "pass",
-             headers: Path = tmp_path / "include/python3.12", **variables: str) -> subprocess.CompletedProcess:
+             headers: Path = tmp_path / "include/python3.12", attention: str = FA4[0].split("==")[1],
+             **variables: str) -> subprocess.CompletedProcess:
         packages, python = tmp_path / "packages", tmp_path / "programs/python"
         (packages / "torch").mkdir(parents=True)
         (packages / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, count=count, init=init))
         for name in ("numpy", "huggingface_hub", "tqdm"):
             (packages / f"{name}.py").touch()
-        for name, release in (("torch", version), ("flash_attn_4", "4.0.0b18"), ("flash_attn_3", "3.0.0")):
+        for name, release in (("torch", version), ("flash_attn_4", attention), ("flash_attn_3", "3.0.0")):
             folder = packages / f"{name}-{release}.dist-info"
             folder.mkdir()
             (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
@@ -314,10 +315,17 @@ def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torc
     assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "do"]
     assert all(part in done.stderr for part in parts), done.stderr
 
-def test_check_gpus__usable_ones_train(run_with_torch):
-    done = run_with_torch("2.13.0", "--preset=record", "--train_files=x")
+def test_check_headers__before_torch_is_fetched(run_sh):
+    done = run_sh("--preset=record", GPUS="2", LACKS="packages", HEADERS="/nowhere/python3.12")
+    assert done.returncode == 2 and done.stdout == "" and "apt install python3.12-dev" in done.stderr
+
+@pytest.mark.parametrize("attention, fits", [("4.0.0b18", True), ("4.0.0b19", False)])
+def test_check_gpus__usable_ones_train(run_with_torch, attention, fits):
+    """With the release of FlashAttention 4 that fits; another is replaced, in .venv."""
+    done = run_with_torch("2.13.0", "--preset=record", "--train_files=x", attention=attention)
     assert done.returncode == 0, done.stderr
-    assert f"started: {LAUNCHER} train_gpt.py --preset=record" in done.stdout and "set-up" not in done.stdout
+    assert f"started: {LAUNCHER} train_gpt.py --preset=record" in done.stdout
+    assert ("flash-attn-4, into .venv" in done.stdout) != fits and "flash-attn-3" not in done.stdout
 
 @pytest.mark.parametrize("version, taken, line", [
     ("2.11.0+cu130", True, True), ("2.12.1", True, True), ("2.13.0+cpu", True, False), ("2.13.0", True, False),
