@@ -33,6 +33,15 @@ import os
 import signal
 
 if __name__ == "__main__":
+    # If a standard stream is closed, the next file that is opened gets its number, and receives what libraries print.
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
+    # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
+    with open(__file__, "rb") as file:
+        SOURCE = file.read()
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
@@ -43,6 +52,7 @@ import bisect
 import contextlib
 import ctypes
 import difflib
+import errno
 import functools
 import gc
 import glob
@@ -60,6 +70,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -99,6 +110,10 @@ class DataError(TrainerError):
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
+
+def lost_rank(found: str) -> RunError:
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
+                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def need(ok, what: str, found, expected, do: str, kind=ConfigError):
     """Raise an error of this kind unless ok."""
@@ -537,35 +552,68 @@ def parse_flags(argv):
              f"leave --{name} out; these may change: {sorted(names_of(FREE))}, and the home of a table")
     return cfg
 
-def wait_for(work):
+def wait_for_work(work: Any) -> None:
     """Wait for a collective that was launched; None: there was nothing to launch."""
     if work is not None:
         work.wait()
 
-@dataclass(frozen=True)
+DEVICE_TIMEOUT_FRACTION = 0.8            # longest wait for an event of the device, in timeouts in force
+DEVICE_POLL_S = 1e-4                     # s between two queries of an event
+
+def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
+    """Return whether an event of the device happens within this time. Event.synchronize() has no time limit."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(DEVICE_POLL_S)
+    return True
+
+@dataclass(eq=False)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
     device: torch.device
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+    timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
 
     @property
     def on_cuda(self):
         return self.device.type == "cuda"
 
-    def synchronize(self):
+    def synchronize(self) -> None:
+        """Wait until the device has done its work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
-            torch.cuda.synchronize(self.device)
+            self.wait_for(self.record_event())
+            torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
+
+    def record_event(self) -> torch.cuda.Event:
+        """Return an event that happens when the device has done what the current stream was given so far."""
+        return torch.cuda.current_stream(self.device).record_event()
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event of the device. Raises RunError if it does not happen in time."""
+        # NCCL aborts the process, without a line in the log, when a collective has taken the timeout since its launch.
+        # This wait begins later than the launch. It must end earlier, so the fraction is below 1.
+        seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
+        if not happens_within(seconds, event):
+            found = f"nothing from {self.device} after {seconds:.1f} s"
+            raise lost_rank(found) if self.world > 1 else RunError("waiting for the device", found, "the end of what "
+                "it was given", "look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor):
         """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
         return None if self.world == 1 else collective(*tensors, async_op=True)
 
-    def set_timeout(self, seconds: float):
+    def set_timeout(self, seconds: float) -> None:
+        """Set how long a wait for another rank may take from now on."""
+        self.timeout = seconds
         if self.world > 1:
+            # Before torch 2.14 it has no public name.
+            set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.plan_group):
-                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+                set_group_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x):
         """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
@@ -1024,7 +1072,7 @@ FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # 
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+ADD_ROWS_LINES = 16                      # gradient lines that a program adds at once
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
@@ -1069,17 +1117,23 @@ def rotate(x, cos, sin):
 
 
 # ---- Attention
+SPANS: dict[str, Any] = {}               # the newest span of each name, which kernels of that name use
+
 @dataclass(frozen=True)
 class AttentionSpan:
-    """Reach and scale of attention: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
+    """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
+    name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
 
     def __post_init__(self):
-        # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
-        numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
+        # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
+        # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
+        # input are unaligned, and reads and writes them 2 bytes at a time.
+        name = self.name or f"{self.max_len} {self.window} {self.scale}"
+        object.__setattr__(self, "name", name)
+        SPANS[name] = self
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
@@ -1111,56 +1165,57 @@ def torchs_varlen():
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
-def varlen_arguments(cu_seqlens, numbers):
-    """Return arguments of torch's forward and backward alike."""
-    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
-    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
+def varlen_arguments(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+    """Return arguments of torch's forward and backward alike, from the span of this name."""
+    span = SPANS[name]
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=span.max_len, max_k=span.max_len, is_causal=False,
+                scale=span.scale, window_size=[span.window, 0])               # keys seen before and after a query's own
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and for the backward the log-sum-exp and the state of a generator."""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, span))
 
 @varlen.register_fake
-def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
     return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
-                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
+                    logsumexp: Tensor, generator: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
-                                                 **varlen_arguments(cu_seqlens, numbers))
+                                                 **varlen_arguments(cu_seqlens, span))
 
 @varlen_backward.register_fake
-def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
     return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
     # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
     def forward(ctx, *inputs):
+        *tensors, ctx.span = inputs
         out, *for_backward = varlen(*inputs)
-        ctx.save_for_backward(*inputs, out, *for_backward)
+        ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order
     def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors), None, None
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
 
 def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
+    return Varlen.apply(q, k, v, cu_seqlens, span.name)
 
 
 # ---- Weight gradients. They accumulate in main_grad where they are produced, and autograd gets None.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"               # Megatron's attribute of a weight whose hooks want a dummy
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Make a function a custom op in compiled graphs. Eager code calls it directly, because dispatch costs time."""
+    """Make a function a custom op in compiled graphs. Eager code calls it directly: in 8 us, not 26 (measured)."""
     def decorate(fn: Callable) -> Callable:
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
@@ -1533,8 +1588,10 @@ def sign_vectors(width: int):
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, LINES at a time; the others
-    # end at once.
+    # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
+    # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
+    # for three in sequence, the rows and the order of the next round are loaded during this one. The order of the sums
+    # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -1543,17 +1600,20 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         inside = column < width
         target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
         total = tl.load(target, mask=inside, other=0)
-        at = first
+        line = first + tl.arange(0, LINES)
+        same = tl.load(rows + line, mask=line < count, other=-1) == row
+        source = tl.load(order + line, mask=line < count, other=0)
         more = 1
         while more == 1:
-            line = at + tl.arange(0, LINES)
-            same = tl.load(rows + line, mask=line < count, other=-1) == row
-            start = tl.load(order + line, mask=same, other=0) * width
+            line = line + LINES
+            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
+            next_source = tl.load(order + line, mask=line < count, other=0)
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
+            part = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
             total += tl.sum(part.to(total.dtype), axis=0)
-            at = at + LINES
-            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
+            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
+            same = next_same
+            source = next_source
         tl.store(target, total, mask=inside)
 
 @op_in_graphs("row_grads")
@@ -1704,13 +1764,6 @@ class RowPlan:
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
-    def count_bytes(self, rank: int, row_bytes: int) -> dict[str, int]:
-        """Count the bytes that this rank exchanges with the others in the cycle: requests, rows and gradients."""
-        fetched = sum(self.fetch_counts) - self.fetch_counts[rank]
-        served = sum(self.serve_counts) - self.serve_counts[rank]
-        both_ways = (fetched + served) * row_bytes        # gradients take the way of the rows in reverse
-        return dict(bytes_sent=ROW_ID_BYTES * fetched + both_ways, bytes_received=ROW_ID_BYTES * served + both_ways)
-
 def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan the rows of one table for one cycle, from the global rows that each step looks up.
@@ -1742,21 +1795,6 @@ def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step
     rows_to_fetch = fabric.host_tensor(rows_to_fetch)
     plan = RowPlan(tag, C, rows_to_fetch, counts, rows_to_fetch, counts, head_columns)
     return plan, index_by_step
-
-def exchange_row_requests(fabric: Fabric, process_group: Any, dtype: str, tables: Iterable[TableSpec],
-                          plans: dict[str, RowPlan]) -> None:
-    """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
-
-    process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
-    """
-    if fabric.world > 1:
-        _all_to_all_requests(fabric, process_group, dtype, plans)
-    for table in tables:
-        if table.rowwise and table.label in plans:
-            plan = plans[table.label]
-            rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
-            plan.rows_to_update = fabric.host_tensor(rows_to_update)
-            plan.update_index = fabric.host_tensor(update_index)
 
 def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
     W, rank = fabric.world, fabric.rank
@@ -1795,6 +1833,21 @@ def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: 
                  "this is a bug in the trainer; please report it with the log", RunError)
         plan.rows_to_serve = fabric.host_tensor(torch.cat(by_reader).long())
         plan.serve_counts = received_counts[:, table_idx].tolist()
+
+def exchange_row_requests(fabric: Fabric, process_group: Any, dtype: str, tables: Iterable[TableSpec],
+                          plans: dict[str, RowPlan]) -> None:
+    """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
+
+    process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
+    """
+    if fabric.world > 1:
+        _all_to_all_requests(fabric, process_group, dtype, plans)
+    for table in tables:
+        if table.rowwise and table.label in plans:
+            plan = plans[table.label]
+            rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
+            plan.rows_to_update = fabric.host_tensor(rows_to_update)
+            plan.update_index = fabric.host_tensor(update_index)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
@@ -1880,7 +1933,7 @@ class DeviceRowStore:
 
     def invalidate(self) -> None:
         """Discard prefetched rows and byte counts. The shard is the truth from here on."""
-        self.traffic = Counter()                          # bytes_up: host to device, bytes_down: device to host
+        self.traffic = Counter(bytes_up=0, bytes_down=0)  # host to device, device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
         """Return the local rows that any update has changed so far, ascending, in chunks."""
@@ -1893,15 +1946,17 @@ class DeviceRowStore:
             if len(rows) > 0:
                 yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
 
-    def load(self, chunks: Iterable[tuple[Tensor, RowState]]) -> None:
-        """Replace the shard by chunks from `touched_state`. All other rows become zero."""
-        # Clear touched rows only. Writing zeros to the others would make them take memory.
+    def clear(self) -> None:
+        """Set all rows to zero."""
+        # Write touched rows only. Writing zeros to the others would make them take memory.
         for rows in self.touched_rows():
             for x in self.shard:
                 x.index_fill_(0, rows, 0)
-        for rows, state in chunks:
-            self.shard.index_copy_(rows, state.to(self.shard.rows.device))
         self.invalidate()
+
+    def load(self, local_rows: Tensor, state: RowState) -> None:
+        """Replace some rows of the shard, as `touched_state` returned them."""
+        self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
 class HostRowStore(DeviceRowStore):
     """Stores the shard in pageable host memory, and overlaps its copies with training.
@@ -2079,7 +2134,7 @@ class ExchangedTable:
 
     def reset(self) -> None:
         """Discard cache, gradients and byte counts. The shard remains."""
-        wait_for(self.fetch_work)
+        wait_for_work(self.fetch_work)
         self.fetch_work = None
         self.cached_plan: RowPlan | None = None           # whose rows are in the cache
         self.pending_plan: RowPlan | None = None          # whose gradients are in row_grads
@@ -2102,10 +2157,9 @@ class ExchangedTable:
     def fetch(self, plan: RowPlan) -> None:
         """Launch the all-to-all of the plan's rows into the cache, with the results of the last update."""
         if self.cached_plan is not plan:
-            wait_for(self.fetch_work)
+            wait_for_work(self.fetch_work)
             plan.move_to(self.fabric.device)
-            rows, index = self.rows_to_change(plan)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), rows.index_select(0, index))
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.rows_to_change(plan))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -2115,19 +2169,18 @@ class ExchangedTable:
              "call optim_step on the last step of the cycle first", RunError)
         self.pending_plan = plan
         self.fetch(plan)                                  # unless `fetch_rows` has done it
-        wait_for(self.fetch_work)
+        wait_for_work(self.fetch_work)
         self.fetch_work = None
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
         """Return the plan's rows in a new tensor."""
         plan.move_to(self.fabric.device)
-        if self.store is None:
-            rows = self.shard.index_select(0, plan.rows_to_serve)
-        else:
-            rows = self.store.read_weights(plan.rows_to_serve)
+        rows, index = self.shard, plan.rows_to_serve
+        if self.store is not None:
+            rows, index = self.store.read_weights(plan.rows_to_serve), None
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
-        wait_for(self._launch_fetch(plan, out, rows))
+        wait_for_work(self._launch_fetch(plan, out, rows, index))
         return out
 
     def launch_reduce(self) -> None:
@@ -2135,11 +2188,11 @@ class ExchangedTable:
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
-        self.reduce_work = self._all_to_all(self.received, sent, plan.serve_counts, plan.fetch_counts)
+        self.reduce_work = self._all_to_all(plan, self.received, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
         """Wait for the gradients, and return their sum over ranks for the rows that the update changes, (u, D)."""
-        wait_for(self.reduce_work)
+        wait_for_work(self.reduce_work)
         rows, index = self.rows_to_change(self.pending_plan)
         grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
         add_rows(grad, index, self.received)              # in the order of ranks, the same on every run
@@ -2153,33 +2206,44 @@ class ExchangedTable:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard gradients and cache, and count the bytes that the plan has exchanged."""
+        """Discard the gradients, and the cached rows, which the update has changed."""
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
         need(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
              "nonzero gradients in rows that were not planned", "zeros",
              "this is a bug in the trainer; please report it with the log", RunError)
-        if plan.tag["purpose"] == "train" and not plan.tied:
-            self.byte_totals.update(plan.count_bytes(self.fabric.rank, self.cache.shape[1] * self.cache.element_size()))
-            # Without sparse exchange, every update would gather all rows and reduce all gradients.
-            self.byte_totals["bytes_dense"] += 2 * (self.fabric.world - 1) * self.shard.nbytes
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows_to_serve: Tensor) -> Any:
-        """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None."""
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> Any:
+        """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None. This rank serves rows[index],
+        or all of `rows` if index is None."""
         if self.debug:
             out.fill_(math.nan)                           # shows reads of rows that were not fetched
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_columns])
             return None
-        return self._all_to_all(fetched, rows_to_serve, plan.fetch_counts, plan.serve_counts)
+        if index is not None:
+            rows = rows.index_select(0, index)
+        self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)       # the requests for them
+        return self._all_to_all(plan, fetched, rows, plan.fetch_counts, plan.serve_counts)
 
-    def _all_to_all(self, out: Tensor, sent: Tensor, recv_counts: list[int], send_counts: list[int]) -> Any:
+    def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
+                    send_counts: list[int]) -> Any:
+        self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
+        if plan.tag["purpose"] == "train":                # a dense exchange sends the whole shard to every other rank
+            self.byte_totals["bytes_dense"] += (self.fabric.world - 1) * self.shard.nbytes
         if self.fabric.world == 1:                        # a row-wise table
             out.copy_(sent)
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
+
+    def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
+        """Count what an all-to-all of training exchanges with other ranks. Counts are items per rank."""
+        if plan.tag["purpose"] == "train":
+            own = send_counts[self.fabric.rank]           # what a rank sends to itself it also receives
+            self.byte_totals["bytes_sent"] += (sum(send_counts) - own) * item_bytes
+            self.byte_totals["bytes_received"] += (sum(recv_counts) - own) * item_bytes
 
 class RowwiseTable(ExchangedTable):
     """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
@@ -2204,8 +2268,6 @@ class RowwiseTable(ExchangedTable):
     def zero_grad(self) -> None:
         super().zero_grad()
         self.active = None                                # frees it before the next update's rows are read
-        self.byte_totals.update(self.store.traffic)
-        self.store.traffic.clear()
 
 
 # ====== Room 6: Batches ===============================================================================================
@@ -2495,7 +2557,7 @@ AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # 
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
     """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
+    return {(attention, name): AttentionSpan(per_token * max_len, window, scale, f"{attention} {name}")
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 
@@ -2854,7 +2916,7 @@ class ReplicatedGroup:
 
     def update(self, values: Values) -> None:
         """Wait for the gradients, and update all parameters."""
-        wait_for(self.work)
+        wait_for_work(self.work)
         grads = self.grad.split([p.numel() for p in self.weights])
         for spec, p, grad in zip(self.specs, self.weights, grads):
             self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], values)
@@ -2919,7 +2981,7 @@ class ShardedGroup:
 
     def update(self, values: Values) -> Any:
         """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
-        wait_for(self.work)
+        wait_for_work(self.work)
         self.update_shard(self.grad[:len(self.shard)], values)
         return self.fabric.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -3101,7 +3163,7 @@ class Optimizer:
                 gathers.append(self.groups[label].update(values))
                 self.groups[label].zero_grad()
         for work in gathers:
-            wait_for(work)
+            wait_for_work(work)
         if tied_update and self.fabric.world == 1:        # with more ranks, its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
@@ -3119,7 +3181,7 @@ class Optimizer:
             padded = F.pad(owned, (0, W * C - head.shape[1], 0, padding))
             sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # grouped by owner
             received = sent.clone()
-            wait_for(self.fabric.launch(dist.all_to_all_single, received, sent))
+            wait_for_work(self.fabric.launch(dist.all_to_all_single, received, sent))
             moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
         rows = head.t()[self.fabric.rank::W]
         self.groups["embed"].table.shard[:len(rows)] = rows
@@ -3252,6 +3314,7 @@ class Engine:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
+        self.fabric.synchronize()                             # has a time limit, and float() has none
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
@@ -3312,7 +3375,9 @@ class Engine:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for store, chunks in touched:
-                store.load(chunks)
+                store.clear()
+                for local_rows, state in chunks:
+                    store.load(local_rows, state)
             self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
@@ -3360,12 +3425,13 @@ class Engine:
             x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
-    def traffic(self):
-        """Return by table the byte counts of training, summed over ranks. Collective."""
+    def traffic(self) -> dict[str, Counter]:
+        """Return by table the bytes that training has exchanged, summed over ranks. Collective."""
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
-            for totals in self.fabric.gather(table.byte_totals):
+            between_host_and_device = table.store.traffic if table.store else {}
+            for totals in self.fabric.gather({**table.byte_totals, **between_host_and_device}):
                 result[label].update(totals)
         return result
 
@@ -3451,17 +3517,25 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 KEPT_CHECKPOINTS = 2
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
 UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-def sync_to_disk(path: Path):
-    """Wait until a file, or the names in a folder, are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
+    # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
+    try:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if error.errno in DISK_ERRORS or not path.is_dir():
+            raise
 
 @contextlib.contextmanager
 def refused(path: Path, kind=RunError):
@@ -3563,23 +3637,20 @@ def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
-def load_rows(folder: Path, manifest: dict, engine: Engine):
-    """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
+def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
+    """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
     fabric = engine.fabric
-
-    def own_rows(label: str, dtype: torch.dtype):
-        """Yield places and rows, file by file."""
-        for name in manifest:
-            if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
-                content = read_tensors(folder / name, manifest)
-                owned = content["ids"] % fabric.world == fabric.rank
-                rows, v, last = (content[part][owned] for part in RowState._fields)
-                yield content["ids"][owned] // fabric.world, RowState(rows.to(dtype), v, last)
-
     for label, table in engine.tables.items():
         if table.store:
-            with damaged(folder):                             # rows of another width, type or table
-                table.store.load(own_rows(label, table.shard.dtype))
+            table.store.clear()
+            for name in manifest:
+                if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
+                    content = read_tensors(folder / name, manifest)
+                    with damaged(folder / name):              # rows of another width, dtype or table
+                        owned = content["ids"] % fabric.world == fabric.rank
+                        rows, v, last = (content[field][owned] for field in RowState._fields)
+                        state = RowState(rows.to(table.shard.dtype), v, last)
+                        table.store.load(content["ids"][owned] // fabric.world, state)
 
 def settings_json(cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
@@ -3680,7 +3751,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
-        self.is_tty = fabric.rank == 0 and sys.stderr.isatty()
+        self.is_tty = fabric.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()           # None if it is closed
         if fabric.rank == 0:
             # An existing log is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -3744,7 +3815,7 @@ class Log:
         copied = None
         if sums.is_cuda:
             sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.current_stream().record_event()
+            copied = self.fabric.record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -3753,7 +3824,7 @@ class Log:
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
-                copied.synchronize()                                          # NCCL's watchdog bounds it
+                self.fabric.wait_for(copied)
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
@@ -3951,11 +4022,12 @@ def make_fabric(cfg: Config) -> Fabric:
     given = {name: env.get(name, text) for name, text in defaults.items()}
     rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    if "WORLD_SIZE" not in env and env.get("SLURM_NTASKS", "1") != "1":
-        missing.append("WORLD_SIZE")                          # 1 for each task of Slurm to train alone
+    tasks = env.get("SLURM_NTASKS", "1")
     need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
          "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ...; for a single process unset WORLD_SIZE, for one in each task of srun set it to 1")
+         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
+         "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
     usable = max(w for w in range(1, min(world, cfg.num_slots) + 1) if cfg.num_slots % w == 0)
     need(usable == world, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}",
          f"torchrun --nproc_per_node={usable} train_gpt.py ...")
@@ -4011,28 +4083,40 @@ def head_precision(cfg: Config, fabric: Fabric):
     return cfg.head
 
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
+# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
+# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
+ATTENTION_BY_CARD = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
 
-def check_attention(cfg: Config, device: torch.device):
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
+def check_attention(cfg: Config, fabric: Fabric, name: str) -> None:
+    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
+    Raises RunError if the kernel of this name does not return."""
     dtype = getattr(torch, cfg.dtype)
+    device = fabric.device
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+        q, k, v, grad = inputs
+        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
+            v = torch.cat((q, k, v), dim=1)[:, -heads:]
         span = AttentionSpan(positions, window, CHECKED_SPREAD / cfg.head_dim**0.5)
         results = []
-        for attend, given in ((attention_varlen, inputs), (attention_reference, inputs.float())):
-            *qkv, grad = (x.clone().requires_grad_() for x in given)
+        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, per_token * bounds, span)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
+        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
+        need(happens_within(CHECK_TIMEOUT, fabric.record_event()), f"attention kernel {name}, window {window}",
+             f"no result after {CHECK_TIMEOUT} s", "results within a second", "leave it out: --attention="
+             f"{'reference' if name == 'varlen' else 'varlen'}", RunError)
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(
@@ -4062,7 +4146,9 @@ def choose_attention(cfg: Config, fabric: Fabric):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
                 torch.nn.attention.restore_flash_attention_impl()
-            check_attention(cfg, fabric.device)
+            check_attention(cfg, fabric, name)
+        except RunError:
+            raise
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
@@ -4076,6 +4162,18 @@ def choose_attention(cfg: Config, fabric: Fabric):
          "the windows")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
+
+def slow_attention(attention: str, fabric: Fabric) -> str:
+    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+    if not fabric.on_cuda:
+        return ""
+    major, minor = torch.cuda.get_device_capability(fabric.device)
+    *faster, _ = ATTENTION_BY_CARD.get(major, ("varlen",))
+    name = attention.partition(" ")[0]
+    if not faster or name in faster:
+        return ""
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
+            "can run: requirements-gpu.txt names packages")
 
 def seconds_of_others(fabric: Fabric):
     """Return s of this machine's cores that other processes have used so far; negative where it does not say.
@@ -4127,8 +4225,10 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             f"products of the head in {engine.precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
-            f"logs in {log.run_dir}"):
-        log.text(line)
+            f"logs in {log.run_dir}",
+            slow_attention(info.attention, fabric)):
+        if line:
+            log.text(line)
     if info.resumed:
         log.text(f"goes on after step {log.done} of {info.resumed['source']}, whose lines stand above in the log")
         for name, (then, now) in info.resumed["differs"].items():
@@ -4160,14 +4260,30 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
                    "other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
+def check_compilers(cfg: Config, fabric: Fabric) -> None:
+    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
+    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    need(not fabric.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", "no C++ compiler",
+         "g++ or another that torch.compile finds", "install one (apt install g++), or --compile=0")
+    if not fabric.on_cuda:
+        return
+
+    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    need(any(map(shutil.which, compilers)), "compiling kernels for the GPU", f"no C compiler, {' or '.join(compilers)}",
+         "gcc, clang, or the one that CC names", "install one (apt install gcc)")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
+    headers = sysconfig.get_paths(scheme)["include"]
+    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    need(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
+         "compiling kernels for the GPU", f"no Python.h in {headers}", "the headers of this Python", "apt install "
+         "python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-        compilers = os.environ.get("CXX", others).split()                     # for C++ torch tries none but CXX
-        found = not fabric.compiles(cfg) or any(map(shutil.which, compilers))
-        need(found, "--compile", "no C++ compiler", "g++ or another that torch.compile finds", "install one (apt "
-             "install g++), or --compile=0")
+        check_compilers(cfg, fabric)
         if fabric.rank > 0:
             return
 
@@ -4217,6 +4333,9 @@ def finish(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, m
     if recompiled:
         result["recompiles"] = recompiled
         log.text(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
+    slow = slow_attention(info.attention, fabric)
+    if slow:
+        result["slow_attention"] = slow
     if cfg.profile:
         result["void"] = "profiled"
     elif log.done < log.schedule.end_step:
@@ -4279,10 +4398,6 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
         profiler.export_chrome_trace(str(trace))
     sort_by = f"self_{log.fabric.device.type}_time_total"
     log.text(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
-
-def lost_rank(found: str):
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
-                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 def describe(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
@@ -4411,7 +4526,9 @@ def train(given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=graphs)
-    if not cfg.checkpoint_every and not cfg.save:         # else all ranks wait for the slowest disk
+    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
+    # be slow.
+    if not cfg.checkpoint_every and not cfg.save and fabric.world > 1:
         fabric.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
@@ -4496,12 +4613,15 @@ def sample_saved(flags: Config):
     sample = generate(cfg, engine, schedule.at(schedule.end_step), pieces, prompt)
     print(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
-def main(argv):
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
+def main(argv: list[str], source: bytes | None = None) -> None:
+    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
+    source: text of this file; None: as it is now."""
     ending = Ending()
     try:
-        source = Path(__file__).read_bytes()                                  # before anybody edits it
-        sys.stdout.reconfigure(errors="backslashreplace")
+        if source is None:
+            source = Path(__file__).read_bytes()
+        if sys.stdout:                                                        # None if it is closed
+            sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = parse_flags(argv)
         if cfg.sample:
@@ -4517,4 +4637,4 @@ def main(argv):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1:], SOURCE)

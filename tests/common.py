@@ -7,8 +7,8 @@ import errno
 import gc
 import importlib.util
 import json
-import math
 import os
+import re
 import resource
 import signal
 import socket
@@ -30,7 +30,7 @@ from torch import Tensor
 
 import train_gpt as tg
 
-PATIENCE = 100                           # s for a process that does main()
+PATIENCE = 300                           # s for a process that does main(), on a machine however busy
 ROOT = Path(__file__).resolve().parent.parent
 F32 = torch.float32
 F64 = torch.float64
@@ -75,6 +75,14 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
     signature = types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(tg.jitted(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+
+def resources(cubin: Path) -> dict[str, int]:
+    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
+    import triton
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
+                          timeout=60).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
@@ -363,7 +371,6 @@ class Forked:
         """before: called in the process before all else."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
-        self.ended = math.inf                                 # time.time() when that was first seen
         gc.freeze()                                           # spares the child's collector a look at it all
         self.child = os.fork()
         if self.child > 0:
@@ -391,7 +398,6 @@ class Forked:
             gone, ended = os.waitpid(self.child, os.WNOHANG)
             if gone:
                 self.status = os.waitstatus_to_exitcode(ended)
-                self.ended = time.time()
         return self.status
 
     def send(self, number: int) -> None:
@@ -447,6 +453,20 @@ def no_large_files(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+class SimulatedTime:
+    """Stands for the trainer's `time` module: its stopwatch, perf_counter, moves by `work`, and by `tick` s a call."""
+    def __init__(self, monkeypatch, tick: float = 0.0) -> None:
+        self.now = 100.0
+        self.tick = tick
+        monkeypatch.setattr(tg, "time", SimpleNamespace(**vars(time) | dict(perf_counter=self.perf_counter)))
+
+    def perf_counter(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def work(self, seconds: float, *_: object) -> None:
+        self.now += seconds
 
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")

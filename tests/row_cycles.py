@@ -212,7 +212,7 @@ class Cycles:
         settings = dict(dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, row_comms=trial.mode,
                         adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-        self.patterns, self.tables, self.accounts = {}, {}, []
+        self.patterns, self.tables = {}, {}
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
@@ -222,8 +222,7 @@ class Cycles:
             if not trial.home:
                 shard = torch.nn.Parameter(owned(initial(trial, pattern, rows), fabric))
             most_tokens = SLOTS * trial.cadence * max(8, rows)
-            self.tables[label] = tg.RowTable(spec, cfg, fabric, shard, most_tokens,
-                                             lambda **account: self.accounts.append(account))
+            self.tables[label] = tg.RowTable(spec, cfg, fabric, shard, most_tokens)
         self.planner = planner_of(cfg, fabric, *(table.table for table in self.tables.values()))
         self.optimizer = TableOptimizer(cfg, fabric, trial, self.tables)
         self.made: dict[int, tuple] = {}
@@ -277,14 +276,15 @@ class Cycles:
                 fetched = cache[plan.rows_to_fetch if table.alone else slice(len(plan.rows_to_fetch))]
                 found[label]["cycles"].append((plan.rows_to_fetch.numpy(), exact_array(fetched)))
             for step in range(trial.cadence):
-                for label in self.tables:
+                for label, table in self.tables.items():
                     self.look_up(label, update, step)
+                    table.traffic()                           # asking changes no count
                 at = SimpleNamespace(step=update * trial.cadence + step, adam_lr=learning_rate(update), tied=False,
                                      untie=False)
                 self.optimizer.step(at, plans_ahead)
         for label, table in self.tables.items():
             found[label] |= self.state(label, table)
-            found[label]["accounts"] = [account for account in self.accounts if account["table"] == label]
+            found[label]["traffic"] = table.traffic()
         return found
 
     def state(self, label: str, table: tg.RowTable) -> Found:

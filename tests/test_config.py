@@ -3,7 +3,10 @@ import json
 import os
 import re
 from dataclasses import FrozenInstanceError, fields, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 from common import ROOT, fabric, refused
@@ -184,6 +187,18 @@ def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     fabric().say("lost")
     with pytest.raises(tg.RunError):
         tg.parse_flags(["--help"])
+
+@pytest.mark.parametrize("torch_has", [("_set_pg_timeout",), ("_set_pg_timeout", "set_timeout")])
+def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_has):
+    calls = Mock()
+    monkeypatch.delattr(tg.dist, "set_timeout", raising=False)
+    for owner, name in ((tg.dist.distributed_c10d, "_set_pg_timeout"), (tg.dist, "set_timeout")):
+        if name in torch_has:
+            monkeypatch.setattr(owner, name, partial(calls, name), raising=False)
+    ranks = replace(fabric(0, 2), plan_group="plans")
+    ranks.set_timeout(5.0)
+    assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
+    assert ranks.timeout == 5
 
 def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""

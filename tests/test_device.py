@@ -10,10 +10,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from common import ROOT, engine, preset, refused
+from common import PATIENCE, ROOT, SimulatedTime, engine, preset, refused
 from common import fabric as make_fabric
 
 import train_gpt as tg
@@ -27,6 +28,7 @@ class Cards:
     on_cuda = True
     device = torch.device("cpu")
     rank = 0
+    returns = True                                   # a kernel that was launched
 
     def __init__(self, others: tuple[dict, ...] = ()) -> None:
         self.said: list[str] = []
@@ -35,6 +37,9 @@ class Cards:
 
     def say(self, text: str) -> None:
         self.said.append(text)
+
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(query=functools.partial(bool, self.returns))
 
     def gather(self, fact) -> list:
         return [fact, *(answers.get(fact, fact) for answers in self.others)]
@@ -110,6 +115,10 @@ def future(q, k, v, *_):
     qkv = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
+def packed(q, k, v, cu_seqlens, span):
+    """Values are read as if they were no part of a larger tensor."""
+    return faithful(q, k, v.as_strided(v.shape, q.stride()), cu_seqlens, span)
+
 def raising(error: Exception):
     def kernel(*_):
         raise error
@@ -133,6 +142,7 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     "a window that ends with its tile": (windows(least=127), LIES),
     "a span beyond documents is cut": (windows(most=256), LIES),
     "wrong in paired layers": (windows(add=1, heads=1), LIES),              # half the heads
+    "takes values for contiguous": (packed, LIES),
     "wrong in plain layers": (windows(add=1, heads=2), LIES),
     **{f"gradient of {name}": (changed(at), LIES) for at, name in enumerate("qkv")},
 }
@@ -160,15 +170,17 @@ def tiled(q, k, v, cu_seqlens, span):
 def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
     found, said = chosen(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
     assert found == "varlen"
-    assert [line.partition(":")[2][:12] for line in said] == [" FA4 does no", " FA3 does no"]
+    assert [line.partition(":")[2][:12] for line in said] == [" FA3 does no", " FA4 does no"]
 
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
 CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
-    (ALL, 9, "auto", "FA4", []),
+    (ALL, 9, "auto", "FA3", []),
+    (ALL, 10, "auto", "FA4", []),
+    (dict(FA4=faithful, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "FA4", [LIES]),
     (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", [LIES, LIES]),
     (dict(varlen=faithful), 10, "auto", "varlen", ["FA4 does not run"]),
     (dict(varlen=raising(RuntimeError("no kernel image"))), 8, "auto", "reference", ["no kernel", "NO FAST KERNEL"]),
-    *((ALL, 9, name, name, []) for name in ("FA3", "reference")),
+    *((ALL, 9, name, name, []) for name in ("FA4", "reference")),
 ]
 
 @pytest.mark.parametrize("kernels, capability, asked, taken, words", CHOICES)
@@ -188,6 +200,29 @@ def test_choose_attention__right_on_every_rank(monkeypatch):
     Registry(monkeypatch, **ALL)
     assert tg.choose_attention(preset(**WIDE), cards) == (tg.attention_reference, "reference")
     assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
+
+@pytest.mark.parametrize("kernels, other", [(ALL, "varlen"), (dict(varlen=faithful), "reference")])
+def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch, kernels, other):
+    """No other one can be tried on that device. By a simulated clock."""
+    Registry(monkeypatch, **kernels)
+    cards = Cards()
+    cards.returns = False
+    clock = SimulatedTime(monkeypatch)
+    tg.time.monotonic = clock.perf_counter
+    tg.time.sleep = clock.work
+    name = "FA3" if other == "varlen" else "varlen"
+    with refused(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
+        tg.choose_attention(preset(**WIDE), cards)
+
+@pytest.mark.parametrize("capability, title, said", [
+    (9, "varlen (torch 2.13.0)", "varlen is slower than FA3 or FA4, which a GPU of capability 9.0 can run"),
+    (10, "varlen (torch 2.13.0)", "varlen is slower than FA4"), (9, "reference", "reference is slower than FA3 or FA4"),
+    (9, "FA4 (flash-attn-4 4.0.0)", ""), (9, "FA3 (flash-attn-3 3.0.0)", ""), (8, "varlen (torch 2.13.0)", "")])
+def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, title, said):
+    Registry(monkeypatch, capability)
+    found = tg.slow_attention(title, Cards())
+    assert said in found and bool(found) == bool(said)
+    assert tg.slow_attention(title, make_fabric()) == ""
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
@@ -344,5 +379,6 @@ print(min(passes))                       # given back, memory costs each of them
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
-    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
+                          timeout=PATIENCE).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

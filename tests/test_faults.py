@@ -1,7 +1,7 @@
 """Real processes in which something goes wrong: all end, the first cause is named once, and the log can be read.
 
-Faults come from faults.py; nothing in the trainer knows of them. The time to the end is enforced only as a bound far
-beyond what is promised, for a busy machine.
+Faults come from faults.py; nothing in the trainer knows of them. No time is measured, for a machine may be busy: a rank
+that is there after BOUND seconds has no status of its own.
 """
 import os
 import re
@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from common import ROOT, Run, write_shard
-from faults import BOUND, FLAGS, TIMEOUT, Ended, Job
+from faults import BOUND, FLAGS, PATIENT, TIMEOUT, Ended, Job
 
 import train_gpt as tg
 
-LIMIT = 2 * TIMEOUT + 30                 # s from the fault to the end of the last rank; 30 s for a busy machine
 CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|DataEnded|RunError): |interrupted$|ended from outside|Traceback)")
 KILLED = -9
 ENDED = (1, 143)                         # by itself, or by the launcher
@@ -144,11 +143,10 @@ def begin(name: str, folder: Path) -> Job:
     return Job(folder, *flags, **CASES[name].how)
 
 def check(ended: Ended, case: Case) -> None:
-    """Every rank has ended in time and as it should, and over all stderr there is one cause, as in the log."""
+    """Every rank has ended by itself and as it should, and over all stderr there is one cause, as in the log."""
     text = "".join(ended.err)
     for found, wanted in zip(ended.status, case.status, strict=True):
         assert found == wanted or (isinstance(wanted, tuple) and found in wanted), (ended.status, text)
-    assert max(ended.seconds) < LIMIT, ended.seconds
     assert len(CAUSE.findall(text)) == 1, f"not exactly one cause: {text or 'nothing'}"
     missing = [part for part in ("(?m)^" + case.cause[0], *case.cause[1:]) if not re.search(part, text)]
     assert not missing, f"{missing} not in {text}"
@@ -179,6 +177,11 @@ def waiting(request, tmp_path_factory):
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
     job = waiting.get(name) or begin(name, tmp_path)
     check(job.wait(), CASES[name])
+
+def test_end__is_promised_in_5_s_after_the_timeout_in_force():
+    """What an end may wait for fits into the promise, and BOUND tells a --comm_timeout from the longer one."""
+    assert tg.STORE_PATIENCE + 2 * tg.OTHERS_PATIENCE < tg.END_PATIENCE == 5
+    assert 2 * TIMEOUT + PATIENT * tg.END_PATIENCE < BOUND < tg.LONG_PATIENCE * TIMEOUT
 
 @pytest.mark.all
 @pytest.mark.parametrize("name", TWO)

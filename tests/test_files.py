@@ -4,20 +4,22 @@ that go on from them.
 One run with tables in both homes is the sound one; each case changes one thing of a copy. `seal` writes a manifest that
 vouches for the change, so that what is looked at is the content.
 """
+import errno
 import hashlib
 import json
 import os
 import pickle
 import shutil
 import signal
+import stat
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, before_flush, engine, fabric, full_disk, losses, no_large_files, nothing, preset,
-                    recorded_writes, refused, run, unequal, weights)
+from common import (Run, SimulatedTime, before_flush, engine, fabric, full_disk, losses, no_large_files, nothing,
+                    preset, recorded_writes, refused, run, unequal, weights)
 
 import train_gpt as tg
 
@@ -245,6 +247,28 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
         tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
 
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_write_folder__a_file_system_that_cannot_flush_folders_loses_nothing(tmp_path, monkeypatch, code):
+    """A save and checkpoints are made all the same. A file that cannot be flushed is an error, by any code."""
+    fsync = os.fsync
+
+    def refusing(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    def failing(handle: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refusing)
+    done = run(tmp_path / "run", "--max_steps=4", "--checkpoint_every=2", "--sample_tokens=0", "--val_every=0",
+               f"--save={tmp_path / 'save'}")
+    assert (done.status, done.err) == (0, "") and f"weights in {tmp_path / 'save'}" in done.lines
+    assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002"]
+    monkeypatch.setattr(os, "fsync", failing)
+    with refused(tg.RunError, os.strerror(code)):
+        tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
+
 def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)
 
@@ -317,17 +341,19 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
+    """By a simulated clock, on which only a checkpoint takes long."""
+    clock = SimulatedTime(monkeypatch, tick=1e-6)
     write = tg.write_checkpoint
 
     def slowly(*rest) -> None:
-        time.sleep(0.7)
+        clock.work(700)
         write(*rest)
 
     monkeypatch.setattr(tg, "write_checkpoint", slowly)
     done = run(tmp_path / "run", "--checkpoint_every=10", "--sample_tokens=0")
     phase, = [e for e in done.of("phase") if e["name"] == "checkpoint"]
-    steps = {e["step"]: e["train_time_ms"] for e in done.of("step")}
-    assert phase["ms"] > 700 and not phase["timed"] and steps[11] - steps[10] < 700
+    assert 700_000 < phase["ms"] < 701_000 and not phase["timed"]
+    assert done.of("step")[-1]["step"] == 12 and 0 < done.of("result")[0]["train_time_ms"] < 1000
 
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (ROOT, Forked, Run, check_error, engine, fabric, launch, losses, nothing, preset, random_stream,
-                    run, write_shard)
+from common import (PATIENCE, ROOT, Forked, Run, check_error, engine, fabric, launch, losses, nothing, preset,
+                    random_stream, refused, run, write_shard)
 
 import train_gpt as tg
 
@@ -75,16 +75,21 @@ def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch,
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("cores work for others" in line for line in done.lines[:8]) == said
 
+def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
+    done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
+    assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
+
 def test_seconds_of_others__counts_another_process():
     before = tg.seconds_of_others(fabric())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
     assert tg.seconds_of_others(fabric()) - before > 0.4, "nothing gives time back"
 
-def test_traffic__one_rank_exchanges_nothing(first):
-    """Totals of the run, by table. What several ranks exchange is counted in test_rows.py."""
-    none = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
-    assert first.of("result")[0]["comms"] == dict(bigram_embed=none, value_embed=none, embed=none)
+def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
+    nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+    assert first.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
 
 def test_write_header__what_ran_and_what_an_entry_is(first):
     header = first.of("header")[0]
@@ -234,6 +239,48 @@ def test_print_result__a_full_console(text, tmp_path, monkeypatch):
     assert done.status == 1 and done.err.startswith("RunError: standard output") and "Traceback" not in done.err
     check_error(done.err.partition(": ")[2].strip("\n"), "No space left on device", "redirect it")
 
+HOOK = r"""
+import builtins
+import os
+import stat
+import_module, open_file = builtins.__import__, builtins.open
+
+def importing(name, *args):
+    if name == "numpy" and not hasattr(builtins, "edited"):
+        builtins.edited = True
+        open_file(os.environ["EDITED"], "a").write("# edited\n")
+    return import_module(name, *args)
+
+def opening(path, *args, **kwargs):
+    file = open_file(path, *args, **kwargs)
+    if str(path).endswith("log.jsonl"):
+        kinds = [stat.S_IFMT(os.fstat(number).st_mode) for number in range(3)]
+        open_file(os.environ["KINDS"], "w").write(repr([kind in (stat.S_IFSOCK, stat.S_IFREG) for kind in kinds]))
+    return file
+
+builtins.__import__, builtins.open = importing, opening
+"""
+
+@pytest.mark.parametrize("streams, status", [
+    (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>/dev/full", 1)])
+def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_starts(tmp_path, streams, status):
+    """The log tells all. Its source is the text that runs. No file or socket has the number of a closed stream."""
+    script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
+    source = script.read_bytes()
+    (tmp_path / "hook").mkdir()
+    (tmp_path / "hook/sitecustomize.py").write_text(HOOK)
+    environment = os.environ | dict(EDITED=str(script), KINDS=str(tmp_path / "kinds"), PYTHONPATH=f"{tmp_path}/hook")
+    words = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
+    command = f"exec {sys.executable} train_gpt.py {words} {streams}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
+                          capture_output=True, timeout=PATIENCE)
+    log = Run(tmp_path / "run", done.returncode, "", "")
+    assert done.returncode == status and b"Traceback" not in done.stdout + done.stderr
+    assert log.events[-1]["type"] == "result" and log.lines[-1].startswith("peak memory")
+    assert script.read_bytes() == source + b"# edited\n" and (tmp_path / "run/train_gpt.py").read_bytes() == source
+    assert log.of("header")[0]["source_sha256"] == hashlib.sha256(source).hexdigest()
+    assert (tmp_path / "kinds").read_text() == "[False, False, False]"
+
 def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     process = Forked(["--preset=tiny", "--device=cpu", "--max_steps=1", "--val_every=0"])
@@ -360,9 +407,7 @@ MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # 
     (MEETING | dict(WORLD_SIZE="16"), ("number of ranks", "16", "--nproc_per_node=8")),
     (dict(WORLD_SIZE="2"), ("without ['RANK', 'MASTER_ADDR', 'MASTER_PORT']", "torchrun", "unset WORLD_SIZE")),
     (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2")),
-    (dict(SLURM_NTASKS="2"), ("without ['WORLD_SIZE']", "each task of srun")),
-    pytest.param(dict(SLURM_NTASKS="2"), ("2 tasks of Slurm",), marks=pytest.mark.xfail(
-        strict=True, reason="the message of make_fabric no longer names what it has found of Slurm")),
+    (dict(SLURM_NTASKS="2"), ("2 tasks of Slurm", "srun ... torchrun", "WORLD_SIZE=1")),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
     *((MEETING | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
        ("more ranks than devices", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
@@ -395,6 +440,29 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
     monkeypatch.delattr(tg, "open_data")
     done = ask([*FILES, "--compile=1"], 2, "--compile", "no C++ compiler", "apt install g++", "--compile=0")
     assert not done.folder.exists()
+
+
+@pytest.mark.parametrize("lacking, changes", [
+    ("no C compiler", dict(PATH="")), ("no C compiler", dict(CC="no-such-compiler")), ("no Python.h", {})])
+def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
+    """On a GPU, whatever --compile says; a CPU needs none of it. Headers may also lie where CPATH says."""
+    cfg = preset("tiny", compile=0)
+    gpu = tg.Fabric(torch.device("cuda", 0))
+    for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "gcc").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "Python.h").touch()
+    folder = tmp_path if "compiler" in lacking else tmp_path / "none"
+    monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(folder))))
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    with refused(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
+        tg.check_start(cfg, "run", [], gpu)
+    tg.check_start(cfg, "run", [], fabric())
+    for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
+        monkeypatch.setenv(name, str(value))
+    tg.check_start(cfg, "run", [], gpu)
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------

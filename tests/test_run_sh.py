@@ -1,12 +1,16 @@
 """run.sh: what it starts, and its errors, with an interpreter that only repeats its arguments; what follows a run."""
+import contextlib
 import json
 import os
+import platform
 import pty
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,21 +18,32 @@ from common import ROOT
 
 import train_gpt as tg
 
-# LACKS=packages: none are installed; LACKS=attention: no faster attention, and pip does as PIP says.
+# LACKS=packages: none are installed. LACKS=extras: neither faster attention nor pytest. pip does as PIP says.
 PARROT = """#!/usr/bin/env bash
 here=$(dirname "$0")
-if [[ $1 == - ]]; then [[ ${LACKS-} != packages ]]; exit; fi
-if [[ $1 == -c ]]; then
-    [[ $2 != *flash-attn-4* || ${LACKS-} != attention ]] || exec test -e "$here/flash-attn-4"
-    exec echo 2                          # GPUs, as torch counts them
-fi
+case $1:$2 in
+    -:*)                                 # the packages that run.sh asks for
+        [[ ${LACKS-} != packages || -e $here/installed ]] && exec echo "${TORCH-2.13.0} 3.12.0"
+        exit 1 ;;
+    -c:*torch.cuda.init*) exec echo "${CUDA-13.0 9} 2" ;;
+    -c:*sysconfig*) exec echo "$HEADERS" ;;
+    -c:*importlib.metadata*)             # one package, and its version
+        [[ ${LACKS-} != extras || -e $here/$3${4:+==}$4 ]]
+        exit ;;
+    -c:*) exit ;;
+esac
 echo "allocator: ${PYTORCH_ALLOC_CONF-}, compiled: ${TORCHINDUCTOR_CACHE_DIR-}, in $PWD" >&2
 echo "$(basename "$(dirname "$here")") ${OMP_NUM_THREADS-}: $*"
+echo "GPUs ${CUDA_VISIBLE_DEVICES-all} by NVML ${PYTORCH_NVML_BASED_CUDA_CHECK-0}: $*" >>"$here/commands"
 if [[ $2 == venv ]]; then
     mkdir -p .venv/bin && cp "$0" .venv/bin/python
-elif [[ $2 == pip && $* == *requirements-gpu.txt ]]; then
-    [[ ${PIP-} == works ]] && touch "$here/flash-attn-4" || exit 1
+elif [[ $2 == pip && $* == *" -r requirements.txt" ]]; then
+    touch "$here/installed"
+elif [[ $2 == pip && $* != *" -r "* ]]; then
+    [[ ${PIP-} == *works* && $* != *${BROKEN-nothing}* ]] || exit 1
+    for word in "$@"; do touch "$here/${word/\\[cu13\\]/}"; done 2>/dev/null
 fi
+true
 """
 PATIENCE = """#!/usr/bin/env bash
 echo "at most $1 s"
@@ -37,29 +52,36 @@ shift
 exec "$@"
 """
 GPUS = """#!/usr/bin/env bash
+[[ ${GPUS-} != hang ]] || exec sleep 55
 [[ -n ${GPUS-} ]] || exit 9
 echo GPU 0: x; echo GPU 1: y
 """
+COMPILER = """#!/usr/bin/env bash
+[[ $1 != -E ]] || exec test -e "$5/Python.h"                  # -E -x c -I FOLDER -
+"""
 LAUNCHER = "-m torch.distributed.run --standalone --nproc_per_node=2"
-PYTEST = "-m pytest -q --durations=10"
+PYTEST = "-m pytest -q --durations=10 -rfE --tb=short"
+IN_TWO = f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 @pytest.fixture
 def run_sh(tmp_path: Path):
     """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
-    home, programs = tmp_path / "a clone", tmp_path / "programs"
-    home.mkdir()
-    for name in ("run.sh", "train_gpt.py"):
-        shutil.copy(ROOT / name, home)
-    programs.mkdir()
-    for name, text in (("parrot", PARROT), ("nvidia-smi", GPUS), ("timeout", PATIENCE)):
+    home, programs, headers = tmp_path / "a clone", tmp_path / "programs", tmp_path / "include/python3.12"
+    for name in ("run.sh", "train_gpt.py", "requirements.txt", "requirements-gpu.txt", "tests/requirements.txt"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, home / name)
+    for folder in (programs, headers):
+        folder.mkdir(parents=True)
+    (headers / "Python.h").touch()
+    for name, text in (("parrot", PARROT), ("nvidia-smi", GPUS), ("timeout", PATIENCE), ("gcc", COMPILER)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
     def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
         environment = dict(PYTHON=str(programs / "parrot"), PATH=f"{programs}:{os.environ['PATH']}",
-                           HOME=str(tmp_path / "user"))
+                           HOME=str(tmp_path / "user"), HEADERS=str(headers))
         return subprocess.run([*script, *flags], env=environment | variables, cwd=tmp_path, capture_output=True,
                               text=True, timeout=60)
 
@@ -92,16 +114,18 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     (["--seed", "1"], "train_gpt.py --preset=pocket --seed 1"),
     (["--sample=w", "def"], "train_gpt.py --sample=w def"), (["def", "--sample", "w"], "train_gpt.py def --sample w"),
     (["--resume=logs/x"], "train_gpt.py --resume=logs/x"),
-    (["test", "--all"], f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests --all"),
+    (["test", "--all"], f"{IN_TWO} --all"), (["test", "-rf", "-vv", "--tb=long"], f"{IN_TWO} -rf -vv --tb=long"),
+    (["test", "-q", "-x", "--tb", "no", "-r", "a"], f"{IN_TWO} -q -x --tb no -r a"),
+    (["test", "-v", "-k", "x"], f"{PYTEST} tests -v -k x"),
     (["test", "-k", "x y"], f"{PYTEST} tests -k x y"), (["test", "run.sh"], f"{PYTEST} run.sh"),
     (["--help"], "train_gpt.py --preset=pocket --help")])
 def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command):
     """A save or an earlier run knows its preset; tests that the user names are the only ones."""
-    done = run_sh(*flags, LACKS="attention")
+    done = run_sh(*flags, LACKS="extras")
     assert started(done) == command
     assert ": data/" not in done.stdout, "the data of pocket are here: nothing makes or fetches any"
-    assert "requirements-gpu.txt" not in done.stdout, "a CPU gets no faster attention"
-    assert all(part in done.stdout for part in ("./run.sh test", "NPROC=")) == (flags == ["--help"])
+    assert "flash-attn" not in done.stdout, "a CPU gets no faster attention"
+    assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
 
 @pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
 def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
@@ -127,26 +151,55 @@ def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
     assert f"in {tmp_path / 'a clone'}" in done.stderr
 
 WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
-INSTALLS = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 -r requirements-gpu.txt"
+QUIET_PIP = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0"
+FA4 = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
+FA4_OF_CUDA_12 = [line.replace("[cu13]", "") for line in FA4]
+FA3 = "--no-deps --index-url https://download.pytorch.org/whl/{} flash-attn-3"
 
-def test_add_fast_attention__on_top_of_the_users_interpreter(run_sh):
-    on_gpus = dict(GPUS="2", LACKS="attention", PIP="works")
-    lines = run_sh(*WITH_GPUS, **on_gpus).stdout.splitlines()
-    assert any(line.startswith(".venv") and line.endswith(INSTALLS) for line in lines) and "at most 600 s" in lines
-    assert any(line.endswith("-m venv --system-site-packages .venv") for line in lines)
-    again = run_sh(*WITH_GPUS, **on_gpus)
-    for last in (lines[-1], again.stdout.splitlines()[-1]):
-        assert last.startswith(".venv") and LAUNCHER in last, "with the interpreter that has it now"
-    assert again.returncode == 0 and "pip" not in again.stdout and "-m venv" not in again.stdout
+def installed(done: subprocess.CompletedProcess) -> list[str]:
+    """Return what pip was asked for in the time limit, for .venv."""
+    return re.findall(rf"^at most 600 s\n\.venv \d*: {QUIET_PIP} (.*)$", done.stdout, re.MULTILINE)
 
-@pytest.mark.parametrize("pip", ["fails", "hangs"])
-def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, pip):
-    done = run_sh(*WITH_GPUS, GPUS="2", LACKS="attention", PIP=pip)
-    assert started(done).startswith(LAUNCHER) and "NO faster attention" in done.stdout
-    assert not done.stdout.splitlines()[-1].startswith(".venv"), "with the interpreter of before"
+@pytest.mark.parametrize("variables, packages", [
+    ({}, [" ".join(FA4), FA3.format("cu130")]), (dict(TORCH="2.12.1"), [" ".join(FA4), FA3.format("cu130")]),
+    (dict(TORCH="2.15.0+cu132", CUDA="13.2 10"), [" ".join(FA4)]),
+    (dict(CUDA="12.6 9"), [" ".join(FA4_OF_CUDA_12), FA3.format("cu126")]),
+    (dict(TORCH="2.11.0"), [FA3.format("cu130")]), (dict(TORCH="2.16.0"), [FA3.format("cu130")]),
+    (dict(TORCH="2.11.0", CUDA="13.0 10"), []), (dict(CUDA="13.0 8"), []), (dict(CUDA="13.0 12"), [])])
+def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages):
+    """On top of the user's interpreter, and once."""
+    given = dict(GPUS="2", LACKS="extras", PIP="works") | variables
+    done = run_sh(*WITH_GPUS, **given)
+    assert installed(done) == packages, done.stdout
+    assert started(done).startswith(LAUNCHER)
+    assert done.stdout.splitlines()[-1].startswith(".venv") == (packages != []), "with the interpreter that has it now"
+    assert ("NO FlashAttention 4" in done.stdout) == (given.get("TORCH") in ("2.11.0", "2.16.0"))
+    assert ("-m venv --system-site-packages .venv" in done.stdout) == (packages != [])
+    again = run_sh(*WITH_GPUS, **given)
+    assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
+    assert "pip" not in again.stdout and "-m venv" not in again.stdout
+
+@pytest.mark.parametrize("variables, missing", [
+    (dict(PIP="fails"), "43"), (dict(PIP="hangs"), "43"), (dict(PIP="works", BROKEN="flash-attn-3"), "3"),
+    (dict(PIP="works", BROKEN="flash-attn-4"), "4")])
+def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing):
+    done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", **variables)
+    assert started(done).startswith(LAUNCHER)
+    told = re.findall(r"NO FlashAttention (\d): that failed.*; by hand: \S+ -m pip install", done.stdout)
+    assert told == [*missing], done.stdout
+    assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
+
+def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path):
+    """Whatever its packages: attention for another torch is none for the one that is to train."""
+    other = tmp_path / "a clone/.venv/bin/python"
+    other.parent.mkdir(parents=True)
+    other.write_text(PARROT.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
+    other.chmod(0o755)
+    done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", PIP="works")
+    assert installed(done) == [" ".join(FA4), FA3.format("cu130")], "a .venv made anew"
 
 @pytest.mark.parametrize("flags, lacks, packages", [
-    (WITH_GPUS, "", []), (["--help"], "attention", []), (["test", "-k", "x"], "attention", []),
+    (WITH_GPUS, "", []), (["--help"], "extras", []), (["test", "-k", "x"], "extras", []),
     (["--preset=tiny"], "packages", ["requirements.txt"]),
     (["test"], "packages", ["requirements.txt", "tests/requirements.txt"])])
 def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages):
@@ -155,6 +208,148 @@ def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, package
     assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
     assert ("-m venv" in done.stdout) == (packages != [])
 
+@pytest.mark.parametrize("flags, variables, packages", [
+    (["--device=cpu"], dict(GPUS="2"), []), (["--device=cpu", "--parts=steps"], dict(LACKS="extras"), ["pytest"]),
+    (["--device", "cpu"], dict(GPUS="2", LACKS="extras"), ["pytest"]), (["--full"], dict(GPUS="2"), []),
+    (["--full"], dict(GPUS="2", LACKS="extras"), ["flash-attn-4", "flash-attn-3", "pytest"])])
+def test_run_day__what_it_needs_and_its_arguments(run_sh, flags, variables, packages):
+    done = run_sh("day", *flags, PIP="works", **variables)
+    assert started(done) == " ".join(["tests/gpu/day.py", *flags]), done.stdout
+    found = installed(done)
+    assert len(found) == len(packages) and all(map(str.__contains__, found, packages))
+    assert ("allocator: expandable_segments:True" in done.stderr) == ("--full" in flags)
+
+def test_run_day__goes_on_without_pytest(run_sh):
+    done = run_sh("day", "--device=cpu", LACKS="extras", PIP="fails")
+    assert started(done) == "tests/gpu/day.py --device=cpu" and "NO pytest" in done.stdout
+
+
+# ---- GPUs that cannot train, and interpreters that may
+def shorten(script: Path, limit: str) -> None:
+    """Make one of its time limits 1 s."""
+    text, count = re.subn(rf"\b{limit}\b", "limit_s=1", script.read_text())
+    assert count == 1
+    script.write_text(text)
+
+def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path):
+    """And torch is told not to call it."""
+    script = tmp_path / "a clone/run.sh"
+    shorten(script, "limit_s=20")
+    done = run_sh("--seed=1", GPUS="hang")
+    assert started(done) == "train_gpt.py --preset=pocket --seed=1"
+    assert "nvidia-smi does not answer within 1 s" in done.stdout and "on the CPU" in done.stdout
+    assert "GPUs  by NVML 1: train_gpt.py" in (tmp_path / "programs/commands").read_text()
+
+@pytest.mark.parametrize("flags, variables", [
+    (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="")), (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="-1")),
+    (["--preset=pocket", "--device=cpu"], {})])
+def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables):
+    done = run_sh(*flags, GPUS="2", LACKS="extras", CUDA="none 0", **variables)
+    assert started(done) == " ".join(["train_gpt.py", *flags]) and "on the CPU" in done.stdout
+
+# In the place of torch: GPUs that cannot be used, each in its own way.
+TORCH = """
+import os, time
+class version:
+    cuda = {cuda!r}
+class cuda:
+    def device_count():
+        return {count}
+    def init():
+        {init}
+    def get_device_capability(index):
+        return 9, 0
+"""
+OLD_DRIVER = ("The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver\\n"
+              "by downloading and installing a new version")
+HAS_HEADERS = "import sysconfig\nsysconfig.get_paths = lambda scheme: dict(include={!r})\n"
+# Runs what run.sh asks of Python, and repeats everything else.
+PYTHON = """#!/usr/bin/env bash
+case "$*" in
+    *train_gpt.py* | *fineweb* | "-m "*) echo "started: $*" ;;
+    *) exec {} "$@" ;;
+esac
+"""
+
+@pytest.fixture
+def run_with_torch(run_sh, tmp_path):
+    """Call run.sh with this interpreter, two GPUs, and a torch that has a version and these answers about its GPUs."""
+    def call(version: str, *flags: str, cuda: str | None = "13.0", count: int = 2, init: str = "pass",
+             headers: Path = tmp_path / "include/python3.12", attention: str = FA4[0].split("==")[1],
+             **variables: str) -> subprocess.CompletedProcess:
+        packages, python = tmp_path / "packages", tmp_path / "programs/python"
+        (packages / "torch").mkdir(parents=True)
+        (packages / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, count=count, init=init))
+        for name in ("numpy", "huggingface_hub", "tqdm"):
+            (packages / f"{name}.py").touch()
+        for name, release in (("torch", version), ("flash_attn_4", attention), ("flash_attn_3", "3.0.0")):
+            folder = packages / f"{name}-{release}.dist-info"
+            folder.mkdir()
+            (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
+        (packages / "sitecustomize.py").write_text(HAS_HEADERS.format(str(headers)))
+        python.write_text(PYTHON.format(sys.executable))
+        python.chmod(0o755)
+        variables = dict(PYTHONPATH=str(packages), PYTHON=str(python), GPUS="2") | variables
+        return run_sh(*flags, **variables)
+
+    return call
+
+@pytest.mark.parametrize("gpus, variables, parts", [
+    (dict(cuda=None, init="raise AssertionError('Torch not compiled with CUDA enabled')"), {},
+     ("Torch not compiled with CUDA", "install --force-reinstall torch==2.13.0,", "CUDA_VISIBLE_DEVICES= ./run.sh")),
+    (dict(init=f"raise RuntimeError('{OLD_DRIVER}')"), {},
+     ("found version 12040", "580 or later", "torch==2.13.0 --index-url https://download.pytorch.org/whl/cu126")),
+    (dict(init="raise RuntimeError('CUDA unknown error')"), {}, ("CUDA unknown error", "torch.cuda.init()")),
+    (dict(count=0), dict(CUDA_VISIBLE_DEVICES="7"), ("2 GPU(s)", "CUDA_VISIBLE_DEVICES=7", "unset")),
+    (dict(init="os._exit(3)"), {}, ("without an error", "PYTHON=")),
+    (dict(init="time.sleep(50)"), {}, ("within 1 s", "restart the machine")),
+    (dict(headers=Path("/nowhere/python3.12")), {}, ("/nowhere/python3.12", "apt install python3.12-dev")),
+    ({}, dict(CC="/nowhere/cc"), ("C compiler", "/nowhere/cc", "apt install gcc"))],
+    ids=["CPU build", "old driver", "unknown", "none visible", "crash", "hang", "no headers", "no compiler"])
+def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torch, tmp_path, gpus, variables, parts):
+    script = tmp_path / "a clone/run.sh"
+    if "sleep" in gpus.get("init", ""):
+        shorten(script, "limit_s=120")
+    done = run_with_torch("2.13.0", "--preset=record", **gpus, **variables)
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "do"]
+    assert all(part in done.stderr for part in parts), done.stderr
+
+def test_check_headers__before_torch_is_fetched(run_sh):
+    done = run_sh("--preset=record", GPUS="2", LACKS="packages", HEADERS="/nowhere/python3.12")
+    assert done.returncode == 2 and done.stdout == "" and "apt install python3.12-dev" in done.stderr
+
+@pytest.mark.parametrize("attention, fits", [("4.0.0b18", True), ("4.0.0b19", False)])
+def test_check_gpus__usable_ones_train(run_with_torch, attention, fits):
+    """With the release of FlashAttention 4 that fits; another is replaced, in .venv."""
+    done = run_with_torch("2.13.0", "--preset=record", "--train_files=x", attention=attention)
+    assert done.returncode == 0, done.stderr
+    assert f"started: {LAUNCHER} train_gpt.py --preset=record" in done.stdout
+    assert ("flash-attn-4, into .venv" in done.stdout) != fits and "flash-attn-3" not in done.stdout
+
+@pytest.mark.parametrize("version, taken, line", [
+    ("2.11.0+cu130", True, True), ("2.12.1", True, True), ("2.13.0+cpu", True, False), ("2.13.0", True, False),
+    ("2.13.1", True, True), ("2.14.1", True, True), ("2.15.0", True, True), ("2.10.0", False, False),
+    ("2.1.0", False, False), ("3.0.0", False, False), ("3.11.0", False, False)])
+def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
+    done = run_with_torch(version, "--preset=tiny", GPUS="")
+    assert ("started: train_gpt.py --preset=tiny" in done.stdout) == taken, done.stdout
+    assert ("started: -m venv" in done.stdout) != taken
+    said = re.findall(r"set-up: torch (\S+) and Python (\S+) of .*; requirements.txt has torch 2.13.0", done.stdout)
+    assert said == [(version, platform.python_version())] * line
+
+@pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
+def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams):
+    """Whether it is closed or full. Nothing but the console gets what is said."""
+    script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
+    done = run_sh("--seed=1", script=script, LACKS="packages")
+    assert done.returncode == 0 and not done.stdout, done.stderr
+    assert "write error" not in done.stderr.split("allocator")[0]
+    commands = (tmp_path / "a clone/.venv/bin/commands").read_text().splitlines()
+    assert commands[-1].endswith(": train_gpt.py --preset=pocket --seed=1")
+
+
+# ---- What follows a run
 # Writes the log of a run of record 10, and ends or waits; says of which signals it was told.
 TRAINER = '''"""
     seed: 0
@@ -181,26 +376,49 @@ if os.environ.get("RANK", "0") == "0":
     print(json.dumps(dict(type="result")), flush=True)
 sys.exit(int(flags.get("fail", 0)))
 '''
+
+def read(descriptor: int, pattern: str = "") -> str:
+    """Read until the pattern has come, or without one to the end. Fails with what was said if that takes too long."""
+    said, deadline = "", time.monotonic() + 60
+    while not (pattern and re.search(pattern, said)):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        assert ready, f"neither an end nor {pattern!r} within 60 s: {said!r}"
+        piece = b""
+        with contextlib.suppress(OSError):                    # a terminal that nobody writes to any more
+            piece = os.read(descriptor, 1000)
+        if not piece:
+            assert not pattern, f"it ended before {pattern!r}: {said!r}"
+            return said
+        said += piece.decode()
+    return said
+
 MISSING = "raise ImportError('not installed')\n"
 PLACE = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.028: inside its spread, 2.02 to 2.30"
 
 @pytest.fixture
 def follow(tmp_path: Path):
     """Start run.sh beside a trainer that does not train, with this interpreter, where scipy and `lacking` miss."""
-    shutil.copy(ROOT / "run.sh", tmp_path)
+    for name in ("run.sh", "requirements.txt"):
+        shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "records").symlink_to(ROOT / "records")
     (tmp_path / "train_gpt.py").write_text(TRAINER)
     (tmp_path / "lacking").mkdir()
+
+    processes = []
 
     def start(*flags: str, lacking=("scipy",), **given) -> subprocess.Popen:
         for name in lacking:
             (tmp_path / f"lacking/{name}.py").write_text(MISSING)
         environment = os.environ | dict(PYTHON=sys.executable, PYTHONPATH=str(tmp_path / "lacking"), NPROC="1")
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) | given
-        return subprocess.Popen(["./run.sh", "--preset=tiny", *flags], cwd=tmp_path,
-                                env=environment | options.pop("env", {}), **options)
+        processes.append(subprocess.Popen(["./run.sh", "--preset=tiny", *flags], cwd=tmp_path,
+                                          env=environment | options.pop("env", {}), **options))
+        return processes[-1]
 
-    return start
+    yield start
+    for process in processes:                                 # those of a test that failed
+        process.kill()
+        process.wait(20)
 
 @pytest.mark.parametrize("flags, processes, words", [
     ([], 1, PLACE), (["--run_dir=my run"], 1, PLACE), (["--seed=0"], 2, PLACE),
@@ -218,7 +436,7 @@ def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_
     process = follow(lacking=("scipy", "matplotlib"), stderr=theirs)
     process.communicate(timeout=60)
     os.close(theirs)
-    shown = os.read(ours, 10_000).decode()
+    shown = read(ours)
     assert process.returncode == 0 and PLACE in shown and not list(tmp_path.glob("logs/*/loss.png"))
     assert len(re.findall(r"^ +\d\.\d{3} \|[ o]{60}\s*$", shown, re.M)) == 10, shown
 
@@ -244,17 +462,15 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
     given = dict(preexec_fn=lambda: os.login_tty(theirs), stdout=None, stderr=None) if to == "terminal" else {}
     process = follow("--sleep=50", **given)
     os.close(theirs)
-    read = process.stdout.readline if process.stdout else lambda: os.read(ours, 1000).decode()
-    said = ""
-    while not re.search(r"begun \d+", said):
-        said += read()
+    console = process.stdout.fileno() if process.stdout else ours
+    said = read(console, r"begun \d+\s")
     if to == "terminal":
         os.write(ours, b"\x03")
     else:
         trainer = int(re.search(r"begun (\d+)", said)[1])
         os.kill(trainer if to == "trainer" else process.pid, number)
     assert process.wait(20) == status
-    rest = process.stdout.read() if process.stdout else os.read(ours, 1000).decode()       # its end, too
+    rest = read(console)
     assert rest.count("told") == (number != signal.SIGKILL)
     assert "result" not in rest and "nats per token" not in rest
     assert number == signal.SIGKILL or f"told [{int(number)}]" in rest
@@ -269,6 +485,6 @@ def test_what_the_script_has_to_know_before_there_is_a_trainer():
     assert set(re.findall(r"\w+", needs)) == pinned.keys()
     versions = re.search(r're\.match\(r"(.*?)"', script)[1]
     assert re.match(versions, pinned["torch"])
-    lines = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
-    assert "flash-attn-4[cu13]" in dict(line.split("==") for line in lines)
-    assert tg.ATTENTION_PACKAGES["FA4"] == "flash-attn-4" and '"flash-attn-4"' in script
+    assert FA4[0].split("==")[0] == "flash-attn-4[cu13]", "the first, whose version run.sh asks for"
+    for name in ("FA4", "FA3"):
+        assert f"add_package {tg.ATTENTION_PACKAGES[name]} " in script

@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from tools import compressed             # noqa: E402
+
 TRIGRAM_NATS = 2.806                     # rounded
 GROUPS = (                               # class in the picture, label, logs
     ("plain", "pocket", "2026-11-23_10_Pocket"),
@@ -37,11 +40,11 @@ text.plain { fill: #58a6ff } text.tables { fill: #f0883e } }
 
 def validations(log: Path) -> list[tuple[float, float]]:
     """Return (training seconds, nats) of each validation of a run."""
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    lines = [json.loads(line) for line in compressed.read_bytes(log).splitlines()]
     return [(line["train_time_ms"] / 1000, line["val_loss"]) for line in lines if line["type"] == "val"]
 
 def unigram_nats(log: Path) -> float:
-    first = next(line for line in log.read_text().splitlines() if '"val"' in line)
+    first = next(line for line in compressed.read_bytes(log).splitlines() if b'"val"' in line)
     return json.loads(first)["unigram_nats"]
 
 def across(seconds: float) -> float:
@@ -84,7 +87,9 @@ def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
 
 def draw() -> str:
     """Return the picture."""
-    logs = {kind: sorted(HERE.parent.glob(f"{record}/logs/*/log.jsonl")) for kind, _, record in GROUPS}
+    logs = {}
+    for kind, _, record in GROUPS:
+        logs[kind] = [run / "log.jsonl" for run in sorted(HERE.parent.glob(f"{record}/logs/*/"))]
     drawn = axes()
     counted = {"unigram entropy": unigram_nats(logs["plain"][0]), "trigram model": TRIGRAM_NATS}
     for words, nats in counted.items():

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tools import compressed
+
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"(?: [a-z_]+:\S+)*?"
 COUNT = rb"(\d{1,15})"                 # steps, or a seed
@@ -154,15 +156,16 @@ def read_runs(paths: Iterable[Path]) -> Reading:
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Each file at or below a path, and whether it was named itself."""
+    path = compressed.stored(path)
     if not path.is_dir():
         if not path.exists():
             raise ToolError("path", path, "a file or a directory", "check the spelling")
         yield path, True
     for folder, inner, names in os.walk(path):
         inner.sort()
-        if "log.jsonl" in names:                           # a run directory
+        if {"log.jsonl", "log.jsonl.gz"}.intersection(names):                  # a run directory
             inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
-            names = [name for name in names if name not in BESIDE_A_LOG]
+            names = [name for name in names if name.removesuffix(compressed.SUFFIX) not in BESIDE_A_LOG]
         for name in sorted(names):
             yield Path(folder, name), False
 
@@ -170,7 +173,7 @@ def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """The runs of one file, or why there are none."""
     if not path.is_file():
         return [], "not a regular file"
-    if not by_name and path.suffix.lower() not in LOG_SUFFIXES:
+    if not by_name and compressed.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
         return [], "not a log by its name"
     try:
         return read_file(path), None
@@ -179,12 +182,14 @@ def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
 
 def read_file(path: Path) -> list[Run]:
     """The runs of one file. Raises NotALog with the reason if it holds none."""
-    data = path.read_bytes()
+    path = compressed.stored(path)
+    data = compressed.read_bytes(path)
+    suffix = compressed.uncompressed(path).suffix
     if not data.strip() or b"\0" in data:
         raise NotALog("binary" if data.strip() else "empty")
-    if path.suffix == ".jsonl":
+    if suffix == ".jsonl":
         return [read_ours(path, data)]
-    if path.suffix.lower() == ".md":
+    if suffix.lower() == ".md":
         return read_readme(path, data)
     return read_text(path, data)
 
@@ -208,7 +213,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     rows: list[tuple[float, float, float]] = []
     lines = data.split(b"\n")
     for place, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most of the lines, and not needed here
+        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs until 2026-11-25
             continue
         try:
             take(run, rows, json.loads(line))

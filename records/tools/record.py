@@ -1,7 +1,8 @@
 """Verbs `new`, `check`, `table`, `stand`: a record is logs, and pages made from them, which `check` makes again.
 
-Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
-page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+Logs are stored compressed; hashes are of contents, under the name without .gz. Records that other tools made
+(predictions, and the ablation 03) are sealed: `check` compares their files, numbers and page with stored hashes. Exit
+status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
 
 import argparse
@@ -20,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import plot, report, statistics
+from tools import compressed, plot, report, statistics
 from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
@@ -96,9 +97,21 @@ def find(root: Path, name: str) -> Path:
     return fits[0]
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of all files of a record but those that `check` makes again."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {name: sha256((folder / name).read_bytes()) for name in names if name not in (PAGE, RESULT, DIFF)}
+    """sha256 of the contents of all files of a record but those that `check` makes again, by name without .gz."""
+    made = {folder / name for name in (PAGE, RESULT, DIFF)}
+    found: dict[str, str] = {}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_file() or path in made:
+            continue
+        name = compressed.uncompressed(path).relative_to(folder).as_posix()
+        if name in found or folder / name in made:
+            raise ToolError(f"{name} in {folder.name}", "compressed (.gz) and not", "one of them", "remove the other")
+        found[name] = sha256(compressed.read_bytes(path))
+    return dict(sorted(found.items()))
+
+def logs_below(folder: Path) -> list[Path]:
+    """The log.jsonl of each run, compressed or not."""
+    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + compressed.SUFFIX)])
 
 def diff_of(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
@@ -184,7 +197,7 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
             yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
-    for log in sorted((folder / "logs").rglob(LOG)):
+    for log in logs_below(folder / "logs"):
         if log not in read:
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
     known: dict[Any, str] = {}
@@ -266,7 +279,10 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
             yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
-    printed = text(run.path.with_name(TEXT_LOG))
+    text_log = run.path.with_name(TEXT_LOG)
+    printed = ""
+    if compressed.stored(text_log).is_file():
+        printed = compressed.read_bytes(text_log).decode("utf-8")
     machine = str(value(run, "hardware")).partition(", then ")[0]            # of the part before a resume
     for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
         if fact not in printed.partition("\nstep:")[0]:
@@ -316,8 +332,8 @@ def numbers(run: Run) -> Facts:
     untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
     return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
 
-def page(result: Facts) -> str:
-    """The generated part of a record's README."""
+def page(folder: Path, result: Facts) -> str:
+    """The generated part of a record's README. folder: its place, for links to logs as they are stored."""
     stated = result["stated"]
     what = stated["kind"].capitalize()
     if stated["kind"] == "entry":
@@ -348,7 +364,8 @@ def page(result: Facts) -> str:
     rows = []
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
-        rows.append([f"[{Path(name).name}](logs/{name}/{LOG})", *(run[key] for key in RUN_COLUMNS), untimed])
+        log = compressed.stored(folder / "logs" / name / LOG)
+        rows.append([f"[{Path(name).name}](logs/{name}/{log.name})", *(run[key] for key in RUN_COLUMNS), untimed])
     parts.append(markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows))
     for name, group in result["groups"].items():
         losses = [round(loss, 6) for loss in group["losses"]]
@@ -403,7 +420,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
-            for log in sorted(Path(path).rglob(LOG)) or [Path(path, LOG)]:
+            for log in logs_below(Path(path)) or [Path(path, LOG)]:
                 keep(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
         raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
@@ -446,8 +463,8 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
     if manifest:
         shutil.copyfile(manifest, copy.parents[len(Path(noted["folder"]).parts) - 1] / MANIFEST)
     for log in (LOG, TEXT_LOG):
-        if run.path.with_name(log).exists():
-            shutil.copyfile(run.path.with_name(log), copy / log)
+        if compressed.stored(run.path.with_name(log)).exists():
+            compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
     stated["groups"].setdefault(label, []).append(name)
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
@@ -472,7 +489,7 @@ def write(folder: Path, stated: Facts) -> None:
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
     if not by_hand:
         by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
-    (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
+    (folder / PAGE).write_bytes((by_hand + MARK + page(folder, result)).encode())
 
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
@@ -523,7 +540,7 @@ def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
         yield f"{what}: found {found}, expected {expected}"
     follows = build(folder, stated, sides) | {"files": result["files"]}     # these are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
-    made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(result)
+    made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(folder, result)
     if stated["parent"]:
         made[DIFF] = text(folder / DIFF), diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
     for name, pair in made.items():

@@ -18,6 +18,9 @@ import train_gpt as tg
 import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 
+sys.path.insert(0, str(ROOT / "records"))
+from tools import compressed                                  # noqa: E402
+
 def test_shipped_data__are_those_of_the_records():
     """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
     headers = []
@@ -25,9 +28,10 @@ def test_shipped_data__are_those_of_the_records():
         headers += tg.find_shards(str(ROOT / tg.PRESETS["pocket"][field]))
     shipped = tg.scan_shards(headers)
     assert shipped == "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
-    logs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/log.jsonl"))
-    stated = {json.loads(log.open().readline())["data_sha256"] for log in logs}
-    assert len(logs) == 6 and stated == {shipped}
+    runs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/"))
+    headers = [json.loads(compressed.read_bytes(folder / "log.jsonl").splitlines()[0]) for folder in runs]
+    stated = {header["data_sha256"] for header in headers}
+    assert len(runs) == 6 and stated == {shipped}
     assert len(tg.read_vocabulary(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
 
 def test_shipped_data__come_with_their_licence():

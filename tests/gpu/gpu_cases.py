@@ -1,4 +1,4 @@
-"""The operations that the trainer gives to a GPU, with fresh inputs, for test_gpu.py and bench_gpu.py.
+"""Operations that the trainer gives to a GPU, with fresh inputs, and training steps: for the tests and tools here.
 
 Exact is what the trainer's plain code gives in f64: other tests compare that with references of another kind, on the
 CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory full of NaN. All of it is a
@@ -7,11 +7,16 @@ function of device and sizes: a CPU runs the same lines, small.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +49,7 @@ class Sizes(NamedTuple):
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
 BIG_CARD = 60 << 30                      # bytes
+LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: estimated bytes of a check
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
@@ -127,19 +133,21 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
-def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
-    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
+def chosen_attention(fabric: tg.Fabric, head_dim: int, kernel: str = "auto") -> tuple[Callable, str]:
+    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim, attention=kernel))
     return tg.choose_attention(cfg, fabric)
 
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
-    def __init__(self, fabric: tg.Fabric, sizes: Sizes | None = None, seed: int = 0, backend: str = "") -> None:
-        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU]."""
+    def __init__(self, fabric: tg.Fabric, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
+                 kernel: str = "auto") -> None:
+        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
+        kernel: the attention, as --attention has it."""
         self.fabric = fabric
         self.device = fabric.device
         self.sizes = sizes or TINY
         self.backend = backend
-        self.has_fp8 = True
+        self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
         if fabric.on_cuda:
             properties = torch.cuda.get_device_properties(fabric.device)
             self.sizes = sizes or (RECORD if properties.total_memory >= BIG_CARD else SMALL_CARD)
@@ -147,7 +155,7 @@ class Lab:
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(fabric.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for what the host has to know, too
-        self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E)
+        self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E, kernel)
 
     def cases(self) -> list[str]:
         return [name for name in CASES if self.has_fp8 or "fp8" not in name]
@@ -337,3 +345,39 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
+
+FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
+
+class Run:
+    """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
+    def __init__(self, fabric: tg.Fabric, **changes: Any) -> None:
+        """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
+        does not fit in memory."""
+        name = "record" if fabric.on_cuda else "tiny"
+        cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
+        if fabric.on_cuda:
+            torch.cuda.empty_cache()                          # cached memory does not count as free
+            cfg = replace(cfg, train_files=FORMULA)
+        cfg = replace(cfg, **changes)
+        tg.check_config(cfg)
+        self.fabric = fabric
+        self.headers = tg.find_shards(cfg.train_files)
+        self.cfg = tg.resolve(cfg, self.headers, self.headers)
+        kernel, _ = tg.choose_attention(self.cfg, fabric)
+        slots_at_once, _ = tg.fit_memory(self.cfg, fabric, kernel)
+        self.schedule = tg.Schedule(self.cfg)
+        self.engine = tg.Engine(self.cfg, fabric, kernel, tg.head_precision(self.cfg, fabric), slots_at_once)
+
+    def steps(self, stage: int, cycles: int) -> Iterator[tg.Losses]:
+        """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
+        cycle = self.schedule.cycle
+        first = self.schedule.starts[stage] // cycle * cycle
+        starts = [first] + (cycles - 1) * [first + cycle]
+        of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
+        loader = tg.Loader(self.cfg, self.fabric, self.headers)
+        with contextlib.closing(loader):
+            loader.start(of_cycles[0])
+            for of_cycle, following in zip(of_cycles, [*of_cycles[1:], []]):
+                loader.advance(following)
+                for values in of_cycle:
+                    yield tg.train_step(self.engine, loader, values)

@@ -1,13 +1,12 @@
-"""What a GPU computes, keeps and compiles:  python -m pytest -m gpu -s tests/gpu
+"""What a GPU computes and keeps:  python -m pytest -m gpu -s tests/gpu
 
-The same tests run small on a CPU. --all adds the whole warm-up, minutes on a card; -s shows the figures.
+The same tests run small on a CPU; -s shows the figures. Step `stages` of day.py shows what a run compiles, and its
+memory.
 """
-import contextlib
 import functools
 import itertools
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import bench_gpu
 import gpu_cases
@@ -29,8 +28,9 @@ def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
 
 def needs_memory(size: float) -> None:
     torch.cuda.empty_cache()
-    if torch.cuda.mem_get_info()[0] < size:
-        pytest.skip("too little memory on this CUDA device")
+    free, _ = torch.cuda.mem_get_info()
+    if free < size:
+        pytest.skip(f"this CUDA device has {free / 1e9:.0f} GB of free memory, the test takes {size / 1e9:.0f} GB")
 
 RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
           ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
@@ -41,7 +41,7 @@ def test_operation__against_f64_in_poisoned_memory(fabric, name, sizes):
     """Ragged: tiles that end at no edge; thousands of lines of one row, added in one order, to the same bits again."""
     lab = lab_of(fabric)
     if name not in lab.cases():
-        pytest.skip("this CUDA device has no fp8")
+        pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm_v2")
     if sizes:
         lab = gpu_cases.Lab(fabric, gpu_cases.TINY._replace(**sizes))
     case = CASES[name](lab)
@@ -91,7 +91,9 @@ HEADS = (6, 3)                           # of plain layers, of paired ones
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_choose_attention__against_the_reference(fabric, name):
     lab = lab_of(fabric)
-    smaller = 1 if fabric.on_cuda else 8                      # a CPU has no other kernel than the reference
+    # A CPU has no other kernel than the reference, and gets shorter documents. Pairs stay pairs: in documents of one
+    # token the exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
+    smaller = 1 if fabric.on_cuda or name == "pairs" else 8
     bounds = [0, *(end // smaller for end in DOCUMENTS[name])]
     for heads, window in itertools.product(HEADS, WINDOWS):
         case = gpu_cases.attention_of(lab, bounds, window, heads)
@@ -99,9 +101,11 @@ def test_choose_attention__against_the_reference(fabric, name):
         print(found)
         assert found["wrong"] == []
 
-def test_HeadLoss__beyond_2_to_31_logits(gpu):
-    needs_memory(30e9)
-    lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=49_152))
+@pytest.mark.parametrize("tokens, memory", gpu_cases.LARGE_HEADS.items())
+def test_HeadLoss__beyond_2_to_31_logits(gpu, tokens, memory):
+    """The micro-batch of a stage 3 with 8 ranks, and the one with 1 to 4 of them, whose logits exceed 2^32."""
+    needs_memory(memory)
+    lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=tokens))
     name = "head, fp8" if lab.has_fp8 else "head, plain"
     case = CASES[name](lab)
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
@@ -176,27 +180,12 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 @functools.cache
-def started(fabric: tg.Fabric) -> bench_gpu.Run:
+def started(fabric: tg.Fabric) -> gpu_cases.Run:
     """The record preset at full size, on a CPU tiny."""
     try:
-        return bench_gpu.Run(fabric)
+        return gpu_cases.Run(fabric)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
-
-def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
-    """In the order of the run, the untying included; then evaluation. The peak must stay within the room that the
-    estimate takes."""
-    run = started(fabric)
-    for stage in range(3):
-        found = run.measure_stage(stage, cycles=2)
-        print(run.figures, found)
-        assert found["new_graphs"] == 0, "compiled after the first two cycles"
-        assert 0 < found["last_loss"] < 1.2 * found["first_loss"], "a training step makes it worse"
-        if fabric.on_cuda:
-            assert 0.4 * found["estimate_mib"] < found["peak_mib"] < found["estimate_mib"] / tg.MEMORY_SHARE
-    found = run.measure_evaluation()
-    print(found)
-    assert found["new_graphs"] == 0 and found["peak_mib"] < run.figures["estimate_mib"] / tg.MEMORY_SHARE
 
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     run = started(fabric)
@@ -207,39 +196,20 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
         restore()
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
 
-@pytest.mark.all
-def test_warm_up__no_stage_compiles_after_it(fabric):
-    run = started(fabric)
-    tg.warm_up(run.cfg, fabric, run.engine, SimpleNamespace(phase=contextlib.nullcontext))
-    for stage in range(3):
-        assert run.measure_stage(stage, cycles=1)["graphs"] == 0
-
 def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """All operations and one that fails, which leaves the others alone; the stages; a run that does not fit."""
+    """All operations, and one that fails, after which the others are still checked."""
     def broken(_: gpu_cases.Lab) -> gpu_cases.Case:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
 
-    flags = ["--device=cpu", f"--out={tmp_path}", "--rounds=1", "--cycles=1"]
+    flags = ["--device=cpu", f"--out={tmp_path}", "--rounds=1"]
     monkeypatch.setitem(CASES, "broken", broken)
     assert bench_gpu.main(flags) == 1
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["wrong"] == ["broken: OutOfMemoryError: Tried to allocate 20.00 GiB. More."]
-    assert [row["name"] for row in found["kernels"]] == list(CASES)
-    assert [stage["new_graphs"] for stage in found["stages"]] == [0, 0, 0] and found["evaluation"]["s_per_block"] > 0
-    assert bench_gpu.predictions("FA3")["stage 1"] < bench_gpu.predictions("FA2 of torch")["stage 1"]
-
-    def refuse(*_) -> None:
-        raise tg.RunError("memory", "1 GiB to use", "room for more", "a larger device")
-
-    monkeypatch.setattr(tg, "fit_memory", refuse)
-    assert bench_gpu.main([*flags, "--only=steps"]) == 0 and "1 GiB to use" in capsys.readouterr().out
+    *rows, large = (row["name"] for row in found["kernels"])
+    assert rows == LAB.cases() and large.startswith("head, ") and large.endswith(" tokens")
     if not torch.cuda.device_count():
         assert bench_gpu.main(flags[1:]) == 2 and "sees no CUDA device" in capsys.readouterr().err
-
-    monkeypatch.undo()                                        # a step that goes wrong is no run that does not fit
-    monkeypatch.setattr(tg.Optimizer, "step", refuse)
-    with pytest.raises(tg.RunError):
-        bench_gpu.main([*flags, "--only=steps"])
 
 LAB = gpu_cases.Lab(tg.Fabric(torch.device("cpu")))
 

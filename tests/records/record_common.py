@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/records/golden"
 sys.path.insert(0, str(ROOT / "records"))                     # the tools are the package `tools`
 
-from tools import report                                     # noqa: E402
+from tools import compressed, report                         # noqa: E402
 
 SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
 OTHER_SOURCE = SOURCE.replace("= 7\n", "= 8\n")
@@ -59,10 +59,18 @@ def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 def events_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in text_of(path).splitlines()]
 
 def write_events(path: Path, events: list[dict]) -> None:
-    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+    write_text(path, "".join(json.dumps(event) + "\n" for event in events))
+
+def text_of(path: Path) -> str:
+    """The text of a file, of NAME.gz where a record has only that."""
+    return compressed.read_bytes(path).decode()
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file in the form that it has."""
+    compressed.write_bytes(compressed.stored(path), text.encode())
 
 def write_text_log(folder: Path) -> None:
     header, *events = events_of(folder / "log.jsonl")
@@ -119,6 +127,6 @@ def call(*argv: object) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 def edit(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
+    text = text_of(path)
     assert old in text
-    path.write_text(text.replace(old, new, 1))
+    write_text(path, text.replace(old, new, 1))

@@ -14,9 +14,10 @@ from scipy import stats
 
 from common import run
 
-from record_common import NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
+from record_common import (NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, text_of, write_events,
+                           write_text)
 
-from tools import record                                     # noqa: E402
+from tools import compressed, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -86,7 +87,7 @@ def test_build__numbers_are_those_of_the_logs(two_records):
     assert group["loss"]["sd"] == pytest.approx(np.std(LOSSES, ddof=1))
     assert result["class"] == "plain" and result["entry"]["params_total"] == 1000
     page = (two_records / "records" / FIRST / "README.md").read_text()
-    for part in ("2.159", "losses = [2.171, 2.144, 2.162]", "[seed1](logs/seed1/log.jsonl)"):
+    for part in ("2.159", "losses = [2.171, 2.144, 2.162]", "[seed1](logs/seed1/log.jsonl.gz)"):
         assert part in page
     second = two_records / "records" / SECOND
     result = result_of(second)
@@ -122,6 +123,7 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
 
 def remove(path: Path) -> None:
+    path = compressed.stored(path)
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -190,15 +192,15 @@ def restate(folder: Path, value: object, *keys: str) -> None:
 def copy_run(folder: Path) -> None:
     """A second seed from a copy, its seed changed wherever it stands."""
     copy = Path(shutil.copytree(folder / "logs/seed1", folder / "logs/seed5"))
-    lines = (copy / "log.jsonl").read_text()
-    (copy / "log.jsonl").write_text(lines.replace('"seed": 1', '"seed": 5'))
+    lines = text_of(copy / "log.jsonl")
+    write_text(copy / "log.jsonl", lines.replace('"seed": 1', '"seed": 5'))
     edit(copy / "log.txt", "seed 1", "seed 5")
     restate(folder, ["seed0", "seed1", "seed2", "seed5"], "groups", "")
 
 def link_out(folder: Path) -> None:
-    log = folder / "logs/seed1/log.jsonl"
-    log.rename(folder.parent / "elsewhere.jsonl")
-    log.symlink_to("../../../elsewhere.jsonl")
+    log = folder / "logs/seed1/log.jsonl.gz"
+    log.rename(folder.parent / "elsewhere.jsonl.gz")
+    log.symlink_to("../../../elsewhere.jsonl.gz")
 
 def future(folder: Path) -> None:
     day = str(datetime.date.today() + datetime.timedelta(days=9))

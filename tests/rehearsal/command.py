@@ -176,14 +176,14 @@ def main(argv: Sequence[str]) -> int:
     page = prices(old, new, timelines)
     print("\n".join(summary(new)))
     if wanted.out:
-        Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
+        price.compressed.write_bytes(Path(wanted.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
     failures = forbidden(new)
     grown = report(old, new) if old else []
     if not wanted.quick:
         print(page if old else f"compared with nothing: {path.name} has no {wanted.card}\n{page}")
     if wanted.update and not failures:
         print("\n".join(grown))
-        path.write_text(written(kept(new)) + "\n")
+        price.compressed.write_bytes(path, written(kept(new)).encode() + b"\n")
         return 0
     print("\n".join(f"FAILED  {failure}" for failure in failures + grown))
     return 1 if failures + grown else 0

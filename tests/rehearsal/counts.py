@@ -24,7 +24,10 @@ import train_gpt as tg  # noqa: E402
 
 LONGEST_NAME = 40                        # in the key of a kernel
 GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
-HANDED_ON = ("synchronize", "launch")    # functions of the trainer whose callers say what it is about
+# Functions of the trainer whose callers say what it is about.
+HANDED_ON = ("synchronize", "wait_for", "happens_within", "launch")
+ALIGNED_BYTES = 16                       # of an address that takes the widest loads and stores
+LARGE_BYTES = 10**6                      # of an argument whose loads have to be wide
 TILE = 128                               # rows and columns of a tile of attention
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
@@ -245,11 +248,16 @@ class Tally:
             key = self.product(common, tensors)
         elif owner is None:
             name = facts["name"]
-            common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=texts_of(tensors))
+            bytes_moved, rows = self.rows_work(tensors)
+            common.update(kind="triton", bytes=bytes_moved, shapes=texts_of(tensors))
+            if rows:                                          # its other programs end at once
+                common["programs"] = rows
             place = f"{grid} {self.world}"                    # with another number of ranks it touches other rows
             key = f"{name}.{digest_of(common['shapes'] + place)}"
         else:
             key = self.generated(owner, common, tensors)
+            for pointer in unaligned_pointers(owner, tensors):
+                self.fail("unaligned pointer", key, pointer)
         self.launch(key, common, tensors)
 
     def generated(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
@@ -279,9 +287,10 @@ class Tally:
                      shapes=texts_of(tensors))
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
-    def rows_bytes(self, tensors: list[Tensor]) -> int:
-        """Of a kernel of room 4: its inputs, and of row gradients the rows that it touches, read and written."""
-        total = 0
+    def rows_work(self, tensors: list[Tensor]) -> tuple[int, int]:
+        """Bytes that a kernel of room 4 moves: its inputs, and of row gradients the rows that it touches, read and
+        written. And how many rows these are; 0 where nobody knows."""
+        total = touched = 0
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
             if label is None or len(tensors) == 1:
@@ -291,7 +300,8 @@ class Tally:
                 share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
                 rows = share * len(np.unique(rows_of_table))
                 total += round(2 * rows * x.shape[1] * x.element_size())
-        return total
+                touched = round(rows)
+        return total, touched
 
     def launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
         first_of_race = self.racing and not self.kernels.get(key, {}).get("seen")
@@ -335,6 +345,15 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
+
+def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
+    """Large arguments of an Inductor kernel that it does not take for aligned, and so reads an element at a time."""
+    facts, = owner.triton_meta["configs"]
+    aligned = [at for (at,), known in facts.items() if ["tt.divisibility", ALIGNED_BYTES] in known]
+    kinds = owner.triton_meta["signature"]                    # a number of the host has the name of a pointer
+    pointers = [(at, name) for at, (name, kind) in enumerate(kinds.items()) if kind.startswith("*")]
+    large = [(at, name, x) for (at, name), x in zip(pointers, tensors, strict=True) if x.nbytes > LARGE_BYTES]
+    return [f"{name}, {text_of(x)}, not divisible by {ALIGNED_BYTES}" for at, name, x in large if at not in aligned]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """Those that are given twice once, for a kernel that does not read its second look."""

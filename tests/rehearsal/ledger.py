@@ -17,8 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_of, grown, items_of, line_name, load,
-                    price_steps, stages_of, tokens_at_once)
+from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, compressed, cycle_of, grown, items_of, line_name,
+                    load, price_steps, stages_of, tokens_at_once)
 
 FORMAT = 4
 ALWAYS = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
@@ -28,7 +28,7 @@ CULPRITS = 3
 ALLOWED_WAITS = {                        # in the timed loop, by line, and why
     "Clock.start: self.fabric.synchronize()": "the clock starts and stops after what the device has done",
     "Clock.stop: self.fabric.synchronize()": "the same",
-    "Log.flush: copied.synchronize()": "the loss of a step one cycle back, which is there",
+    "Log.flush: self.fabric.wait_for(copied)": "the loss of a step one cycle back, which is there",
 }
 
 
@@ -151,7 +151,7 @@ def written(value: Any, indent: str = "") -> str:
 
 def ledger_in(path: Path) -> dict[str, Any] | None:
     """None if there is no file. Raises PriceError for one that is not a ledger."""
-    if not path.exists():
+    if not compressed.stored(path).exists():
         return None
     ledger = load(path)
     if ledger.get("format") != FORMAT:

@@ -177,6 +177,10 @@ class Event:
     def synchronize(self) -> None:
         mode.recorder.host_waited(f"{self.name} of the device")
 
+    def query(self) -> bool:
+        self.synchronize()
+        return True
+
 class Stream(Event):
     name = "a stream"
 

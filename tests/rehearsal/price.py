@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import re
 import sys
@@ -19,6 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
+from tools import compressed             # noqa: E402
 
 LEDGER, RATES = Path(__file__).with_name("ledger.json"), Path(__file__).with_name("rates.json")
 FORMAT = 2                               # of timelines
@@ -38,8 +42,9 @@ class PriceError(Exception):
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
 def load(path: Path) -> dict[str, Any]:
+    """The object of a JSON file in either form, NAME or NAME.gz."""
     try:
-        found = json.loads(path.read_text("utf-8"))
+        found = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "a JSON file",
                          "name another; python tests/rehearse.py --update makes a ledger") from None
@@ -390,10 +395,14 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
     except (read.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
-    steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
-    if run.total != steps:
-        raise PriceError(f"steps of {path}", run.total, f"{steps}, as the ledger's run has",
-                         "rehearse with the flags of that run")
+    counts = [sum(parities.values()) for parities in ledger["steps"].values()]
+    spans = stage_spans(run.facts.get("config", {}), run.total)
+    if not spans and run.total == sum(counts):                                # a log of text that has no settings
+        ends = list(itertools.accumulate(counts, initial=0))
+        spans = [range(*pair) for pair in zip(ends, ends[1:])]
+    if len(spans) != len(counts):
+        raise PriceError(f"stages of {path}", f"{len(spans)} in {run.total} steps", f"{len(counts)}, as the "
+                         "ledger's run has", "name the log.jsonl of such a run, or rehearse with the flags of this one")
     world = f"{run.facts.get('world_size')}"
     if world not in prediction["worlds"]:
         raise PriceError(f"world size of {path}", world, f"one of {', '.join(prediction['worlds'])}",
@@ -403,13 +412,12 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
     rows = []
     for attention, found in prediction["worlds"][world].items():
-        first = 0
-        for stage, parities in ledger["steps"].items():
-            span = range(first, first + sum(parities.values()))
-            first = span.stop
+        run_ms = 0.0
+        for stage, span in zip(ledger["steps"], spans):
             predicted_ms = found["stages"].get(stage, {}).get("mean", {}).get("ms")
+            run_ms += len(span) * (predicted_ms or 0.0)
             rows.append([attention, f"{stage}, ms a step", predicted_ms, measured_ms(span, seconds_after)])
-        rows.append([attention, "run, s", found["run_s"], run.seconds])
+        rows.append([attention, f"{run.total} steps, s", run_ms / 1000, run.seconds])
     for row in rows:
         row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
     title = f"World size {world}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
@@ -417,8 +425,22 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         title += f" its times do not count ({run.void})"
     return f"{title}\n\n{table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
+def stage_spans(config: dict[str, Any], steps: int | None) -> list[range]:
+    """Compute the steps of each stage of a run from its own settings; [] if they do not decide them."""
+    # The rule is Schedule's in train_gpt.py, which this tool does not import: all stages but the last have an even
+    # fraction of the scheduled steps. With --time_budget the clock decides where a stage begins.
+    stages = config.get("stages") or ()
+    scheduled = config.get("num_scheduled_steps")
+    if steps is None or not scheduled or len(stages) < 2 or config.get("time_budget"):
+        return []
+    bounds = [round(scheduled * k / (len(stages) - 1)) for k in range(len(stages))]
+    bounds = [min(bound, steps) for bound in (*bounds, scheduled + config["num_extension_steps"])]
+    return [range(*pair) for pair in zip(bounds, bounds[1:])]
+
 def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
-    """Mean of a step inside a stage; None where the log has no times."""
+    """Compute the mean ms of a step inside a stage; None where the log has no times."""
+    if not span:
+        return None
     first = span.start + min(SETTLING_STEPS, len(span) // 4)
     last = span.stop - min(LEAVING_STEPS, len(span) // 8)
     if first not in seconds_after or last not in seconds_after:

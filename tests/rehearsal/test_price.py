@@ -1,9 +1,12 @@
 """The price: small timelines priced by hand, what a change costs, a measured run."""
+import gzip
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 
-from rehearsal import price
+from rehearsal import ledger, price
 
 # Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
@@ -27,6 +30,7 @@ KERNELS = dict(
     flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12, tokens=1024),
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
+RECORDS = Path(__file__).resolve().parents[2] / "records"
 MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
@@ -98,24 +102,59 @@ def test_difference__by_stage_and_by_line_where_both_have_it():
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
 
-def test_measured_page__beside_the_prediction(tmp_path, capsys):
-    """By stage, away from its ends: steps that settle and leave are 10 times as long here, none of them may count."""
+def test_load__either_form_of_a_ledger(tmp_path) -> None:
+    """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
     made = timelines(even=[run("move")], odd=[run("move")])
-    made["steps"] = {"stage 1": dict(even=60, odd=60)}
-    config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0)
-    lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
-    ms = 0.0
-    for step in range(120):
-        ms += (30 + step % 2) * (1 if 20 <= step < 115 else 10)
-        lines.append(dict(type="step", step=step + 1, train_time_ms=ms, train_loss=3.0))
-    lines.append(dict(type="val", step=120, val_loss=3.3, train_time_ms=ms))
-    lines.append(dict(type="result", val_loss=3.3, train_time_ms=ms, steps=120))
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(made).encode()))
+    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == made
+    published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
+    assert "no GPU has run anything" in price.text(price.price(published, price.load(price.RATES)))
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
+    for path in (tmp_path / "made.json", tmp_path / "none.json"):
+        with pytest.raises(price.PriceError, match="a JSON file"):
+            price.load(path)
+    assert ledger.ledger_in(tmp_path / "none.json") is None
 
+def write_log(folder: Path, config: dict, times: list[float]) -> None:
+    """Write the log of a run whose steps take these ms."""
+    steps = len(times)
+    lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
+    for done, ms in enumerate(itertools.accumulate(times), 1):
+        lines.append(dict(type="step", step=done, train_time_ms=ms, train_loss=3.0))
+    lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=sum(times)))
+    lines.append(dict(type="result", val_loss=3.3, train_time_ms=sum(times), steps=steps))
+    (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+def test_measured_page__compared_with_the_prediction(tmp_path, capsys):
+    """By stage, away from its ends: the steps that settle and leave take 10 times as long, and must not count."""
+    made = timelines(even=[run("move")], odd=[run("move")])
+    made["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
+    config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
+    write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
     prediction = price.price(made, RATES)
     page = price.measured_page(tmp_path, made, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
-    made["steps"] = COUNTS
-    with pytest.raises(price.PriceError, match="120\n.*30, as the ledger's run"):
+
+    write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
+    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in price.measured_page(tmp_path, made, prediction)
+    write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
+    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as the ledger's run"):
         price.measured_page(tmp_path, made, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
+
+def test_measured_page__of_a_short_run(tmp_path):
+    """The header has where the stages begin: 16 steps of 20 ms, 16 of 40, 8 of an extension; the ledger's are longer.
+    A run that max_steps ends has no measured time of the stages it does not reach."""
+    made = timelines(even=[run("move")], odd=[run("move")], even_2=[run("move", 2)], odd_2=[run("move", 2)])
+    made["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
+    prediction = price.price(made, RATES)
+    config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
+    write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
+    page = price.measured_page(tmp_path, made, prediction)
+    assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
+    assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
+    assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
+
+    write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
+    page = price.measured_page(tmp_path, made, prediction)
+    assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page

@@ -17,6 +17,7 @@ from common import ROOT
 from rehearsal import command, ledger, price
 
 REASON = command.why_not()
+PATIENCE = 3600                          # s for walks on a busy machine
 needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 TODAY = json.loads(price.LEDGER.read_text())
 
@@ -27,7 +28,10 @@ def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
 
 def ended_well(root: Path, cache: Path, *words: str) -> None:
     process = started(root, cache, *words)
-    said, _ = process.communicate()
+    try:
+        said, _ = process.communicate(timeout=PATIENCE)
+    finally:
+        process.kill()
     assert process.returncode == 0, said
 
 @pytest.fixture(scope="module")
@@ -51,7 +55,7 @@ def test_Tally__counts_what_others_count(cache, quick):
 def test_rehearse__quick_finds_nothing_forbidden(quick):
     """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
     gradient beside its main_grad."""
-    said, _ = quick.communicate()
+    said, _ = quick.communicate(timeout=PATIENCE)
     assert quick.returncode == 0 and "stage 1 odd step" in said and " 0 spill" in said, said
 
 
@@ -63,7 +67,11 @@ SCRATCH = "        grad_w = ctx.grad_target.add_gradient(product, None)"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
 SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
-VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.name)"
+VARLEN_CLASS = "class Varlen(torch.autograd.Function):\n"
+VARLEN_CALL = "varlen(*inputs)\n"
+VARLEN_SCHEMA = "v: Tensor, cu_seqlens: Tensor, span: str)"
+VARLEN_SHAPES = "*qkv, cu_seqlens, _ = inputs"
 DYNAMIC = "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)"
 LOGITS = "product_dtype = logits_dtype if native else accum"
 PINNED = "pin_memory=True) for x in self.shard))"
@@ -89,6 +97,11 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("recompile", "GPT.losses forward, stage 1")]),
     "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(part.cu_seqlens)"}, FIRST_GRAPHS,
                               [("recompile", "cu_seqlens")]),
+    "attention that takes a tensor of the host": (
+        {VARLEN_CLASS: "HOST = torch.zeros(())\n" + VARLEN_CLASS, VARLEN_CALL: "varlen(*inputs, HOST)\n",
+         VARLEN_SCHEMA: VARLEN_SCHEMA.replace(")", ", host: Tensor)"),
+         VARLEN_SHAPES: VARLEN_SHAPES.replace(" =", ", _ =")}, FIRST_GRAPHS,
+        [("unaligned pointer", "triton_poi_fused__unsafe_view")]),
     "logits in f32": ({LOGITS: "product_dtype = accum"}, FIRST_GRAPHS,
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
     "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostRowStore._store: copied.synchronize()")]),

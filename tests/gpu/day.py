@@ -1,0 +1,269 @@
+"""Check and measure this machine's GPUs with one command: is the trainer right here, and as fast as predicted?
+
+    python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS] [--full]
+    python tests/gpu/day.py --device=cpu          rehearse: the same code at tiny sizes, on a machine without a GPU
+
+It needs torch, numpy and the repository, but no network. Every step is a process with a time limit; its whole process
+group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is replaced
+atomically after each step. A second call with the same DIR and other --parts retains the steps it does not repeat.
+
+| verdict | meaning | exit status |
+|---|---|---|
+| green | right, and as fast as expected | 0 |
+| rehearsed | on a CPU: the code ran to its end and its results could be read; they do not describe a GPU | 0 |
+| not required | this machine cannot run the step, or --full is not given | 0 |
+| yellow | right, but slower or other than expected | 3 |
+| skipped | asked for, but not run to its end: --limit is used up, preflight is red, or something is missing | 1 |
+| red | wrong results, unreadable results, a crash, or no end within the time limit | 1 |
+
+Each verdict but green has a reason. The day has the worst verdict of its steps, and that exit status; 2 is a bad
+command line. --parts asks for steps [all]; preflight always runs. A step starts only if --limit leaves its least time.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import day_steps
+import numpy as np
+from day_steps import HERE, ROOT, Facts, Verdict
+
+STATUSES = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}      # the worst first
+CPU_LIMIT = 300                          # s for any step: a rehearsal may have to share its cores
+PATIENCE = 5                             # s from SIGTERM to SIGKILL
+GPT2 = 50_257, 50_256                    # size of the vocabulary, document start
+
+class Step(NamedTuple):
+    judge: Callable[[Day, Facts], list[str]]
+    least: float                         # s that must be left for it to start
+    most: float                          # s after which it is killed
+
+STEPS = {                                # the most valuable first
+    "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
+    "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
+    "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
+    "ranks": Step(day_steps.ranks, 60, 300), "loss": Step(day_steps.loss, 100, 300),
+    "tests": Step(day_steps.tests, 60, 900), "race": Step(day_steps.race, 300, 1500)}
+
+
+# ---- Processes
+def has_ended(child: subprocess.Popen) -> bool:
+    """Look without reaping: while its leader is a zombie, no other process can get the id of the group."""
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
+    """Return whether all children have ended in time."""
+    deadline = time.monotonic() + seconds
+    while not all(map(has_ended, children)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+@contextlib.contextmanager
+def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path) -> Iterator[list[subprocess.Popen]]:
+    """Start the command once per rank, with these variables. At the end no process of any group is left."""
+    children = []
+    try:
+        with open(output, "wb") as file:
+            for variables in ranks:
+                children.append(subprocess.Popen(command, cwd=ROOT, env=os.environ | variables, start_new_session=True,
+                                                 stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT))
+        yield children
+    finally:
+        for child in children:
+            if not has_ended(child):
+                os.killpg(child.pid, signal.SIGTERM)
+        wait_for(children, PATIENCE)
+        for child in children:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(child.pid, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):              # a process that the driver blocks
+                child.wait(PATIENCE)
+
+def variables_of_ranks(world: int) -> list[dict[str, str]]:
+    """Return what a launcher sets for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        port = trial.getsockname()[1]
+    common = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+
+
+# ---- The day
+class Day:
+    """Folder, device, facts of preflight and results of earlier steps, and how a step starts its processes."""
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.out: Path = args.out
+        self.device: str = args.device
+        self.cpu = args.device == "cpu"
+        self.full: bool = args.full
+        self.end = time.monotonic() + (args.limit or math.inf)
+        self.deadline = math.inf                              # when the current step is killed
+        self.facts: Facts = {}
+        self.figures: dict[str, Facts] = {}                   # by step, of this call or of an earlier one
+        for kind in ("train", "val"):
+            write_text(self.out / f"text_{kind}.bin", kind)
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        os.environ.setdefault("TORCH_LOGS", "recompiles")
+        os.environ["PYTHONUNBUFFERED"] = "1"
+
+    def free_path(self, name: str, suffix: str = "") -> Path:
+        """Return a path in DIR that does not exist: nothing is overwritten or removed."""
+        path = self.out / f"{name}{suffix}"
+        count = 1
+        while os.path.lexists(path):
+            count += 1
+            path = self.out / f"{name}-{count}{suffix}"
+        return path
+
+    def call(self, name: str, *words: str, ranks: int = 0, limit: float = math.inf, statuses: tuple = (0,)) -> str:
+        """Run Python with these words, as so many ranks; 0: without a launcher's variables. Return its last lines.
+        Raises Verdict for another exit status, and if there is none within the limit or by the step's deadline."""
+        threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
+        variables = [dict(OMP_NUM_THREADS=str(threads)) | of_rank for of_rank in variables_of_ranks(ranks) or [{}]]
+        seconds = min(limit, self.deadline - time.monotonic())
+        output = self.free_path(name, ".txt")
+        with process_groups([sys.executable, *words], variables, output) as children:
+            in_time = wait_for(children, seconds)
+        lines = [line.strip() for line in output.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()]
+        last = " | ".join([line for line in lines if line][-6:])[-500:]
+        if not in_time:
+            verdict = "skipped" if time.monotonic() > self.end else "red"
+            raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {last}")
+        status = max([child.returncode for child in children], key=abs)
+        if status not in statuses:
+            how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+            raise Verdict("red", f"{name} {how}: {last}")
+        return last
+
+    def probe(self, probe: str, *words: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
+        """Return what a probe of day_probes.py has found."""
+        name = name or probe
+        path = self.free_path(name, ".json")
+        words = (f"--device={self.device}", f"--out={path}", *words)
+        self.call(name, str(HERE / "day_probes.py"), probe, *words, ranks=ranks, limit=limit)
+        return json.loads(path.read_text("utf-8"))
+
+    def train(self, name: str, *flags: str) -> Path:
+        """Run the trainer with preset `record`, on a CPU `tiny`. Return its run directory."""
+        folder = self.free_path(name)
+        preset = "tiny" if self.cpu else "record"
+        common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
+        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world())
+        return folder
+
+    def world(self) -> int:
+        """Return as many ranks as there are GPUs, if that divides the 8 sequences of a step."""
+        return max(world for world in (1, 2, 4, 8) if world <= max(1, self.facts["gpus"]))
+
+def write_text(path: Path, kind: str) -> None:
+    """Write the tokens of `pocket` as a shard of GPT-2's vocabulary: real text that needs no network."""
+    # A header has 256 words of 4 bytes; 3 and 4 are vocabulary size and document start. All ids are below 2,048, so
+    # that only the document start must become another one.
+    words = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
+    header, tokens = words[:512], words[512:]
+    tokens[tokens == header[8]] = GPT2[1]
+    header[6], header[8] = GPT2
+    words.tofile(path)
+
+def run_step(day: Day, name: str) -> Facts:
+    """Run one step; an error in it becomes its verdict."""
+    step = STEPS[name]
+    began = time.monotonic()
+    most = CPU_LIMIT if day.cpu else step.most
+    day.deadline = min(began + most, day.end)
+    day.figures[name] = figures = {}
+    verdict = "skipped"
+    if name != "preflight" and not day.facts:
+        reason = "preflight is red"
+    elif day.end - began < step.least:
+        reason = f"--limit leaves {max(0, day.end - began):.0f} s, the step needs {step.least}"
+    else:
+        try:
+            reason = "; ".join(step.judge(day, figures))
+            verdict = "yellow" if reason else "green"
+            if day.cpu:
+                verdict = "rehearsed"
+        except Verdict as found:
+            verdict, reason = found.args
+        except Exception as error:                            # rubbish in a result, a full disk: the day goes on
+            verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
+    if name == "preflight" and verdict == "red":
+        day.facts = {}
+    return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - began, 1), figures=figures, reason=reason)
+
+
+# ---- The command
+def earlier_steps(path: Path, facts: Facts) -> dict[str, Facts]:
+    """Return the steps that an earlier call has left in the same folder, on the same device with the same trainer."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found = json.loads(path.read_text("utf-8"))
+        if all(found[key] == value for key, value in facts.items()):
+            return {step["name"]: step for step in found["steps"] if step["verdict"] in STATUSES}
+    return {}
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, default=ROOT / f"logs/day-{time.strftime('%Y%m%d-%H%M%S')}",
+                        help="[logs/day-TIME]")
+    parser.add_argument("--parts", default=",".join(STEPS), help="[%(default)s]")
+    parser.add_argument("--limit", type=float, default=0.0, help="s for all steps together; 0: none [%(default)s]")
+    parser.add_argument("--full", action="store_true", help="also the whole run, and a record of it")
+    args = parser.parse_args(argv)
+    args.out = args.out.expanduser().resolve()
+    args.parts = ["preflight", *args.parts.split(",")]
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out: {error}")
+    unknown = [name for name in args.parts if name not in STEPS]
+    if unknown:
+        parser.error(f"--parts: {', '.join(unknown)}; expected some of {', '.join(STEPS)}")
+    return args
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    began = time.monotonic()
+    day = Day(args)
+    path = day.out / "day.json"
+    facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
+    asked = [name for name in STEPS if name in args.parts]
+    steps = {name: step for name, step in earlier_steps(path, facts).items() if name not in asked}
+    day.figures = {name: step["figures"] for name, step in steps.items()}
+    for name in asked:
+        steps[name] = run_step(day, name)
+        worst = min((step["verdict"] for step in steps.values()), key=list(STATUSES).index)
+        verdict = worst if name == asked[-1] else "unfinished"
+        part = path.with_suffix(".part")
+        steps = {name: steps[name] for name in STEPS if name in steps}
+        content = facts | dict(verdict=verdict, steps=list(steps.values()))
+        part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        os.replace(part, path)
+        print(f"{time.monotonic() - began:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
+              flush=True)
+    bad = [f"{name} {step['verdict']}" for name, step in steps.items() if STATUSES[step["verdict"]]]
+    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{': ' if bad else ''}{', '.join(bad)}; {path}")
+    return STATUSES[worst]
+
+def end_by(number: int, _: object) -> None:
+    raise SystemExit(128 + number)       # `process_groups` then ends the processes of the step
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores SIGHUP
+            signal.signal(number, end_by)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,263 @@
+"""Measure one thing on this machine, for day.py, which runs each probe as a process with a time limit.
+
+    python tests/gpu/day_probes.py PROBE --device=cuda|cpu --out=FILE.json [...]
+
+A probe writes one JSON object to FILE.json. On a CPU the same code runs at tiny sizes.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import bench_gpu  # noqa: I001  it sets torch's allocator
+import gpu_cases
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import train_gpt as tg
+
+Facts = dict[str, Any]
+BF16 = torch.bfloat16
+TILE = 128                               # queries and keys of an attention tile, as the price counts them
+ROUNDS = 20                              # timings of a rate; the median counts
+PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
+QUERIED = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "mig.mode.current",
+           "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active")
+SLOWED = 0x8 | 0x20 | 0x40 | 0x80        # throttle reasons: hardware slowdown, heat (two kinds), power brake
+SHARED_BYTES = 1 << 30                   # free in /dev/shm, which NCCL uses between the ranks of a machine
+FREE_MEMORY = 0.95
+
+
+# ---- Preflight
+def answer_of(*command: str) -> str | None:
+    """Run a program and return its output; None if it is absent, fails, or does not end within 10 s."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0][:200]
+
+def missing_compilers() -> list[str]:
+    """List what torch.compile and Triton need and do not find, each with its remedy."""
+    missing = []
+    if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
+        missing.append("no Python.h, which Triton compiles with: apt install python3-dev")
+    if not any(map(shutil.which, os.environ.get("CC", "cc gcc clang").split())):
+        missing.append("no C compiler, which Triton calls: apt install gcc")
+    if not any(map(shutil.which, os.environ.get("CXX", "g++ gcc clang").split())):
+        missing.append("no C++ compiler, which torch.compile calls: apt install g++")
+    return missing
+
+def cards(problems: list[str], remarks: list[str]) -> Facts:
+    """Describe the GPUs. problems: what no run can do without; remarks: what makes it slow."""
+    driver = answer_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        problems.append(f"torch {torch.__version__} finds no GPU: {first_line(error)}; driver {driver}: "
+                        "install a torch for CUDA that this driver runs, or a newer driver (580 for CUDA 13); on a CPU "
+                        "--device=cpu rehearses")
+        return {}
+    count = torch.cuda.device_count()
+    first = torch.cuda.get_device_properties(0)
+    if first.major < 8:
+        problems.append(f"capability {first.major}.{first.minor} of {first.name}: bfloat16 needs 8.0")
+    free, total = zip(*map(torch.cuda.mem_get_info, range(count)))
+    if min(f / t for f, t in zip(free, total)) < FREE_MEMORY:
+        others = answer_of("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader")
+        remarks.append(f"{min(free) >> 20} of {total[0] >> 20} MiB are free; other processes (pid, memory): {others}")
+    shared = shutil.disk_usage("/dev/shm").free
+    if count > 1 and shared < SHARED_BYTES:
+        problems.append(f"/dev/shm has {shared >> 20} MiB free, NCCL needs 1 GiB: docker run --shm-size=8g")
+    return dict(card=first.name, gpus=count, capability=[first.major, first.minor], free_bytes=min(free),
+                nccl=".".join(map(str, torch.cuda.nccl.version())), shared_memory_bytes=shared,
+                kernels=tg.ATTENTION_BY_CARD.get(first.major, ("varlen",)))
+
+def preflight(args: argparse.Namespace) -> Facts:
+    """Return facts about the machine, problems that forbid a run, and remarks."""
+    problems = []
+    remarks = []
+    facts = {package: tg.version_of(package) for package in PACKAGES}
+    facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, missing=missing_compilers(),
+                  cpu=tg.hardware(tg.Fabric(torch.device("cpu"))), source_sha256=tg.file_sha256(Path(tg.__file__)))
+    if args.device == "cpu":
+        facts |= dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"])
+        return dict(facts=facts, problems=[], remarks=[])
+    problems += facts["missing"]
+    facts |= cards(problems, remarks)
+    answer = answer_of("nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits")
+    facts["nvidia_smi"] = answer and [dict(zip(QUERIED, line.split(", "))) for line in answer.splitlines()]
+    facts["topology"] = answer_of("nvidia-smi", "topo", "-m")
+    if answer is None:
+        remarks.append("nvidia-smi does not answer: clocks, ECC errors and throttling are unknown")
+    for number, card in enumerate(facts["nvidia_smi"] or ()):
+        throttle = card.get(QUERIED[-1], "")
+        if throttle.startswith("0x") and int(throttle, 16) & SLOWED:
+            remarks.append(f"GPU {number} is throttled ({throttle})")
+        if card.get(QUERIED[-2], "0").isdecimal() and int(card.get(QUERIED[-2], "0")):
+            remarks.append(f"GPU {number} has uncorrected ECC errors")
+    return dict(facts=facts, problems=problems, remarks=remarks)
+
+
+# ---- Attention
+def executed_tiles(bounds: list[int], window: int) -> int:
+    """Count the tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, windowed."""
+    visited = 0
+    for length in map(int.__sub__, bounds[1:], bounds):
+        for first in range(0, length, TILE):
+            last = min(first + TILE, length) - 1
+            visited += last // TILE - max(first - window, 0) // TILE + 1
+    return visited
+
+def median_ms(call: Callable, inputs: list[Tensor], rounds: int = 5) -> float:
+    """Return the median of several calls on a cold cache, after one that does not count."""
+    size = bench_gpu.L2_BYTES if inputs[0].is_cuda else 1
+    flushed = torch.empty(size, dtype=torch.uint8, device=inputs[0].device)
+    return statistics.median([bench_gpu.ms_of(call, inputs, flushed) for _ in range(rounds + 1)][1:])
+
+def attention(args: argparse.Namespace) -> Facts:
+    """Check one kernel against float64, and time the layers of one sequence in each of the three stages."""
+    fabric = fabric_of(args)
+    try:
+        lab = gpu_cases.Lab(fabric, kernel=args.kernel)
+    except tg.TrainerError as error:
+        return dict(refused=" ".join(str(error).split())[:400])
+    wrong = []
+    for name in ("attention, short window", "attention, long window", "attention, paired"):
+        wrong += gpu_cases.check(name, gpu_cases.CASES[name](lab), lab)["wrong"]
+    cfg = tg.Config(**tg.PRESETS["record" if fabric.on_cuda else "tiny"])
+    stages = []
+    for stage in cfg.stages[:3]:
+        lab.sizes = lab.sizes._replace(T=stage.batch_tokens // cfg.num_slots)
+        ms = flops = 0
+        for (kind, window), layers in Counter((layer.attention, layer.window) for layer in tg.LAYERS).items():
+            if kind == "none":
+                continue
+            fold = 2 if kind == "paired" else 1
+            heads = lab.sizes.H // fold
+            reach = cfg.window_block * dict(short=stage.short_window, long=stage.long_window)[window]
+            bounds = [fold * bound for bound in lab.document_bounds()]
+            case = gpu_cases.attention_of(lab, bounds, reach, heads)
+            ms += layers * median_ms(case.ways[gpu_cases.TRAINER], case.inputs)
+            flops += layers * executed_tiles(bounds, reach) * TILE * TILE * lab.sizes.E * heads * (4 + 10)
+        stages.append(dict(tokens=lab.sizes.T, ms=ms, flop_per_s=1000 * flops / ms))
+    return dict(kernel=lab.attention_name, wrong=wrong, stages=stages)
+
+
+# ---- Ceilings
+def rate(amount: float, call: Callable, *inputs: Tensor) -> float:
+    return 1000 * amount / median_ms(call, list(inputs), ROUNDS)
+
+def ceilings(args: argparse.Namespace) -> Facts:
+    """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
+    fabric = fabric_of(args)
+    device = fabric.device
+    T, D, H, V, cube = (64, 32, 64, 128, 64)
+    if fabric.on_cuda:
+        T, D, H, V, cube = (49_152, 768, 3072, 50_304, 8192)
+        if fabric.total_memory() < gpu_cases.BIG_CARD:
+            T = 16_384
+    shapes = {}
+    for m, n, k in ((cube, cube, cube), (T, H, D), (T, D, H), (H, D, T), (T, V, D), (D, V, T), (T, D, V)):
+        a = torch.randn(m, k, device=device).to(BF16)
+        b = torch.randn(k, n, device=device).to(BF16)
+        shapes[f"bfloat16 ({m}, {n}, {k})"] = rate(2 * m * n * k, torch.mm, a, b)
+    rates = dict(bfloat16=shapes[f"bfloat16 ({cube}, {cube}, {cube})"])
+
+    large = torch.randn(T, 16 * D, device=device).to(BF16)
+    rates["memory"] = rate(2 * large.nbytes, torch.clone, large)
+    rates["transposing"] = rate(2 * large.nbytes, transpose, large)
+    a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
+    rates["float32"] = rate(2 * (cube // 2)**3, torch.mm, a, b)
+    if gpu_cases.Lab(fabric, gpu_cases.TINY, kernel="reference").has_fp8:
+        for m, n, k in ((cube, cube, cube), (T, V, D)):
+            a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
+            b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
+            for fast in (True, False):
+                found = rate(2 * m * n * k, partial(scaled_mm, fast=fast), a, b)
+                shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast}"] = found
+        rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation: True"]
+    if fabric.on_cuda:
+        host = fabric.host_tensor(torch.zeros(1 << 28, dtype=torch.uint8))
+        device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
+        rates["host_link"] = rate(host.nbytes, partial(Tensor.copy_, other=host, non_blocking=True), device_bytes)
+        if torch.cuda.device_count() > 1:
+            other = torch.empty_like(large, device="cuda:1")
+            rates["link"] = rate(large.nbytes, partial(Tensor.copy_, other=other), large)
+    return dict(rates=rates, shapes=shapes)
+
+def transpose(x: Tensor) -> Tensor:
+    return x.t().contiguous()
+
+def scaled_mm(a: Tensor, b: Tensor, fast: bool) -> Tensor:
+    """Multiply fp8 matrices (m, k), (n, k) as the head does."""
+    one = torch.ones((), device=a.device)
+    by_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b.t(), one, by_tensor, one, by_tensor, output_dtype=BF16, use_fast_accum=fast)
+
+
+# ---- Equal ranks
+def ranks(args: argparse.Namespace) -> Facts:
+    """Train 20 steps with as many ranks as were started: losses of all of them, and each rank's hash of the weights."""
+    files = dict(train_files=args.files, val_files=args.files) if args.files else {}
+    settings = tg.Config(device=args.device)
+    fabric = tg.make_fabric(settings)
+    fabric.set_timeout(10 * settings.comm_timeout)            # the ranks compile
+    run = gpu_cases.Run(fabric, debug_rows=1, **files)
+    losses = []
+    for found in run.steps(0, 20 // run.schedule.cycle):
+        losses.append(sum(fabric.gather(float(found.slot_sums.sum()))) / (found.tokens * fabric.world))
+    digest = hashlib.sha256()
+    rows = {row.label for row in tg.parameter_table(run.cfg) if row.rows}
+    for label, p in run.engine.model.named_parameters():
+        if label not in rows:                                 # a rank stores only its shard of a table
+            digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
+    return dict(rank=fabric.rank, world=fabric.world, losses=losses, hashes=fabric.gather(digest.hexdigest()))
+
+
+# ---- The command
+def fabric_of(args: argparse.Namespace) -> tg.Fabric:
+    fabric = tg.Fabric(torch.device(args.device, 0))
+    fabric.enter_thread()
+    return fabric
+
+PROBES: dict[str, Callable[[argparse.Namespace], Facts]] = dict(
+    preflight=preflight, attention=attention, ceilings=ceilings, ranks=ranks)
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("day_probes", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("probe", choices=PROBES)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kernel", default="auto", help="of attention [%(default)s]")
+    parser.add_argument("--files", default="", help="shards to train on [a formula]")
+    args = parser.parse_args(argv)
+    found = PROBES[args.probe](args)
+    if found.get("rank", 0) == 0:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
+    os._exit(0)                          # like the trainer: destroying NCCL's groups may hang

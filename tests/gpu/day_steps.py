@@ -1,0 +1,333 @@
+"""Judge the steps of day.py: each function takes a `Day` and the step's figures, to which it adds.
+
+It returns remarks, which make the step yellow, or raises Verdict with another verdict and the reason.
+"""
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from rehearsal import price
+
+if TYPE_CHECKING:
+    from day import Day
+
+Facts = dict[str, Any]
+# Means and standard deviations of ten runs of the same mathematics, published with modded-nanogpt 2026-02-03_VeTuned.
+PUBLISHED = {250: (4.546, 0.005), 1547: (3.278, 0.002)}
+MATCH = 0.05                             # largest difference of a step's loss between the fast path and float32
+EQUAL = 2e-3                             # relative difference of losses between numbers of ranks
+SLOW = 1.15                              # measured over predicted
+LOW = 0.85                               # measured over assumed rates
+SLOWER = 1.1                             # an operation over plain PyTorch
+MEMORY_SHARE = 0.9                       # the trainer's estimate may fill this fraction of a GPU
+GUESS = math.log(50_257)                 # nats per token
+ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
+RATES = "rates_measured.json"
+KINDS = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")       # the rate of each attention kernel
+CURE = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
+# Pattern of a kernel's name (the first that matches counts): its group, and the part of the price that contains it.
+GROUPS = {
+    r"nccl": ("communication", "exposed communication"),
+    r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
+    r"flash|fmha|attn|attention": ("attention forward", "attention"), r"relu_sq": ("relu_sq", "products"),
+    r"add_rows": ("add_rows", "memory-bound kernels"), r"memcpy|memset": ("copies", "memory-bound kernels"),
+    r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv": ("matmuls", "products"),
+    r"triton.*(exp2|log2)": ("loss", "memory-bound kernels"), r"triton.*sigmoid": ("gates", "memory-bound kernels"),
+    r"": ("other", "memory-bound kernels")}
+
+class Verdict(Exception):
+    """The verdict of a step, and the reason."""
+
+def short_run(day: Day) -> list[str]:
+    """Return flags of a run through all stages in few steps, on FineWeb or else on the text of `pocket`."""
+    steps = (12, 6) if day.cpu else (60, 10)
+    flags = [f"--num_scheduled_steps={steps[0]}", f"--num_extension_steps={steps[1]}", "--epochs=0", "--val_every=0"]
+    if fineweb() and not day.cpu:
+        return [*flags, "--val_tokens=2097152"]
+    val = 512 if day.cpu else 262_144
+    return [*flags, f"--train_files={day.out}/text_train.bin", f"--val_files={day.out}/text_val.bin",
+            f"--val_tokens={val}", f"--val_batch_tokens={val}"]
+
+def fineweb() -> bool:
+    folder = ROOT / "data/fineweb10B"
+    return any(folder.glob("fineweb_train_*.bin")) and any(folder.glob("fineweb_val_*.bin"))
+
+
+# ---- Before the trainer runs
+def preflight(day: Day, figures: Facts) -> list[str]:
+    """Is everything here that a run needs, and is the card free, cool and whole?"""
+    found = day.probe("preflight")
+    figures |= found["facts"]
+    day.facts |= found["facts"]
+    if found["problems"]:
+        raise Verdict("red", "; ".join(found["problems"]))
+    return found["remarks"]
+
+def slow_attention(day: Day, kernel: str) -> list[str]:
+    major, minor = day.facts["capability"]
+    if major in (9, 10) and kernel.startswith("varlen"):
+        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {CURE}"]
+    return []
+
+def attention(day: Day, figures: Facts) -> list[str]:
+    """Which kernels compute the right attention, which of them does the trainer take, and which is the fastest?"""
+    ms = {}
+    remarks = []
+    for name in day.facts["kernels"]:                         # in the order in which the trainer tries them
+        try:
+            found = day.probe("attention", f"--kernel={name}", name=f"attention-{name}", limit=ATTENTION_LIMIT)
+        except Verdict as crash:                              # a kernel that hangs or crashes does not hide the others
+            verdict, reason = crash.args
+            if verdict == "skipped":
+                raise
+            found = dict(refused=reason)
+            remarks.append(reason)
+        figures[name] = found
+        if found.get("wrong"):
+            raise Verdict("red", f"{name} passes the trainer's check: {'; '.join(found['wrong'])}")
+        if "refused" not in found:
+            ms[name] = sum(stage["ms"] for stage in found["stages"])
+    if not ms:
+        refused = [f"{name}: {found['refused']}" for name, found in figures.items()]
+        raise Verdict("red", f"no attention kernel works: {'; '.join(refused)}")
+    taken = next(iter(ms))
+    fastest = min(ms, key=ms.__getitem__)
+    if fastest != taken:
+        remarks.append(f"the trainer takes {taken}, {ms[taken]:.2f} ms; {fastest} takes {ms[fastest]:.2f}: "
+                       f"--attention={fastest}")
+    return remarks + slow_attention(day, figures[taken]["kernel"])
+
+def ceilings(day: Day, figures: Facts) -> list[str]:
+    """Does this card reach the rates that predictions assume? Writes DIR/rates_measured.json."""
+    figures |= day.probe("ceilings")
+    rates = figures["rates"]
+    for kernel, found in day.figures.get("attention", {}).items():
+        if "stages" in found:
+            kind = KINDS[kernel]
+            rates[kind] = max(rates.get(kind, 0.0), found["stages"][-1]["flop_per_s"])
+    table = price.load(price.RATES)
+    card = next((name for name in table["cards"] if name in day.facts["card"]), day.facts["card"])
+    known = table["cards"].get(card, dict(device=dict(name=card), rates={}))
+    remarks = []
+    for kind, rate in rates.items():
+        assumed = known["rates"].get(kind, {})
+        if assumed and rate < LOW * assumed["peak"] * assumed["share"]:
+            share = rate / (assumed["peak"] * assumed["share"])
+            remarks.append(f"{kind}: {share:.2f} of the rate that predictions assume for {card}")
+        known["rates"][kind] = dict(peak=rate, share=1.0, unit=assumed.get("unit", "1/s"), source="measured here")
+    page = table | dict(cards={card: known})
+    (day.out / RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
+    return remarks
+
+def operations(day: Day, figures: Facts) -> list[str]:
+    """Does every operation agree with float64, and is it faster than plain PyTorch?"""
+    folder = day.free_path("operations")
+    rounds = "--rounds=1" if day.cpu else "--rounds=5"
+    day.call("operations", str(HERE / "bench_gpu.py"), f"--device={day.device}", "--seed=1", f"--out={folder}", rounds,
+             statuses=(0, 1))
+    found = json.loads((folder / "bench.json").read_text("utf-8"))
+    if found["wrong"] or not found["kernels"]:
+        raise Verdict("red", "; ".join(found["wrong"]) or "no operation was checked")
+    remarks = [left_out["reason"] for left_out in found["left_out"]]
+    for case in found["kernels"]:
+        figures[case["name"]] = case["times"]
+        ms = {way: float(text.split()[0]) for way, text in case["times"].items()}
+        if ms.get("trainer", 0.0) > SLOWER * ms.get("plain", math.inf):
+            remarks.append(f"{case['name']}: {ms['trainer']:.3f} ms, plain PyTorch takes {ms['plain']:.3f}")
+    return remarks
+
+
+# ---- Runs
+def events_of(folder: Path, kind: str) -> list[Facts]:
+    """Return the lines of one type in a run's log."""
+    events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
+    return [event for event in events if event["type"] == kind]
+
+def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
+    """Compute ms a step of the kernels of each group of a profile, and of the gaps in which none ran."""
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    events = [event for event in events if event.get("cat") in (category, "gpu_memcpy", "gpu_memset")]
+    if category not in {event["cat"] for event in events}:
+        raise Verdict("red", f"{trace} has no events of category {category}")
+    events.sort(key=lambda event: event["ts"])
+    us = Counter()
+    end = events[0]["ts"]
+    for event in events:
+        name = event["name"].lower()
+        group = next(group for pattern, (group, _) in GROUPS.items() if re.search(pattern, name))
+        us[group] += event["dur"]
+        us["gaps"] += max(0.0, event["ts"] - end)
+        end = max(end, event["ts"] + event["dur"])
+    return {group: found / 1000 / steps for group, found in us.most_common()}
+
+def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
+    """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} if there is none."""
+    ledger = price.load(price.LEDGER)
+    attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
+    world = price.kept_prediction(ledger)["worlds"].get(str(day.world()))
+    is_measured = (day.out / RATES).exists()
+    if day.cpu or world is None or not (is_measured or ledger["card"] in day.facts["card"]):
+        return {}
+    factors = dict.fromkeys(price.PARTS, 1.0)
+    if is_measured:
+        measured = price.load(day.out / RATES)
+        card, = measured["cards"]
+        rates = price.Card(measured, card).rates
+        assumed = price.Card(price.load(price.RATES), ledger["card"]).rates
+        kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
+        for part, kind in kinds.items():
+            factors[part] = assumed[kind] / rates.get(kind, assumed[kind])
+    parts = {}
+    for stage, found in world[attention_kind]["stages"].items():
+        parts[stage] = {part: factors[part] * ms for part, ms in found["mean"]["parts"].items()}
+    return parts
+
+def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures: Facts) -> list[str]:
+    """Compare ms a step of each stage with the prediction, and name the part of the profile that exceeds it most."""
+    header, = events_of(folder, "header")
+    seconds = {0: 0.0}
+    for event in events_of(folder, "step"):
+        seconds[event["step"]] = event["train_time_ms"] / 1000
+    remarks = []
+    for number, span in enumerate(price.stage_spans(header["config"], max(seconds))[:3], 1):
+        stage = f"stage {number}"
+        ms = price.measured_ms(span, seconds)
+        expected = sum(predicted.get(stage, {}).values())
+        figures[stage] = dict(ms=ms, predicted_ms=expected or None)
+        if expected and ms > SLOW * expected:
+            remarks.append(f"{stage}: {ms:.1f} ms a step, {ms / expected:.2f} of the predicted {expected:.1f}")
+    if remarks and "stage 4" in predicted:                    # the profile is of the extension
+        more = Counter()
+        part_of = dict(GROUPS.values()) | dict(gaps="launches")
+        for group, ms in figures["kernels"].items():
+            more[part_of[group]] += ms
+        more.subtract(predicted["stage 4"])
+        part, ms = more.most_common(1)[0]
+        remarks.append(f"most of it in {part}: {ms:+.1f} ms in a profiled step of the extension")
+    return remarks
+
+def stages(day: Day, figures: Facts) -> list[str]:
+    """Does the trainer go through all stages without a recompile, within the estimated memory and predicted times?"""
+    # The profile is of the extension, so that it slows no step of the stages whose times are compared.
+    first = 14 if day.cpu else 64
+    fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
+    folder = day.train("stages", *short_run(day), *fast_path, f"--profile={first}:{first + 2}")
+    (header,), (result,) = events_of(folder, "header"), events_of(folder, "result")
+    losses = [event["train_loss"] for event in events_of(folder, "step")]
+    estimate = re.search("^estimated memory: .*$", (folder / "log.txt").read_text("utf-8"), re.MULTILINE)[0]
+    parts = re.findall(r"([a-z ]+) ([\d,]+) MiB", estimate)
+    mib = sum(int(size.replace(",", "")) for part, size in parts if "host" not in part)
+    peak = result["peak_memory_mib"].get("allocated", 0)
+    figures |= dict(run_dir=str(folder), attention=header["attention"], head=header["head"], world=header["world_size"],
+                    first_loss=losses[0], last_loss=losses[-1], val_loss=result["val_loss"], peak_mib=peak,
+                    estimate_mib=mib, recompiles=result.get("recompiles", 0))
+    figures["phases_ms"] = {event["name"]: event["ms"] for event in events_of(folder, "phase")}
+    figures["kernels"] = kernel_groups(folder / "trace_rank0.json.gz", 2, "cpu_op" if day.cpu else "kernel")
+    predicted = predicted_parts(day, header["attention"])
+    remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
+    if figures["recompiles"]:
+        raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
+    if not day.cpu and not 0.4 * mib < peak < mib / MEMORY_SHARE:
+        raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
+    if not result["val_loss"] < GUESS:
+        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")
+    if not predicted and not day.cpu:
+        remarks.append(f"times are not judged: no prediction for {day.world()} x {day.facts['card']}")
+    return remarks
+
+def match(day: Day, figures: Facts) -> list[str]:
+    """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32, step by step?"""
+    steps = 4 if day.cpu else 12
+    flags = [*short_run(day), f"--max_steps={steps}"]
+    folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
+    folders.append(day.train("match-float32", *flags, "--dtype=float32", "--head=plain", "--attention=reference",
+                             "--compile=0"))
+    fast, plain = ([event["train_loss"] for event in events_of(Path(folder), "step")][:steps] for folder in folders)
+    differences = [a - b for a, b in zip(fast, plain, strict=True)]
+    figures |= dict(fast=fast, float32=plain, differences=differences)
+    if not all(abs(difference) < MATCH for difference in differences):        # a NaN is not
+        raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, allowed +- {MATCH}")
+    return []
+
+def ranks(day: Day, figures: Facts) -> list[str]:
+    """Do several GPUs have the losses of one, and all ranks the same weights?"""
+    world = 2 if day.cpu else day.world()
+    if world < 2:
+        raise Verdict("not required", "one GPU: equal ranks take two or more")
+    files = f"--files={day.out}/text_train.bin"
+    one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world))
+    differences = [abs(a / b - 1) for a, b in zip(several["losses"], one["losses"], strict=True)]
+    figures |= dict(world=world, losses=one["losses"], relative_differences=differences)
+    wrong = [difference for difference in differences if not difference < EQUAL]         # a NaN is not
+    if wrong:
+        raise Verdict("red", f"losses of {world} ranks and of one differ by {wrong[0]:.1e}, allowed {EQUAL:.0e}")
+    if len(set(several["hashes"])) != 1:
+        raise Verdict("red", f"the ranks end with different weights: sha256 {several['hashes']}")
+    return []
+
+def check_loss(folder: Path, step: int, figures: Facts) -> None:
+    """Compare the validation loss after so many steps with the published one, if there is one."""
+    losses = {event["step"]: event["val_loss"] for event in events_of(folder, "val")}
+    figures |= dict(step=step, val_loss=losses[step])
+    if step in PUBLISHED:
+        mean, deviation = PUBLISHED[step]
+        allowed = 3 * deviation * math.sqrt(1.1)              # three deviations between a run and the mean of ten
+        figures |= dict(published=mean, allowed=allowed)
+        if not abs(losses[step] - mean) < allowed:
+            raise Verdict("red", f"loss {losses[step]:.4f} at step {step}, published {mean}, allowed +- {allowed:.3f}")
+
+def loss(day: Day, figures: Facts) -> list[str]:
+    """Does the real run have the published loss at step 250?"""
+    if not fineweb() and not day.cpu:
+        raise Verdict("not required", "no FineWeb here: python data/cached_fineweb10B.py 1, with a network")
+    step = 5 if day.cpu else 250
+    check_loss(day.train("loss", f"--max_steps={step + 1}", f"--val_every={step}"), step, figures)
+    return []
+
+def tests(day: Day, figures: Facts) -> list[str]:
+    """Do the tests that need a GPU pass?"""
+    if not day.facts["pytest"]:
+        raise Verdict("skipped", "no pytest here: pip install pytest")
+    chosen = ["tests/gpu", "-m", "gpu or gpus2"]
+    if day.cpu:
+        chosen = ["tests/gpu/test_gpu.py", "-k", "cpu and snapshot"]
+    pytest = ("-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider")
+    figures["summary"] = day.call("tests", *pytest, *chosen)
+    if not re.search(r"\b[1-9]\d* passed", figures["summary"]):
+        raise Verdict("red", f"no test has passed: {figures['summary']}")
+    return []
+
+def race(day: Day, figures: Facts) -> list[str]:
+    """Does the whole run have the published loss at its end? Makes a record of it in DIR/records."""
+    if not day.full:
+        raise Verdict("not required", "--full is not given")
+    if not fineweb() and not day.cpu:
+        raise Verdict("skipped", "no FineWeb here: python data/cached_fineweb10B.py 9, with a network")
+    folder = day.train("race", "--runs=3" if day.world() == 8 else "--runs=1")
+    runs = sorted(folder.glob("seed_*")) or [folder]
+    for run in runs:
+        figures[run.name] = of_run = {}
+        result, = events_of(run, "result")
+        of_run["train_time_ms"] = result["train_time_ms"]
+        check_loss(run, result["steps"], of_run)
+    remarks = []
+    (day.out / "records").mkdir(exist_ok=True)
+    new = ("records", "new", "Day", str(folder), "--kind=comparison", f"--records={day.out / 'records'}")
+    for name, words in dict(price=("tests/price.py", f"--measured={runs[0]}"), record=new).items():
+        try:
+            day.call(f"race-{name}", *words)
+        except Verdict as error:                              # a page that fails does not make the run wrong
+            remarks.append(error.args[1])
+    return remarks

@@ -1,0 +1,150 @@
+"""records/tools/compressed.py: both forms of a file read alike, damaged and oversized ones end in words."""
+import gzip
+import json
+import subprocess
+import zlib
+from pathlib import Path
+
+import pytest
+
+from record_common import A_LOSSES, call, make_peer, make_run, make_side, sha256
+
+from tools import compressed, read, record                    # noqa: E402
+
+TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
+
+def compress_below(folder: Path, *names: str) -> int:
+    """Replace files by what the command `gzip` makes of them, with its time and file name; returns how many."""
+    paths = [path for name in names for path in folder.rglob(name)]
+    for path in paths:
+        subprocess.run(["gzip", "-6", str(path)], check=True, timeout=60)
+    return len(paths)
+
+def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
+    """RFC 1952: magic, deflate, no flags (so no file name), no time, extra flags 2 for the best compression."""
+    for name in ("a.json.gz", "b.json.gz", "a.json"):
+        compressed.write_bytes(tmp_path / name, TEXT)
+    one, other = (tmp_path / "a.json.gz").read_bytes(), (tmp_path / "b.json.gz").read_bytes()
+    assert one == other and one[:9] == b"\x1f\x8b\x08\0" + b"\0\0\0\0" + b"\x02"
+    assert zlib.decompress(one, wbits=31) == TEXT == (tmp_path / "a.json").read_bytes()
+
+def test_read_bytes__either_form_under_the_plain_name(tmp_path) -> None:
+    (tmp_path / "plain").write_bytes(TEXT)
+    (tmp_path / "one.gz").write_bytes(gzip.compress(TEXT, 1))
+    (tmp_path / "two.gz").write_bytes(gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:]))
+    for name in ("plain", "one", "one.gz", "two"):
+        assert compressed.read_bytes(tmp_path / name) == TEXT, name
+    (tmp_path / "one").write_bytes(b"the plain file counts where both exist")
+    assert compressed.read_bytes(tmp_path / "one") != TEXT == compressed.read_bytes(tmp_path / "one.gz")
+    with pytest.raises(FileNotFoundError):
+        compressed.read_bytes(tmp_path / "none")
+
+WHOLE = gzip.compress(TEXT)
+DAMAGED = {"not gzip": b"some text\n", "cut": WHOLE[:-20], "cut in the header": WHOLE[:5], "empty": b"\x1f",
+           "another checksum": WHOLE[:-8] + b"\0\0\0\0" + WHOLE[-4:], "text after it": WHOLE + b"more",
+           "a changed byte": WHOLE[:40] + bytes([WHOLE[40] ^ 255]) + WHOLE[41:]}
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_read_bytes__damaged(tmp_path, name) -> None:
+    path = tmp_path / "log.jsonl.gz"
+    path.write_bytes(DAMAGED[name])
+    with pytest.raises(OSError, match="not a whole gzip file"):
+        compressed.read_bytes(path)
+    (_, reason), = read.read_runs([tmp_path]).unread
+    assert "not a whole gzip file" in reason
+    status, out, error = call("show", tmp_path)
+    assert (status, out) == (2, "") and "not a whole gzip file" in error and "Traceback" not in error
+
+def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path) -> None:
+    """A file of less than 1 MiB here expands to 512 MiB. It is read up to the limit, and refused in words."""
+    bomb = tmp_path / "log.jsonl.gz"
+    with gzip.open(bomb, "wb", 9) as file:
+        for _ in range(512):
+            file.write(bytes(2**20))
+    assert bomb.stat().st_size < 2**20
+    status, out, error = call("show", tmp_path)
+    assert (status, out) == (2, "") and "more than 256 MiB when decompressed" in error
+
+def test_limit__to_the_byte(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(compressed, "LIMIT_MIB", 1)
+    full = bytes(2**20)
+    compressed.write_bytes(tmp_path / "full.gz", full)
+    assert compressed.read_bytes(tmp_path / "full") == full
+    (tmp_path / "more.gz").write_bytes(gzip.compress(full + b"x"))
+    with pytest.raises(OSError, match="more than 1 MiB"):
+        compressed.read_bytes(tmp_path / "more")
+    with pytest.raises(OSError, match="more than 1 MiB"):
+        compressed.write_bytes(tmp_path / "written.gz", full + b"x")
+    assert not (tmp_path / "written.gz").exists(), "nothing is written that cannot be read"
+
+def said(*argv: object) -> tuple[int, str, str]:
+    status, out, error = call(*argv)
+    return status, out.replace(".gz", ""), error.replace(".gz", "")
+
+def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch) -> None:
+    """A pool of this trainer, one of the public records, and one run, named by folder and by file."""
+    monkeypatch.chdir(tmp_path)
+    make_side(Path("pool"))
+    make_run(Path("one"), 9, A_LOSSES[0], 80.0)
+    for number, seconds in enumerate((79.0, 80.0, 81.0)):
+        make_peer(Path(f"peers/{number}.txt"), 3.2785 + number / 1000, seconds, started=1_780_000_000 + 600 * number)
+    verbs = [("show", "pool"), ("show", "pool/seed1/log.jsonl"), ("show", "pool/seed1/log.txt"), ("show", "peers"),
+             ("compare", "pool", "peers"), ("place", "one", "pool"), ("place", "one/log.jsonl", "peers"),
+             ("show", "pool", "peers", "one", "--json")]
+    before = [said(*argv) for argv in verbs]
+    assert [status for status, _, _ in before[:4]] == [0, 0, 0, 0], before
+    assert compress_below(Path(), "log.jsonl", "log.txt", "?.txt") == 15
+    assert [said(*argv) for argv in verbs] == before
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    """A record whose logs `new` has compressed."""
+    root = tmp_path / "records"
+    root.mkdir()
+    for seed, loss in enumerate((2.171, 2.144, 2.162)):
+        make_run(tmp_path / f"runs/seed{seed}", seed, loss, 90.0 + seed, hardware="a CPU", world_size=1)
+    status, _, error = call("new", "--records", root, "First", tmp_path / "runs", "--track=pocket")
+    assert status == 0, error
+    return root
+
+def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path) -> None:
+    folder, = record.folders(root)
+    names = sorted(path.name for path in (folder / "logs").rglob("*") if path.is_file())
+    assert names == ["log.jsonl.gz"] * 3 + ["log.txt.gz"] * 3
+    hashes = json.loads((folder / "result.json").read_text())["files"]
+    for name in ("seed1/log.jsonl", "seed1/log.txt"):
+        assert hashes[f"logs/{name}"] == sha256((tmp_path / "runs" / name).read_text())
+    assert call("check", "--records", root)[0] == 0
+    status, _, error = call("new", "--records", root, "Again", folder / "logs", "--track=pocket")
+    assert status == 0, error
+    again, = (other for other in record.folders(root) if other != folder)
+    for log in (folder / "logs").rglob("*.gz"):
+        assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "from compressed logs as from others"
+
+def test_check__of_a_record_in_either_form(root) -> None:
+    """Its numbers and hashes stay; only the links of the page follow the names of the files."""
+    folder, = record.folders(root)
+    numbers = (folder / "result.json").read_bytes()
+    logs = sorted((folder / "logs").rglob("*.gz"))
+    subprocess.run(["gunzip", *map(str, logs)], check=True, timeout=60)
+    said = call("check", "--records", root)[1]
+    assert said.count("README.md: found") == said.count("\n") == 5, f"the table of runs, and nothing else: {said}"
+    assert call("new", "--records", root, "--update=01")[0] == 0 and call("check", "--records", root)[0] == 0
+    assert (folder / "result.json").read_bytes() == numbers and "log.jsonl)" in (folder / "README.md").read_text()
+
+@pytest.mark.parametrize("name", ["logs/seed1/log.jsonl", "logs/seed1/log.txt", "README.md", "result.json"])
+def test_check__a_file_in_both_forms(root, name) -> None:
+    """Which of them counts would depend on the reader; a second page would not be hashed at all."""
+    folder, = record.folders(root)
+    path = folder / name
+    data = compressed.read_bytes(path)
+    path.write_bytes(data)
+    path.with_name(path.name + ".gz").write_bytes(gzip.compress(data))
+    status, out, _ = call("check", "--records", root)
+    assert status == 1 and f"{name} in {folder.name}" in out and "remove the other" in out
+
+def test_check__a_log_that_is_no_gzip_file(root) -> None:
+    folder, = record.folders(root)
+    (folder / "logs/seed1/log.txt.gz").write_bytes(b"a page\n")
+    status, out, _ = call("check", "--records", root)
+    assert status == 1 and "not a whole gzip file" in out and "log.txt.gz" in out
