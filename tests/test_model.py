@@ -17,7 +17,7 @@ def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
     return model
 
 # Value gates are counted over the tables of layers alone, and scalars over those of the residual stream.
-ALTERNATING = (tg.NgramTable("a_embed", 3, 40, place=1), tg.NgramTable("b_embed", 2, 41, signs=1),
+ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, place=1),
                tg.NgramTable("c_embed", 4, 42, place=5, signs=1), tg.NgramTable("d_embed", 3, 43),
                tg.NgramTable("e_embed", 2, 44, place=1))
 
