@@ -116,7 +116,7 @@ def test_initial_weights__are_the_recipes():
 
 @pytest.mark.recipe
 def test_initial_weights__of_ngram_tables():
-    """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate; their rows are 0."""
+    """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
     made = engine(preset(tables=ALTERNATING, dtype="float32"))
     plain = initial(dtype="float32")
     found = {label: p.detach() for label, p in made.model.named_parameters()}

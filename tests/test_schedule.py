@@ -131,7 +131,8 @@ def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_coo
 def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle, every):
     """A checkpoint in the middle of a cycle would lose its gradients."""
     tables = (tg.NgramTable("a_embed", 3, 100, cadence=cycle),)
-    schedule = tg.Schedule(plan(tables=tables, adam_every=min(cycle, 2), num_scheduled_steps=45, checkpoint_every=every))
+    cfg = plan(tables=tables, adam_every=min(cycle, 2), num_scheduled_steps=45, checkpoint_every=every)
+    schedule = tg.Schedule(cfg)
     steps = range(48)
     assert schedule.cycle == cycle
     assert [v.begins_cycle for v in map(schedule.at, steps)] == [step in range(0, 48, cycle) for step in steps]
