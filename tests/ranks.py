@@ -17,8 +17,8 @@ from common import Forked, environment_of
 
 import train_gpt as tg
 
-COMM_TIMEOUT = 10                        # s
-PATIENCE = 120                           # s for what the ranks of one call do; then each says where it is
+COMM_TIMEOUT = 60                        # s
+PATIENCE = 240                           # s for what the ranks of one call do; then each says where it is
 
 @dataclass(frozen=True)
 class Rank:
