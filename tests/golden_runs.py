@@ -31,7 +31,7 @@ TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_ev
             adam_every=2)
 POCKET = dict(num_scheduled_steps=15, num_extension_steps=5, val_every=10, checkpoint_every=8, adam_every=2)
 DTYPES = dict(f64="float64", fp32="float32", bf16="bfloat16")
-CUT = dict(max_steps=18)                 # head and embedding become two parameters at step 17, after the last checkpoint
+CUT = dict(max_steps=18)                 # untied at step 17, after the last checkpoint
 # N-gram tables. The columns of --tables: label order rows layer signs location update_every lr wd beta2.
 TWO_TABLES = "more_bigram_embed 2 200 stream 0 {0} {1}; trigram_embed 3 300 stream 1 {0} {1}"
 # Three tables that differ in every column. Most rows of the last one are never looked up.

@@ -1,4 +1,4 @@
-"""Room 1: every field is a flag, the tables are the recipe's, a setting that cannot work is refused with a way out."""
+"""Section 1: every field is a flag, rows check themselves, a setting that cannot work is refused with a way out."""
 import json
 import os
 import re
@@ -6,6 +6,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
@@ -25,81 +26,168 @@ def refuse(argv: list[str], *parts: str) -> str:
 
 LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
           tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
-BAD_LAYERS = {                               # changes of these layers by depth -> what the message must hold
-    "kept twice": ({0: dict(keep_as="skip")}, "['', 'skip', 'skip', 'backout']", "each stream once"),
-    "nothing for the head": ({3: dict(keep_as="")}, "['', 'skip']", "'backout'"),
-    "a value table twice": ({3: dict(value=1)}, "[0, 1, 1]", "0, 1, ... once each"),
-    "no such attention": ({1: dict(attention="Plain")}, "layer 1", "'Plain'", "`plain`"),
-    "no such window": ({1: dict(window="wide")}, "layer 1", "'wide'", "`short` or `long`"),
-    "added by the layer that keeps it": ({1: dict(add="skip")}, "layer 1", "a layer above keeps, ['']"),
-    "a value table without attention": ({2: dict(value=2)}, "layer 2", "a value table in one with attention"),
-    "key offset of paired heads": ({0: dict(key_shift=True)}, "layer 0", "'paired'", "in a plain layer"),
+BAD_LAYERS = {                               # arguments of a layer -> what the message must contain
+    "no such attention": (dict(attention="Plain"), "'Plain'", "`plain`"),
+    "no such window": (dict(attention="plain", window="wide"), "'wide'", "`short` or `long`"),
+    "a value table without attention": (dict(attention="none", value=2), "value=2",
+                                        "a value table in one with attention"),
+    "key offset of paired heads": (dict(attention="paired", key_shift=True), "'paired'", "in a plain layer"),
+    "key offset without attention": (dict(attention="none", key_shift=True), "'none'", "in a plain layer"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
+def test_Layer__a_feature_that_it_cannot_have(name):
+    """A bad row of LAYERS raises where it is written, so no table of layers can contain one."""
+    columns, *parts = BAD_LAYERS[name]
+    with refused(tg.ConfigError, "LAYERS", *parts):
+        tg.Layer(**columns)
+    with pytest.raises(FrozenInstanceError):
+        LAYERS[0].window = "wide"
+
+BAD_LAYER_TABLES = {                         # changes of LAYERS by depth -> what the message must contain
+    "kept twice": ({0: dict(keep_as="skip")}, "['skip', 'skip', 'backout']", "each stream once"),
+    "nothing for the head": ({3: dict(keep_as="")}, "['skip']", "'backout'"),
+    "a value table twice": ({3: dict(value=1)}, "[0, 1, 1]", "0, 1, ... once each"),
+    "a value table left out": ({1: dict(value=2)}, "[0, 2]", "0, 1, ... once each"),
+    "added by the layer that keeps it": ({1: dict(add="skip")}, "layer 1", "a layer above keeps, []"),
+    "added above the layer that keeps it": ({1: dict(add="backout")}, "layer 1", "a layer above keeps, []"),
+}
+
+@pytest.mark.parametrize("name", BAD_LAYER_TABLES)
 def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
-    changes, *parts = BAD_LAYERS[name]
+    changes, *parts = BAD_LAYER_TABLES[name]
     layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(LAYERS)]
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
     refuse(["--preset=tiny"], "LAYERS", *parts)
 
 def test_check_layers__tables_that_work():
-    """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
+    """The trainer's own, and those that an ablation makes: a kept stream that no layer adds, no value tables."""
     for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
         tg.check_layers(layers)
         tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
 
+def text_with(row: tg.Stage | tg.NgramTable, **changes: object) -> str:
+    """Return the flag text of a row with other columns, which the class itself may refuse."""
+    return tg.row_text(SimpleNamespace(**vars(row) | changes))
+
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
-BAD_STAGES = {                               # columns of the first of these -> what the message must hold
-    "a batch of no whole slots": (dict(batch_tokens=250), "250", "multiple of 128 tokens"),
-    "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "as many token weights"),
-    "another long window than short": (dict(short_window=3), "short_window=3", "short < long window"),
+BAD_STAGES = {                               # columns of the first of these -> what the message must contain
+    "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "mtp_end=(1.0, 0.5, 0.25)", "as many token weights"),
+    "as long a window for short as for long": (dict(short_window=3), "short_window=3", "short < long window"),
+    "no window": (dict(short_window=0), "short_window=0", "1 <= short"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "from 0 to 1,000"),
     "a weight below 0": (dict(mtp_start=(-1.0, 0.5)), "mtp_start=(-1.0, 0.5)", "from 0 to 1,000"),
-    "untied twice": (dict(untie=True), "`untie` in one row at most"),
+    "a weight that is too large": (dict(mtp_end=(1.0, 1001.0)), "mtp_end=(1.0, 1001.0)", "from 0 to 1,000"),
 }
 
-@pytest.mark.parametrize("name", BAD_STAGES)
-def test_check_config__a_stage_table_that_cannot_work(name):
-    changes, *parts = BAD_STAGES[name]
+def refuse_stages(changes: dict, parts: list[str]) -> None:
     first, *others = STAGES
-    stages = (first._replace(**changes), *others)
-    refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
+    text = ";".join([text_with(first, **changes), *map(tg.row_text, others)])
+    refuse(["--preset=tiny", f"--stages={text}"], "--stages", *parts)
+
+@pytest.mark.parametrize("name", BAD_STAGES)
+def test_Stage__columns_that_cannot_work(name):
+    """The class raises, and a flag with that row ends in the same words."""
+    changes, *parts = BAD_STAGES[name]
+    with refused(tg.ConfigError, "--stages", "change that row", *parts):
+        replace(STAGES[0], **changes)
+    refuse_stages(changes, parts)
+
+@pytest.mark.parametrize("changes, parts", [
+    (dict(batch_tokens=250), ["250", "multiple of 128 tokens"]), (dict(batch_tokens=0), ["multiple of 128 tokens"]),
+    (dict(untie=True), ["`untie` in one row at most"])], ids=str)
+def test_check_config__stages_that_do_not_fit_the_settings(changes, parts):
+    """A batch that is not a multiple of 16 tokens per slot, and a second untying."""
+    refuse_stages(changes, parts)
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
-BAD_TABLES = {                               # columns of a table of n-grams -> what the message must hold
+BAD_TABLES = {                               # columns of a table of n-grams -> what the message must contain
     "no such order": (dict(order=5), f"an order of {list(tg.NGRAM_FACTORS)}"),
     "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
-    "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
-    "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
-    "an unknown cadence": (dict(cadence=8), "1, 2 or 4 steps"),
-    "a cadence between Adam's steps": (dict(cadence=1), "1, 2 or 4 steps", "a multiple of adam_every=2"),
-    "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
+    "an unknown home": (dict(home="disk"), "disk", "home of ('device', 'host')"),
+    "signs that are no switch": (dict(signs=2), "signs=2", "signs 0 or 1"),
+    "an unknown cadence": (dict(cadence=8), "cadence=8", "1, 2 or 4 steps"),
+    "a single row": (dict(rows=1), "rows=1", "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
-    "a rate that is no number": (dict(lr_mul=float("nan")), "lr and wd from 0"),
+    "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "lr and wd from 0"),
+    "a weight decay below 0": (dict(wd_mul=-1.0), "wd_mul=-1.0", "lr and wd from 0"),
+    "a second moment that grows": (dict(beta2=1.5), "beta2=1.5", "beta2 from 0 to 1"),
     "a label that no file is named by": (dict(label="4-gram_embed"), "letters, digits and _"),
     "a label without its ending": (dict(label="small"), "ends with _embed"),
-    "a label of the recipe": (dict(label="value_embed"), "neither the recipe has"),
-    "a label twice": (dict(label="other_embed"), "nor another row"),
+    "a label of the recipe": (dict(label="value_embed"), "a label that the recipe has not"),
 }
 
-@pytest.mark.parametrize("name", BAD_TABLES)
-def test_check_config__a_table_of_ngrams_that_cannot_work(name):
-    changes, *parts = BAD_TABLES[name]
-    tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
-    refuse(["--preset=tiny", f"--tables={tg.flag_text(tables)}"], "--tables", *parts)
+def refuse_tables(changes: dict, parts: list[str]) -> None:
+    text = f"{tg.row_text(replace(TABLE, label='other_embed'))};{text_with(TABLE, **changes)}"
+    refuse(["--preset=tiny", "--adam_every=2", f"--tables={text}"], "--tables", *parts)
 
-def test_tables__rows_and_defaults():
-    cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
-    assert cfg.tables == (tg.NgramTable("a_embed", 2, 30),
-                          tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, "stochastic", 70.0, 0.0, 0.5))
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_NgramTable__columns_that_cannot_work(name):
+    """The class raises, and a flag with that row ends in the same words."""
+    changes, *parts = BAD_TABLES[name]
+    with refused(tg.ConfigError, "--tables", "change that row", *parts):
+        replace(TABLE, **changes)
+    refuse_tables(changes, parts)
+
+@pytest.mark.parametrize("changes, parts", [
+    (dict(cadence=1), ["multiples of adam_every=2"]), (dict(label="other_embed"), ["labels that differ"])], ids=str)
+def test_check_config__tables_that_do_not_fit_the_settings(changes, parts):
+    """An update between the steps of Adam, and two tables of one label."""
+    refuse_tables(changes, parts)
+
+def test_read_rows__columns_and_defaults():
+    cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 70 0 0.5"])
+    assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, None, 0, "device", 2, 37.5, 5.0, 0.95),
+                          tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, 70.0, 0.0, 0.5))
     assert tg.read_rows("tables", tg.flag_text(cfg.tables)) == cfg.tables
     assert replace(tg.parse_flags(["--preset=pocket_tables", "--tables="]), preset="pocket") == preset_of("pocket")
+
+@pytest.mark.parametrize("rest", ["", " 70", " 70 0 0.5"])
+@pytest.mark.parametrize("mode", ["nearest", "stochastic"])
+def test_read_rows__the_8th_column_of_earlier_trainers_is_refused_in_words(mode, rest):
+    """It named the rounding mode, and lr, wd and beta2 followed it. Another word is no number."""
+    row = "b_embed 4 50 7 1 host 4"
+    refuse(["--preset=tiny", f"--tables=a_embed 2 30; {row} {mode}{rest}"], "--tables, 8th column", f"found:    {mode}",
+           "a number", "always rounded to nearest", f"leave `{mode}` out")
+    refuse(["--preset=tiny", f"--tables={row} down{rest}"], "--tables", "'b_embed 4 50 7 1 host 4 down",
+           "cadence lr wd beta2")
+    refuse(["--preset=tiny", f"--tables={row} 70 0 0.5 1"], "--tables", "70 0 0.5 1", "cadence lr wd beta2")
+
+@pytest.mark.recipe
+def test_NGRAM_FACTORS__are_those_of_the_published_losses():
+    """Written once more: the reference reads them from the trainer. Each is odd and below 2^31, so no bit is lost."""
+    assert tg.NGRAM_FACTORS == {
+        2: ((36313, 27191), (48271, 30011)),
+        3: ((17351, 60961, 45259), (58699, 39779, 26801)),
+        4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
     for factors, sign_factors in tg.NGRAM_FACTORS.values():
         assert len(factors) == len(sign_factors)
-        assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors), "none loses bits"
+        assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors)
+
+
+# ---- presets and flags ----------------------------------------------------------------------------------------------
+# Settings of the CPU presets on which published losses depend.
+POCKET = dict(val_tokens=65_536, val_batch_tokens=8192, max_doc_len=256, num_slots=8, padded_vocab=0, bigram_rows=0,
+              model_dim=96, num_heads=6, head_dim=16, attn_scale=0.8, tables=(), dtype="float32", head="plain",
+              stages=tg.read_rows("stages", "512 1 3 1 1,.5,.25 1,.5,0; 1024 3 7 1.52 1,.5 1,0; "
+                                  "1536 5 11 1.73 1 1 untie; 1536 6 13 1 1 1"),
+              num_scheduled_steps=520, num_extension_steps=20, window_block=8, final_long_window=20, cooldown_frac=0.55,
+              lr_floor=0.1, normuon_lr=0.023, adam_every=2, adam_lr=0.008, seed=0, compile=0, val_every=180)
+RACE = POCKET | dict(num_heads=2, head_dim=48, attn_scale=0.26666666666666666, num_scheduled_steps=190, adam_every=1,
+                     stages=POCKET["stages"][1:],
+                     tables=tg.read_rows("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+TINY = POCKET | dict(val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2, window_block=4,
+                     stages=tg.read_rows("stages", "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; "
+                                         "384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
+                     num_scheduled_steps=9, num_extension_steps=3, val_every=5)
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("name, settings", [("pocket", POCKET), ("race", RACE), ("tiny", TINY)])
+def test_PRESETS__settings_of_the_published_losses(name, settings):
+    cfg = preset_of(name)
+    assert {field: getattr(cfg, field) for field in settings} == settings
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__every_field_is_a_flag(name):
@@ -165,6 +253,19 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
+
+def test_names_of__each_flag_has_one_role():
+    """A flag of the groups `often set` and `run` changes no result, except the preset and the seed."""
+    groups = {f.name: f.metadata["group"] for f in fields(tg.Config)}
+    numbers, free, once = map(tg.names_of, (tg.NUMBERS, tg.FREE, tg.ONCE))
+    assert once == {"runs", "save", "sample", "resume", "run_dir", "profile"}
+    decide = {name for name, group in groups.items() if group not in ("often set", "run")} | {"preset", "seed"}
+    assert numbers == decide and free == groups.keys() - decide - once
+    assert tg.names_of(tg.NUMBERS, tg.FREE, tg.ONCE) == groups.keys()
+    cfg = preset_of("pocket_tables")
+    on_host = replace(cfg, tables=tuple(replace(table, home="host") for table in cfg.tables))
+    assert tg.decisive_settings(cfg).keys() == numbers and tg.decisive_settings(cfg) == tg.decisive_settings(on_host)
+    assert tg.decisive_settings(replace(cfg, seed=1))["seed"] == "1"
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):

@@ -1,95 +1,26 @@
-"""Room 3: shards, packing, hashes, loader and plans against plain loops; every kind of bad data is named."""
-import base64
-import contextlib
+"""Section 3: shards, packing and manifests against plain loops; bad data are named. Section 5: hashes and row plans.
+
+The loader and the validation set, which use both, are in test_batches.py, the rows of several ranks in test_rows.py.
+"""
 import errno
 import hashlib
 import json
 import math
 import os
-import random
-import threading
-import time
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from common import (fabric, logical_rows, plan_of, planner_of, preset, random_stream, refused, started_loader,
-                    write_shard)
+from common import fabric, plan_of, preset, random_stream, refused, write_shard
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
 MOST_ROWS = 2**31 - 1
 
-# ---- hashes ---------------------------------------------------------------------------------------------------------
-RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
-RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
-EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
-
-@pytest.mark.recipe
-def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
-    def hashed(tokens, rows: int) -> list[int]:
-        return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
-    assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
-    assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
-    for rows in (2, 640, 251_520, MOST_ROWS):
-        tokens = np.random.default_rng(rows).integers(0, 65536, 400)
-        assert hashed(tokens, rows) == bigram_rows(tokens, rows).tolist()
-
-@pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
-@pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
-def test_row_tables__rows_and_signs_of_ngrams(order, rows):
-    """Also where a product passes 32 bits, and where the xor is negative."""
-    line = tg.NgramTable("a_embed", order, rows, signs=1, home="host", cadence=4, rounding="stochastic")
-    *recipe, table = tg.table_specs(preset(tables=(line,), adam_every=1))
-    assert [(x.label, x.rowwise, x.cadence) for x in recipe] == [(label, False, 1) for label in tg.RECIPE_TABLES]
-    assert (table.rows, table.reads, table.tied, table.rowwise) == (rows, 1, False, True)
-    assert (table.home, table.cadence, table.rounding) == ("host", 4, "stochastic")
-    assert tg.table_specs(preset(tables=(line._replace(signs=0),)))[-1].signs is None
-
-    tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
-    factors, sign_factors = tg.NGRAM_FACTORS[order]
-    for call, constants, count in ((table.ids, factors, rows), (table.signs, sign_factors, tg.SIGN_VECTORS + 1)):
-        found = call(tokens)
-        np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
-        assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
-
-def test_NGRAM_FACTORS__none_is_shared():
-    """Signs by the hash of the row would be alike for n-grams that share a row."""
-    factors = [factor for of_rows, of_signs in tg.NGRAM_FACTORS.values() for factor in (*of_rows, *of_signs)]
-    assert len(set(factors)) == len(factors)
-
-
 # ---- packing and validation slots -----------------------------------------------------------------------------------
-def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length: int, longest: int):
-    """Recipe 5.2 word by word: (pieces of each slot, next document), or None where the documents run out."""
-    starts = [at for at, token in enumerate(tokens) if token == start_token]
-    block = []
-    for _ in range(slots):
-        pieces = []
-        have = 0
-        while have <= length:
-            if doc == len(starts):
-                return None
-            after = starts[doc + 1] if doc + 1 < len(starts) else len(tokens)
-            end = min(after, starts[doc] + longest, starts[doc] + length - have + 1)
-            pieces.append((starts[doc], end))
-            have += end - starts[doc]
-            doc += 1
-        block.append(pieces)
-    return block, doc
-
-def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """n + 1 tokens of a slot, and where its documents end in the inputs."""
-    bounds = [0]
-    for start, end in pieces:
-        bounds.append(bounds[-1] + end - start)
-    bounds[-1] -= 1
-    return [token for start, end in pieces for token in tokens[start:end]], bounds
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
 def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
@@ -108,212 +39,6 @@ def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     got = [(slot.tokens.tolist(), slot.cu_seqlens.tolist()) for slot in tg.validation_slots(shards, slots, length, 3)]
     assert got == want
 
-def validation_config(folder, stream, tokens: int, vocab_size: int = 50, document_start: int = 3):
-    words = dict(vocab_size=vocab_size, document_start=document_start)
-    write_shard(folder / "v.bin", stream, **words)
-    cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **words)
-    return cfg, tg.find_shards(cfg.val_files)
-
-def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
-    stream = random_stream(1, 300, 5, 4)
-    pieces = [b"a", b"bc", b"\xff\x00", b"defg"]
-    lines = [f"{base64.b64encode(piece).decode()} {token}" for token, piece in enumerate(pieces)]
-    cfg, headers = validation_config(tmp_path, stream, 256, 5, 4)
-    assert tg.ValidationSet(cfg, fabric(), headers).text_losses(1.0) == {}, "nothing is claimed without the bytes"
-    (tmp_path / "vocab.txt").write_text("\n".join(lines))
-    counts = Counter(stream[1:257].tolist())                         # targets: the inputs shifted by one
-    nats = -sum(c / 256 * math.log(c / 256) for c in counts.values())
-    bytes_in_all = sum(len(pieces[token]) * c for token, c in counts.items() if token != 4)
-    found = tg.ValidationSet(cfg, fabric(), headers).text_losses(1.5)
-    assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / bytes_in_all, unigram_nats=nats), rel=1e-12)
-    monkeypatch.chdir(tmp_path)              # the name of a formula looks like a file beside that vocab.txt
-    formula = preset()
-    assert tg.ValidationSet(formula, fabric(), tg.find_shards(formula.val_files)).text_losses(1.0) == {}
-
-
-# ---- loader ---------------------------------------------------------------------------------------------------------
-def write_shards(folder, *counts: int) -> list[list[int]]:
-    streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
-    for k, stream in enumerate(streams):
-        write_shard(folder / f"train_{k}.bin", stream, 50, 3)
-    return streams
-
-def started(folder, rank=0, world=1, steps=12, exchange=None, **changes):
-    """A loader of the tiny preset at work, and its steps. Adam, so a cycle, is of two steps unless given."""
-    fields = dict(vocab_size=50, document_start=3, max_doc_len=12, adam_every=2) | changes
-    cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    return started_loader(cfg, fabric(rank, world), steps, exchange)
-
-def read_all(*where, **changes) -> list[tg.Batch]:
-    with started(*where, **changes) as (loader, values):
-        return [loader.next(v) for v in values]
-
-def slow_stream(streams, values, slots=8):
-    """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
-    shard = 0
-    doc = 0
-    steps = []
-    for v in values:
-        while (found := slow_block(streams[shard], 3, doc, slots, v.slot_tokens, 12)) is None:
-            shard += 1
-            doc = 0
-        block, doc = found
-        steps.append([slow_slot(streams[shard], pieces) for pieces in block])
-    return steps
-
-def check_batches(batches, steps) -> None:
-    for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
-        assert batch.step == step
-        assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
-        assert batch.targets.tolist() == [tokens[1:] for tokens, _ in want]
-        columns = max(len(bounds) for _, bounds in want)
-        length = batch.tokens.shape[1]
-        assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
-        types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.row_index.values())]
-        assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
-
-def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
-    """Batches of one cycle share plans, in which all that they read is found."""
-    first = batches[0]
-    tokens = sum(batch.tokens.shape[1] for batch in batches)                  # alike on all ranks
-    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle, tokens=tokens)
-    assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == set(tg.RECIPE_TABLES)
-    value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
-    for label, plan in first.plans.items():
-        assert plan.tag == tag and plan.tied == (tied and label == "embed")
-        for batch in batches:
-            tokens = batch.tokens.numpy()
-            bigrams = [bigram_rows(slot, cfg.bigram_rows) for slot in tokens]
-            read = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
-            np.testing.assert_array_equal(logical_rows(batch, label), read[label])
-
-SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
-ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED, num_extension_steps=4)
-
-@pytest.mark.recipe
-@pytest.mark.parametrize("counts, passes, world, changes", [
-    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a block
-    ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
-    ((1200, 1100), 2, 1, dict(epochs=2, steps=8, num_extension_steps=30)),
-    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, ODD)])
-def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, changes):
-    """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
-    streams = write_shards(tmp_path, *counts)
-    for rank in range(world):
-        with started(tmp_path, rank, world, **changes) as (loader, values):
-            batches = [loader.next(v) for v in values]
-        check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
-        every = tg.Schedule(loader.cfg).cycle
-        for first in range(0, len(values), every):
-            check_plans(batches[first:first + every], loader.cfg, "train", values[first].tied)
-        plans = {tuple(map(id, batch.plans.values())) for batch in batches}
-        assert len(plans) == math.ceil(len(values) / every)
-
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_next__data_that_end(tmp_path, world):
-    """Every rank trains the same whole cycles; `plans_ahead` has none for the next one, and `next` says why."""
-    streams = write_shards(tmp_path, 1200, 1100)
-    for rank in range(world):
-        with started(tmp_path, rank, world) as (loader, values):
-            enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
-            cycle = enough // 2 * 2
-            for v in values[:cycle]:
-                assert loader.plans_ahead() is not None or v.step == cycle - 1
-                loader.next(v)
-            assert loader.plans_ahead() is None
-            with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} steps",
-                         "--max_steps", "--epochs=0"):
-                loader.next(values[cycle])
-
-def too_short(streams, values) -> bool:
-    with contextlib.suppress(IndexError):
-        return not slow_stream(streams, values)
-    return True
-
-def test_next__shards_without_room_for_a_block(tmp_path):
-    write_shards(tmp_path, 100, 100)
-    with started(tmp_path, epochs=0) as (loader, values):
-        with refused(tg.DataEnded, "2 shards", "larger shards", f"8 x {values[0].slot_tokens + 1} tokens in one"):
-            loader.next(values[0])
-
-def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
-    """Disk, packer and reader of the batches are slow by chance."""
-    write_shards(tmp_path, 1500, 300, 2600, 4000)
-    want = read_all(tmp_path)
-    delays = random.Random(0)
-
-    def slowed(call):
-        def slow(*arguments):
-            time.sleep(delays.choice((0, 0.02)))
-            return call(*arguments)
-        return slow
-    for name in ("load_shard", "pack_block"):
-        monkeypatch.setattr(tg, name, slowed(getattr(tg, name)))
-    monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
-    for found, batch in zip(read_all(tmp_path), want, strict=True):
-        assert found.tokens.equal(batch.tokens) and found.cu_seqlens.equal(batch.cu_seqlens)
-
-def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
-    write_shards(tmp_path, 9000, 1500, 1500)
-    threads = []
-    read = []
-    load = tg.load_shard
-    make_slot = tg.make_slot
-
-    def seen_load(header):
-        read.append(header.name[-5])
-        return load(header)
-
-    def seen_make_slot(*arguments):
-        threads.append(threading.current_thread())
-        return make_slot(*arguments)
-    monkeypatch.setattr(tg, "load_shard", seen_load)
-    monkeypatch.setattr(tg, "make_slot", seen_make_slot)
-    with started(tmp_path, steps=5) as (loader, values):
-        for step, ahead in enumerate((4, 4, 5, 5, 5)):
-            loader.next(values[step])
-            loader.wait()                                            # until the work that was asked for is done
-            assert len(threads) == 8 * ahead
-        assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
-        loader.reader.submit(int).result()                           # it is done with what it was given
-        assert read == ["0", "1"]
-
-@pytest.mark.parametrize("where, call, error", [
-    ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_block", 4, None), ("exchange", 2, tg.ConfigError),
-    ("exchange", 2, None)])
-def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call, error):
-    """Damage, ranks that disagree, or no answer (None), on the way to the second cycle. It may be one rank's alone, and
-    is not the end of the data: nobody may begin to send that cycle's rows, so it surfaces in plans_ahead at once, and
-    in next."""
-    write_shards(tmp_path, 400, 4000)
-    calls = []
-    release = threading.Event()
-    right = getattr(tg, where, tg.do_nothing)
-
-    def wrong(*arguments):
-        calls.append(where)
-        if len(calls) < call:
-            return right(*arguments) if where != "exchange" else None
-        if error is None:
-            release.wait(10)
-        raise (error or tg.DataError)("waiting", "a", "b", "c")
-
-    exchange = None
-    if where == "exchange":
-        exchange = wrong
-    else:
-        monkeypatch.setattr(tg, where, wrong)
-    with started(tmp_path, 0, 2, exchange=exchange) as (loader, values):
-        loader.next(values[0])
-        loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
-        said = "waiting" if error else "nothing after 0.05 s"
-        with refused(error or tg.RunError, said):
-            loader.plans_ahead()
-        loader.next(values[1])
-        with refused(error or tg.RunError, said):
-            loader.next(values[2])
-        release.set()
-
 @pytest.mark.recipe
 def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     tokens = tg.formula_tokens(1, 40_000, 512, 511)
@@ -322,104 +47,6 @@ def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     assert not np.array_equal(tokens, tg.formula_tokens(2, 40_000, 512, 511))
     assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
     assert len(np.unique(tokens)) > 256
-
-
-# ---- row plans ------------------------------------------------------------------------------------------------------
-def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[int]]:
-    """(physical rows, how many of each owner): row r is the r div W-th of rank r mod W, shards are equally long."""
-    size = math.ceil(count / world)
-    owners = [sorted(row for row in rows if row % world == owner) for owner in range(world)]
-    physical = []
-    for owner, mine in enumerate(owners):
-        physical += [owner * size + row // world for row in mine]
-    return physical, list(map(len, owners))
-
-def patterns(R: int) -> list[list[np.ndarray]]:
-    """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
-    rng = np.random.default_rng(R)
-    found = [
-        [np.zeros((0, 4))],
-        [np.zeros((2, 7)), np.array([[R - 1, 0]])],
-        [np.arange(max(0, R - 20), R)[None]],
-        [rng.integers(0, -(-R // 24), (2, 11)) * 24],
-    ]
-    found.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
-    if R < 1000:
-        found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
-    return [[rows.astype(np.int32) for rows in steps] for steps in found]
-
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize("world", [1, 2, 7, 8])
-@pytest.mark.parametrize("count", [3, 7, 101, 640, MOST_ROWS])
-def test_plan__equals_plain_sets(count, world, mode):
-    """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose physical rows pass 2^31."""
-    if mode == "dense" and count == MOST_ROWS:                       # no plan lists all of them
-        return
-    size = math.ceil(count / world)
-    for rowwise, tied in ((False, False), (False, True), (True, False)):
-        table = tg.Table("bigram_embed", count, 1, None, tied=tied, rowwise=rowwise)
-        planner = planner_of(preset(row_comms=mode), fabric(world - 1, world), table)
-        for rows in patterns(count):
-            plan, found = plan_of(planner, table, rows, tied)
-            read = np.concatenate([x.ravel() for x in rows]).astype(int)
-            ids, counts = slow_plan(set(read.tolist()), count, world)
-            if mode == "dense" and world > 1 and not tied and not rowwise:
-                ids = list(range(world * size))
-                counts = [size] * world
-            assert plan.rows_to_fetch.tolist() == plan.rows_to_serve.tolist() == ids == sorted(set(ids))
-            assert plan.fetch_counts == plan.serve_counts == counts and plan.rows_to_fetch.dtype == torch.int64
-            facts = plan.shard_size, plan.tied, plan.sent, plan.received, plan.reads
-            assert facts == (size, tied, 0, 0, len(read))
-            if tied:
-                assert plan.head_columns.tolist() == [row % size * world + row // size for row in ids]
-            assert [(x.shape, x.dtype) for x in found] == [(x.shape, np.dtype(np.int32)) for x in rows]
-            places = np.concatenate([x.ravel() for x in found])
-            if world == 1 and not rowwise:
-                assert places.tolist() == read.tolist(), "they are read where they stand"
-            else:
-                assert plan.rows_to_fetch[places].tolist() == (read % world * size + read // world).tolist()
-
-def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
-    write_shards(tmp_path, 8000)
-    tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
-    batches = read_all(tmp_path, steps=8, tables=tables, adam_every=1)
-    for table in tg.table_specs(preset(tables=tables, adam_every=1)):
-        plans = [batch.plans[table.label] for batch in batches]
-        assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
-        assert len(set(map(id, plans))) == 8 // table.cadence
-
-@pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
-def test_batches__of_the_validation_set(tmp_path, after, tied):
-    """Each block has plans of its own, and its slots are dealt to ranks in turn."""
-    cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256)
-    schedule = tg.Schedule(cfg)
-    values = schedule.at(schedule.untie_step + after)
-    whole = [batch.tokens for batch in tg.ValidationSet(cfg, fabric(), headers).batches(values)]
-    assert [tuple(tokens.shape) for tokens in whole] == [(8, 16), (8, 16)]
-    for rank, world in ((0, 1), (0, 4), (3, 4)):
-        batches = tg.ValidationSet(cfg, fabric(rank, world), headers).batches(values)
-        for batch, tokens in zip(batches, whole, strict=True):
-            assert batch.tokens.equal(tokens[rank::world])
-            check_plans([batch], cfg, "validation", tied)
-
-@pytest.mark.parametrize("every", [1, 2])
-def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, every):
-    """The exchange meets each cycle once, in order, on the loader thread; at the end there are no plans."""
-    write_shards(tmp_path, 4000)
-    seen = []
-
-    def exchange(plans):
-        assert threading.current_thread() != threading.main_thread()
-        seen.append(plans)
-
-    with started(tmp_path, 1, 2, steps=5, exchange=exchange, adam_every=every) as (loader, values):
-        for v in values:
-            cycle = v.step // every
-            assert loader.next(v).plans == seen[cycle]
-            ahead = loader.plans_ahead()
-            assert ahead is loader.plans_ahead(), "asked for once for each table"
-            assert ahead == (seen[cycle + 1] if cycle < 4 // every else None)
-    assert [plans["embed"].tag["cycle"] for plans in seen] == list(range(math.ceil(5 / every)))
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------
@@ -529,21 +156,14 @@ def test_check_enough_data__training_tokens():
         check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path):
-    cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
+    path = write_shard(tmp_path / "v.bin", random_stream(0, 200, 50, 3), 50, 3)
+    cfg = preset(val_files=str(path), vocab_size=50, document_start=3, val_batch_tokens=128, val_tokens=256)
+    headers = tg.find_shards(cfg.val_files)
     with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128"):
         tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
     with refused(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard"):
         tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258))
-
-def test_bounded__its_own_timeout_and_that_of_the_work():
-    cfg = preset(comm_timeout=1.0)
-    with refused(tg.RunError, "waiting", "nothing after 1.0 s", "--comm_timeout"):
-        tg.bounded(Future(), cfg, "waiting")
-    failed = Future()
-    failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))
-    with pytest.raises(TimeoutError, match="a shard"):
-        tg.bounded(failed, cfg, "waiting")
 
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
@@ -611,3 +231,121 @@ def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_
         tg.open_data(cfg, fabric(), b"source")
         out = capsys.readouterr().out
         assert said in out and bool(said) == bool(out)
+
+
+# ---- section 5: hashes ----------------------------------------------------------------------------------------------
+RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
+RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
+EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
+
+@pytest.mark.recipe
+def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
+    def hashed(tokens, rows: int) -> list[int]:
+        return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
+    assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
+    assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
+    for rows in (2, 640, 251_520, MOST_ROWS):
+        tokens = np.random.default_rng(rows).integers(0, 65536, 400)
+        assert hashed(tokens, rows) == bigram_rows(tokens, rows).tolist()
+
+@pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
+@pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
+def test_table_specs__rows_and_signs_of_ngrams(order, rows):
+    """Also where a product passes 32 bits, and where the xor is negative."""
+    line = tg.NgramTable("a_embed", order, rows, signs=1, home="host", cadence=4)
+    cfg = preset(tables=(line,), adam_every=1)
+    *recipe, table = tg.table_specs(cfg)
+    assert [(x.label, x.rowwise, x.update_every) for x in recipe] == [(label, False, 1) for label in tg.RECIPE_TABLES]
+    assert [x.tied_to_head for x in recipe] == [False, False, True]
+    assert [x.num_rows for x in recipe] == [cfg.bigram_rows, tg.NUM_VALUE_TABLES * cfg.padded_vocab, cfg.padded_vocab]
+    assert [x.lookups_per_token for x in recipe] == [1, tg.NUM_VALUE_TABLES, 1]
+    assert (table.num_rows, table.lookups_per_token, table.tied_to_head, table.rowwise) == (rows, 1, False, True)
+    assert (table.location, table.update_every) == ("host", 4)
+    assert tg.table_specs(preset(tables=(replace(line, signs=0),)))[-1].sign_ids is None
+
+    tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
+    factors, sign_factors = tg.NGRAM_FACTORS[order]
+    for call, constants, count in ((table.row_ids, factors, rows), (table.sign_ids, sign_factors, tg.SIGN_VECTORS + 1)):
+        found = call(tokens)
+        np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
+        assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
+
+def test_NGRAM_FACTORS__none_is_shared():
+    """Signs by the hash of the row would be alike for n-grams that share a row."""
+    factors = [factor for of_rows, of_signs in tg.NGRAM_FACTORS.values() for factor in (*of_rows, *of_signs)]
+    assert len(set(factors)) == len(factors)
+
+
+# ---- section 5: row plans -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("ids", [
+    [], [7], [2**32 - 1, 0, 2**32 - 1], [5] * 9, np.random.default_rng(0).integers(0, 40, 300),
+    np.random.default_rng(1).integers(0, 2**32, 300)], ids=["none", "one", "ends", "repeated", "few", "many"])
+def test_unique_with_inverse__is_numpys(ids):
+    ids = np.array(ids, np.int64)
+    for found, want in zip(tg.unique_with_inverse(ids), np.unique(ids, return_inverse=True), strict=True):
+        assert found.tolist() == want.tolist() and found.dtype == np.int64
+
+def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[int]]:
+    """(rows by owner, how many of each owner): row r is local row r div W of rank r mod W, shards are equally long."""
+    size = math.ceil(count / world)
+    owners = [sorted(row for row in rows if row % world == owner) for owner in range(world)]
+    by_owner = []
+    for owner, mine in enumerate(owners):
+        by_owner += [owner * size + row // world for row in mine]
+    return by_owner, list(map(len, owners))
+
+def patterns(R: int) -> list[list[np.ndarray]]:
+    """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
+    rng = np.random.default_rng(R)
+    found = [
+        [np.zeros((0, 4))],
+        [np.zeros((2, 7)), np.array([[R - 1, 0]])],
+        [np.arange(max(0, R - 20), R)[None]],
+        [rng.integers(0, -(-R // 24), (2, 11)) * 24],
+    ]
+    found.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
+    if R < 1000:
+        found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
+    return [[rows.astype(np.int32) for rows in steps] for steps in found]
+
+@pytest.mark.parametrize("fetch_all", [False, True], ids=["rows looked up", "all rows"])
+@pytest.mark.parametrize("world", [1, 2, 7, 8])
+@pytest.mark.parametrize("count", [3, 7, 101, 640, MOST_ROWS])
+def test_plan_rows__equals_plain_sets(count, world, fetch_all):
+    """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose rows by owner pass 2^31."""
+    if fetch_all and count == MOST_ROWS:                             # no plan lists all of them
+        return
+    size = math.ceil(count / world)
+    table = tg.TableSpec("bigram_embed", count, 1, None, rowwise=not fetch_all)
+    for tied in (False, True):
+        for rows in patterns(count):
+            plan, found = plan_of(table, fabric(world - 1, world), rows, tied, fetch_all)
+            read = np.concatenate([x.ravel() for x in rows]).astype(int)
+            ids, counts = slow_plan(set(read.tolist()), count, world)
+            if fetch_all:
+                ids = list(range(world * size))
+                counts = [size] * world
+            assert plan.rows_to_fetch.tolist() == plan.rows_to_serve.tolist() == ids == sorted(set(ids))
+            assert plan.fetch_counts == plan.serve_counts == counts and plan.rows_to_fetch.dtype == torch.int64
+            assert (plan.shard_rows, plan.tied) == (size, tied)
+            if tied:
+                assert plan.head_columns.tolist() == [row % size * world + row // size for row in ids]
+            assert [(x.shape, x.dtype) for x in found] == [(x.shape, np.dtype(np.int32)) for x in rows]
+            index = np.concatenate([x.ravel() for x in found])
+            assert plan.rows_to_fetch[index].tolist() == (read % world * size + read // world).tolist()
+            if world == 1 and table.rowwise:
+                assert plan.rows_to_update.tolist() == sorted(set(read.tolist()))
+                assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)
+
+def test_count_bytes__requests_rows_and_gradients():
+    """No message contains a rank's own rows. Rank 0 sends 1 request, 5 rows and 1 gradient, and receives the reverse."""
+    plan = tg.RowPlan({}, 9, torch.arange(4), [3, 1], torch.arange(8), [3, 5])
+    assert plan.count_bytes(0, 10) == dict(bytes_sent=4 + 50 + 10, bytes_received=5 * 4 + 10 + 50)
+
+def test_result_with_timeout__its_own_timeout_and_that_of_the_work():
+    with refused(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):
+        tg.result_with_timeout(Future(), 0.1, "waiting")
+    failed = Future()
+    failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))
+    with pytest.raises(TimeoutError, match="a shard"):
+        tg.result_with_timeout(failed, 0.1, "waiting")

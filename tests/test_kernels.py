@@ -90,7 +90,7 @@ def test_relu_sq_mlp__what_relu_cuts_off_has_no_gradient(monkeypatch, dtype):
     def keep_factor(_: tg.WeightMatrix, a: Tensor, __: Tensor) -> None:
         seen.append(a)
 
-    monkeypatch.setattr(tg, "accumulate_wgrad", keep_factor)
+    monkeypatch.setattr(tg.WeightMatrix, "add_gradient", keep_factor)
     parts = [tg.as_matrix(x.to(dtype).requires_grad_()) for x in (up, down.t().contiguous())]
     rounded = n.to(dtype)
     tg.relu_sq_mlp(rounded, *parts).backward(rounded)
@@ -196,6 +196,7 @@ def test_fits_relu_sq(monkeypatch, dtype, width, hidden, capability, on_cuda, fi
     ([0, 7, 40], 3, 33, 2, 4),                                       # window smaller than a block of queries
     ([0, 7, 40], 1000, 33, 1, 4),                                    # window larger than everything
     ([0, 100], 37, 100, 2, 4),                                       # blocks of 37 queries, 100 = 2 x 37 + 26
+    ([0, 36, 75, 110, 149, 156], 1000, 39, 2, 4),                    # blocks of 38; shorter ones would hide a key
     ([0, 64, 128, 160], 32, 64, 1, 4)])                              # documents end where blocks end
 def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bounds, window, max_len, heads, width):
     shape = bounds[-1], heads, width

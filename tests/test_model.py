@@ -1,12 +1,12 @@
-"""Room 5: the model against reference.py, its initial values, and what a token may change."""
+"""Section 7: the model against reference.py, its initial weights, and which positions a token may change."""
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, own_rows, preset, random_batch, small,
-                    unequal, with_tokens)
-from reference import Reference
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, engine, fill_randomly, own_rows, preset, randn,
+                    random_batch, small, unequal, with_tokens)
+from reference import SIGN_VECTORS, Reference, ngram_rows
 
 import train_gpt as tg
 
@@ -16,17 +16,41 @@ def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
 
+# Value gates are counted over the tables of layers alone, and scalars over those of the residual stream.
+ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, place=1),
+               tg.NgramTable("c_embed", 4, 42, place=5, signs=1), tg.NgramTable("d_embed", 3, 43),
+               tg.NgramTable("e_embed", 2, 44, place=1))
+
+def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
+    """Return a batch that looks up whole n-gram tables, by the reference's hashes."""
+    row_index, sign_ids = dict(batch.row_index), {}
+    tokens = batch.tokens.numpy()
+    for ngram in cfg.tables:
+        factors, sign_factors = tg.NGRAM_FACTORS[ngram.order]
+        rows = [ngram_rows(slot, factors, ngram.rows) for slot in tokens]
+        row_index[ngram.label] = torch.from_numpy(np.stack(rows)).int()
+        if ngram.signs:
+            signs = [ngram_rows(slot, sign_factors, SIGN_VECTORS + 1) for slot in tokens]
+            sign_ids[ngram.label] = torch.from_numpy(np.stack(signs)).int()
+    return batch._replace(row_index=row_index, sign_ids=sign_ids)
+
 @pytest.mark.recipe
-@pytest.mark.parametrize("heads, slots, seed", [(4, 2, 0), (2, 3, 1)])
-def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
-    cfg = small(num_heads=heads, model_dim=8 * heads)
+@pytest.mark.parametrize("heads, slots, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
+                         ids=["4 heads", "2 heads", "n-grams of layers and stream alternate"])
+def test_losses__and_gradients_are_the_recipes(heads, slots, seed, tables):
+    plain = small(num_heads=heads, model_dim=8 * heads)
+    cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)
     model = model_of(cfg)
-    batch = random_batch(cfg, seed, slots, 32)
+    batch = with_ngrams(cfg, random_batch(plain, seed, slots, 32))
     rotary = schedule.rotary[1]._replace(attn_scale=0.8)
     values = replace(schedule.at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25), rotary=rotary)
     naive = Reference(cfg, dict(model.named_parameters()))
     rows = own_rows(model)
+    for ngram in tables:
+        weights = randn(ngram.rows, cfg.model_dim, seed=ngram.rows)
+        naive.ngrams[ngram.label].p[:] = weights
+        rows[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
     weights = torch.tensor(values.mtp_weights, dtype=F64)
     spans = tg.spans_of(short=5, long=9, max_len=12, scale=0.8)
     losses = model.losses(batch, weights, torch.ones((), dtype=F64), spans, "plain", rows)
@@ -37,9 +61,14 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
         want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
         np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers
     naive.forward_backward(batch, values)
+    wanted = naive.grads | {label: torch.from_numpy(grad) for label, grad in naive.ngram_grads.items()}
+    assert found.keys() == wanted.keys()
     for label, grad in found.items():
-        assert naive.grads[label].any(), f"{label} has no effect"
-        np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
+        assert wanted[label].any(), f"{label} has no effect"
+        np.testing.assert_allclose(grad, wanted[label], rtol=1e-9, atol=1e-9, err_msg=label)
+    of_layers = sum(ngram.place is not None for ngram in tables)
+    used = naive.grads["ve_gate_bank"].flatten(1).any(dim=1)
+    assert used.tolist() == [True] * (5 + of_layers), "one gate for each table of a layer, and none too many"
 
 def record_rows() -> dict[str, tg.Parameter]:
     return {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
@@ -60,13 +89,13 @@ def check_spread(x: torch.Tensor, std: float) -> None:
     assert float(x.std()) == pytest.approx(std, rel=0.02)
     assert abs(float(x.mean())) < std / 50
 
-def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
-    model = tg.GPT(preset(**changes), tg.attention_reference, 16, {})
-    model.set_initial_values(seed, lambda _, x: x)                   # the only rank keeps all of it
+def initial(**changes) -> dict[str, torch.Tensor]:
+    """Return the weights of a new engine with one rank, which has all of each."""
+    model = engine(preset(**changes)).model
     return {label: p.detach() for label, p in model.named_parameters()}
 
 @pytest.mark.recipe
-def test_set_initial_values__are_the_recipes():
+def test_initial_weights__are_the_recipes():
     p = initial(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
     scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]   # residual, attention, bigram, the others
     assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # f32
@@ -85,7 +114,21 @@ def test_set_initial_values__are_the_recipes():
     drawn = tg.initial_values(attn, torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
-def test_set_initial_values__each_label_draws_from_its_own_generator():
+@pytest.mark.recipe
+def test_initial_weights__of_ngram_tables():
+    """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
+    made = engine(preset(tables=ALTERNATING, dtype="float32"))
+    plain = initial(dtype="float32")
+    found = {label: p.detach() for label, p in made.model.named_parameters()}
+    assert found.keys() == plain.keys(), "their rows are no parameters"
+    assert set(unequal(found, plain)) == {"scalars", "ve_gate_bank"}
+    assert found["scalars"].tolist() == pytest.approx([*plain["scalars"].tolist(), *[0.1] * 22], rel=1e-7)
+    assert len(found["ve_gate_bank"]) == len(plain["ve_gate_bank"]) + 3 and not found["ve_gate_bank"].any()
+    for ngram in ALTERNATING:
+        rows = made.tables[ngram.label].store.shard.rows
+        assert rows.shape == (ngram.rows, 32) and not rows.any(), ngram.label
+
+def test_initial_weights__each_label_draws_from_its_own_generator():
     base = initial()
     torch.manual_seed(123)                                           # the global generator plays no part
     assert unequal(initial(), base) == []

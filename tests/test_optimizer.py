@@ -1,12 +1,14 @@
-"""Room 7: NorMuon and Adam in the optimizer beside reference.py; what each rank owns. As functions: test_oracle.py."""
+"""Room 8: NorMuon and Adam in the optimizer beside reference.py; what each rank owns. As functions: test_oracle.py."""
 import functools
+import inspect
 import math
+import types
 
 import numpy as np
 import pytest
 import torch
 from common import (BF16, F32, F64, add_grad, engine, fabric, fill_randomly, grad_of, owned, randn, refused, small,
-                    unequal, untied_at)
+                    started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -42,15 +44,6 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
     tg.adam_update(p, torch.ones(1000), m, m.clone(), 1.0, (0.9, 0.99), 0.0, *numbers)
     assert p.equal(want.bfloat16())
 
-def test_stochastic_round__keeps_what_is_not_finite():
-    """The largest NaN would become -0.0: a carry out of its bits goes through the sign."""
-    raw = np.array([[0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000]], np.uint32)
-    x = torch.from_numpy(raw.view(np.float32))
-    for bits in (0, -1, 0x12345678, -0x80000000):
-        rounded = tg.stochastic_round(x, torch.tensor([bits], dtype=torch.int32)).bfloat16()
-        assert rounded[0, :4].isnan().all(), bits
-        assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
-
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     ex = engine(cfg, world, rank)
     whole = fill_randomly(ex.model, where=ex.fabric)
@@ -65,7 +58,7 @@ def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     for label, grad in random_grads(optimizer, values.step).items():
         add_grad(optimizer, label, grad, values)
-    optimizer.step(values, tg.do_nothing)
+    optimizer.step(values)
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
@@ -106,31 +99,90 @@ def test_step__a_missing_gradient_is_refused(missing):
     for label, grad in random_grads(optimizer, 0).items():
         if label != missing:
             add_grad(optimizer, label, grad, values)
-    named = "small" if missing == "smear_gate" else missing              # one sum for all that every rank updates
+    named = "replicated" if missing == "smear_gate" else missing         # one sum for all that every rank updates
     with refused(tg.RunError, f"no gradient of ['{named}']", "forward_backward"):
-        optimizer.step(values, tg.do_nothing)
+        optimizer.step(values)
     assert unequal(weights_of(optimizer), before) == []
+
+def with_each_group() -> tg.Engine:
+    """An engine whose optimizer has a group of each class."""
+    tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
+    ex = engine(small(tables=tables, train_files="formula:60:59:20000:1"))
+    fill_randomly(ex.model)
+    return ex
+
+def test_has_gradient__true_from_a_backward_pass_to_the_update():
+    """Of every class of groups; asking changes nothing, and is no check."""
+    ex = with_each_group()
+    groups = ex.optimizer.groups
+
+    def with_gradient() -> set[str]:
+        found = [{label for label, group in groups.items() if group.has_gradient()} for _ in range(2)]
+        assert found[0] == found[1]
+        return found[0]
+
+    assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
+    kept = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]        # after each step of a cycle
+    with started_loader(ex.cfg, fabric(), 8) as (loader, steps):
+        for values in steps_of(loader, steps):
+            ex.forward_backward(loader.next(values), values)
+            assert with_gradient() == {*groups}
+            ex.optim_step(values)
+            assert with_gradient() == kept[values.step % 4]
+
+def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer():
+    """The tensors of `Optimizer.state` are the groups' own; a row-wise table keeps its state in its row store."""
+    def reached(thing: object, seen: dict[int, object]) -> dict[int, object]:
+        """Return all that is found from here through attributes, containers and arguments that are bound to calls."""
+        if id(thing) in seen or isinstance(thing, (torch.Tensor, type, str, int, float)):
+            return seen
+        seen[id(thing)] = thing
+        inner = [*getattr(thing, "__dict__", {}).values(), getattr(thing, "__self__", None)]
+        if isinstance(thing, dict):
+            inner += thing.values()
+        elif isinstance(thing, (list, tuple)):
+            inner += thing
+        elif isinstance(thing, functools.partial):
+            inner += [thing.func, *thing.args, *thing.keywords.values()]
+        elif inspect.isfunction(thing):
+            inner += [cell.cell_contents for cell in thing.__closure__ or ()]
+        for each in inner:
+            if not isinstance(each, types.ModuleType):
+                reached(each, seen)
+        return seen
+
+    ex = with_each_group()
+    optimizer = ex.optimizer
+    own = [(label, name, x) for group in optimizer.groups.values()
+           for label, state in group.state.items() for name, x in state.items()]
+    assert len(own) == sum(map(len, optimizer.state.values()))
+    assert all(optimizer.state[label][name] is x for label, name, x in own)
+    assert {*optimizer.state} == {label for label, row in ex.model.table.items() if row.optimizer != "rowwise"}
+    for label, group in optimizer.groups.items():
+        found = reached(group, {})
+        assert id(optimizer) not in found and id(ex) not in found and id(ex.model) not in found, label
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
 def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch):
-    def run():
-        optimizer = make(small(stages=untied_at(1)))
+    def run() -> dict[str, torch.Tensor]:
+        cfg = small(stages=untied_at(1))
+        optimizer = make(cfg)
         for step in range(6):
-            take_step(optimizer, tg.Schedule(optimizer.cfg).at(step))
+            take_step(optimizer, tg.Schedule(cfg).at(step))
         return weights_of(optimizer)
 
     base = run()
-    entries = getattr(tg, order)
-    for bad in (entries[1:], (*entries[1:], "mlp"), (*entries, "mlp")):
-        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="an entry once in each"):
+    labels = getattr(tg, order)
+    for bad in (labels[1:], (*labels[1:], "mlp"), (*labels, "mlp")):
+        with monkeypatch.context() as patch, pytest.raises(AssertionError, match="each group once in each"):
             patch.setattr(tg, order, bad)
             make(small())
-    monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(entries)))
+    monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(labels)))
     assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
-    entry = optimizer.groups[label]
-    return entry.shard if label in optimizer.sharded else entry.table.shard
+    group = optimizer.groups[label]
+    return group.shard if label in optimizer.sharded_groups else group.table.shard
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_Optimizer__ranks_own_every_piece_once(world):
@@ -150,16 +202,16 @@ def test_Optimizer__ranks_own_every_piece_once(world):
         else:
             assert torch.cat(parts).equal(whole), label
         for optimizer, part in zip(ranks, parts):
-            entry = optimizer.groups[label]
+            group = optimizer.groups[label]
             assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
             if label not in TABLES:
-                for room in (entry.padded, entry.main_grad, entry.comm_buffer):
-                    assert len(room) == world * entry.shard_size and not room[len(whole):].any(), label
-                assert entry.weight.data_ptr() == entry.padded.data_ptr()
-                assert entry.weight.main_grad.data_ptr() == entry.main_grad.data_ptr()
+                for room in (group.padded, group.main_grad, group.comm_buffer):
+                    assert len(room) == world * group.shard_size and not room[len(whole):].any(), label
+                assert group.weight.data_ptr() == group.padded.data_ptr()
+                assert group.weight.main_grad.data_ptr() == group.main_grad.data_ptr()
     for label in BANKS:
         lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
-        assert torch.cat(lr_muls).equal(alone.entries[label].lr_muls)
+        assert torch.cat(lr_muls).equal(alone.groups[label].lr_muls)
 
 def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
@@ -184,8 +236,8 @@ def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     for number, x in enumerate(added.values(), 1):
         x.fill_(number)
     restore = ex.snapshot()
-    saved = ex.whole_state(tg.Schedule(cfg).at(0))
-    for put_back in (restore, functools.partial(ex.load_state, saved["weights"] | saved["moments"])):
+    saved = ex.whole_state(tg.Schedule(cfg).at(0), with_moments=True)
+    for put_back in (restore, functools.partial(ex.load_state, saved)):
         for x in added.values():
             x.zero_()
         put_back()

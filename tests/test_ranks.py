@@ -1,4 +1,4 @@
-"""1, 2, 4 and 8 ranks compute the same run; what travels between them, who updates what, and that nothing else does.
+"""1, 2, 4 and 8 ranks compute the same run; the bytes they exchange, who updates what, and that nothing else does.
 
 The functions with an argument `rank` are what each of W ranks does; the tests after them look at what the ranks found.
 Most is compared with one process, whose numbers are the other tests' business. A sum over ranks has another order than
@@ -15,7 +15,9 @@ import json
 import math
 import operator
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,12 +25,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad, started_loader,
-                    tensors_of)
+from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad,
+                    started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
-from row_cycles import PAIRS, TRIPLES, StagedHome
+from row_cycles import PAIRS, TRIPLES, StagedStore
 from torch import Tensor
 
 import train_gpt as tg
@@ -55,13 +57,16 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 def state_hashes(engine: tg.Engine) -> dict[str, str]:
     tensors = tensors_of(engine)
     hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
-    pending = [(label, len(table.pending), table.cached is None) for label, table in engine.tables.items()]
-    return hashes | dict(plain=repr((engine.rotary, pending)))
+    tables = []
+    for label, table in engine.tables.items():
+        is_cached = getattr(table, "cached_plan", None) is not None
+        exchanged = [table.byte_totals[name] for name in ("bytes_sent", "bytes_received", "bytes_dense")]
+        tables.append((label, table.has_grads, is_cached, exchanged))
+    return hashes | dict(plain=repr((engine.rotary, tables)))
 
 def whole_state(engine: tg.Engine, values: tg.Values) -> Arrays:
     """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
-    state = engine.whole_state(values)
-    whole = state["weights"] | state["moments"]
+    whole = engine.whole_state(values, with_moments=True)
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
 def tiny(**changes: Any) -> tg.Config:
@@ -73,25 +78,30 @@ RUNS = {                                 # each has a stage change and a validat
     "all layers": dict(),
     "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
-    "every step": dict(adam_every=1, tables=(PAIRS._replace(cadence=1), TRIPLES)),
-    "layers": dict(tables=(PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), slots_per_micro_batch=2),
-    "unseen": dict(tables=(PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), slots_per_micro_batch=2, val_every=0),
-    "cadence 4": dict(tables=(PAIRS._replace(cadence=4, place=0), TRIPLES._replace(cadence=4)), row_comms="dense"),
+    "every step": dict(adam_every=1, tables=(replace(PAIRS, cadence=1), TRIPLES)),
+    "layers": dict(tables=(replace(PAIRS, cadence=4), replace(TRIPLES, place=2)), slots_per_micro_batch=2),
+    "unseen": dict(tables=(replace(PAIRS, cadence=4), replace(TRIPLES, place=2)), slots_per_micro_batch=2, val_every=0),
+    "cadence 4": dict(tables=(replace(PAIRS, cadence=4, place=0), replace(TRIPLES, cadence=4)), row_comms="dense"),
 }
 
 def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
-    tables = [table._replace(home=home) for table in fields.get("tables", ())]
+    tables = [replace(table, home=home) for table in fields.get("tables", ())]
     cfg = tiny(**fields | dict(tables=tuple(tables)))
-    losses, validations, found = [], [], {}
+    losses, validations, lookups, found = [], [], [], {}
     forward_backward = tg.Engine.forward_backward
     evaluate = tg.Engine.evaluate
     warm_up = tg.warm_up
     finish = tg.finish
 
     def seen_forward_backward(self, batch, values, *rest):
+        rows = {}
+        for spec in tg.table_specs(self.cfg):
+            if not spec.tied_to_head or not values.tied:
+                rows[spec.label] = np.unique(spec.row_ids(batch.tokens.numpy()))
+        lookups.append(rows)
         out = forward_backward(self, batch, values, *rest)
         losses.append(exact_array(out.slot_sums) / values.slot_tokens)
         return out
@@ -108,27 +118,29 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
             after = state_hashes(engine)
             found["left"] = [name for name in after if after[name] != found["initial"][name]]
         losses.clear()
+        lookups.clear()
         validations.clear()
 
-    def seen_finish(log, run_id, engine, *rest):
+    def seen_finish(log, info, engine, *rest):
         found["state"] = whole_state(engine, log.schedule.at(log.done))
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
         found["final"] = state_hashes(engine)
-        return finish(log, run_id, engine, *rest)
+        found["specs"] = [spec._replace(row_ids=None, sign_ids=None) for spec in tg.table_specs(engine.cfg)]
+        return finish(log, info, engine, *rest)
 
-    ending = SimpleNamespace(log=None, report_rows=lambda **facts: ending.log.event("comms", **facts))
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         patch = stack.enter_context(MonkeyPatch.context())
         if name != "all layers":
             stack.enter_context(few_layers())
-        patch.setitem(tg.HOMES, "host", StagedHome)
+        patch.setitem(tg.ROW_STORES, "host", StagedStore)
         patch.setattr(tg.Engine, "forward_backward", seen_forward_backward)
         patch.setattr(tg.Engine, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
         patch.setattr(tg, "finish", seen_finish)
-        tg.train(cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
-    return found | dict(printed=printed.getvalue(), slot_losses=np.stack(losses), validations=np.array(validations))
+        tg.train(cfg, rank.fabric(cfg), SimpleNamespace(log=None), Path(tg.__file__).read_bytes())
+    found |= dict(printed=printed.getvalue(), lookups=lookups)
+    return found | dict(slot_losses=np.stack(losses), validations=np.array(validations))
 
 def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[dict[str, Any]]:
     """Return what each rank of such a run found; it is made once."""
@@ -166,9 +178,9 @@ def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, 
 
 @pytest.mark.parametrize("world", [1, 2, SLOW_4], ids="W{}".format)
 @pytest.mark.parametrize("name", ["layers", "cadence 4"])
-def test_HOMES__runs_from_either_have_the_same_bits(ranks, name, world):
-    """The host home of these runs is late by chance, and spoils what was taken."""
-    for device, host in zip(*(runs_of(ranks, world, name, home) for home in tg.HOMES)):
+def test_ROW_STORES__runs_from_either_have_the_same_bits(ranks, name, world):
+    """The host store of these runs is late by chance, and spoils its buffers."""
+    for device, host in zip(*(runs_of(ranks, world, name, home) for home in tg.ROW_STORES)):
         assert host["final"] == device["final"]
         assert host["validations"].tobytes() == device["validations"].tobytes()
 
@@ -182,13 +194,72 @@ def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
     for found in runs_of(ranks, 2, name, home):
         assert found["warm_up_steps"] > 4 and found["left"] == []
 
+ROW_BYTES = 8 * 32                       # of float64, in the width of tiny
+STATE_BYTES = 8 + 4                      # of a row-wise table's row: its second moment and its last update
+
+def bytes_of_training(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[str, Any]]) -> Counter:
+    """Count the bytes that the ranks of a run move for a table, from the rows that each of them looked up.
+
+    In each cycle, every rank requests its rows of the other ranks once, and receives them. If the cycle is completed,
+    the gradients of these rows go back. Rows of a row-wise table on the host are copied to the device in each cycle, and
+    back after its update.
+    """
+    world = len(by_rank)
+    shard_bytes = spec.shard_rows(world) * ROW_BYTES
+    steps = len(by_rank[0]["lookups"])
+    moved = Counter()
+    for first in range(0, steps, spec.update_every):
+        if spec.label not in by_rank[0]["lookups"][first]:                    # tied: its rows are read from the head
+            continue
+        fetched = 0
+        requested = []
+        for rank, found in enumerate(by_rank):
+            by_step = [step[spec.label] for step in found["lookups"][first:first + spec.update_every]]
+            requested.append(np.unique(np.concatenate(by_step)))
+            fetched += int((requested[-1] % world != rank).sum())
+        if fetch_all and not spec.rowwise:
+            fetched = world * (world - 1) * spec.shard_rows(world)
+        messages = 1 + (first + spec.update_every <= steps)                   # rows, and their gradients
+        for name in ("bytes_sent", "bytes_received"):
+            moved[name] += fetched * (4 + messages * ROW_BYTES)
+        moved["bytes_dense"] += messages * world * (world - 1) * shard_bytes
+        if spec.location == "host":
+            changed = len(np.unique(np.concatenate(requested)))               # each row has one owner
+            moved["bytes_up"] += changed * (ROW_BYTES + STATE_BYTES)
+            moved["bytes_down"] += (messages - 1) * changed * (ROW_BYTES + STATE_BYTES)
+    return moved
+
+COUNTED = [
+    *(("cycles", "device", world) for world in (1, 2, 4, 8)), ("dense", "device", 2), ("every step", "device", 2),
+    ("layers", "device", 1), ("layers", "device", 2), ("layers", "host", 1), ("layers", "host", 2),
+    ("cadence 4", "device", 2), ("cadence 4", "host", 1),
+    *(pytest.param(name, home, 4, marks=pytest.mark.all)
+      for name, home in (("dense", "device"), ("layers", "host"), ("cadence 4", "device"), ("cadence 4", "host")))]
+
+@pytest.mark.parametrize("name, home, world", COUNTED)
+def test_finish__comms_are_what_training_has_moved(ranks, name, home, world):
+    """By table, summed over ranks: without warm-up and validations, with the rows of a last cycle that is cut short."""
+    by_rank = runs_of(ranks, world, name, home)
+    text = (ranks.folder_of(world, tiny_run, name=name, home=home) / "run/log.jsonl").read_text()
+    entries = [json.loads(line) for line in text.splitlines()]
+    assert "comms" not in [entry["type"] for entry in entries]
+    steps = by_rank[0]["lookups"]
+    assert len(steps) == entries[-1]["steps"]
+    assert "embed" not in steps[0] and "embed" in steps[-1]
+    fetch_all = RUNS[name].get("row_comms") == "dense"
+    expected = {spec.label: bytes_of_training(spec, fetch_all, by_rank) for spec in by_rank[0]["specs"]}
+    found = {label: Counter(counts) for label, counts in entries[-1]["comms"].items()}
+    assert found == expected
+    assert (world == 1) == (not any(counts["bytes_sent"] for counts in expected.values()))
+    assert (home == "host") == any(counts["bytes_down"] for counts in expected.values())
+
 def test_Log__rank_0_keeps_that_of_all(ranks):
     """Tokens and validation losses of the whole run; and the weights that it saves are those of all ranks."""
     logs = []
     for w in (1, 8):
         text = (ranks.folder_of(w, tiny_run, name="cycles", home="device") / "run/log.jsonl").read_text()
         entries = map(json.loads, text.splitlines())
-        logs.append([entry for entry in entries if entry["type"] not in ("phase", "comms")])
+        logs.append([entry for entry in entries if entry["type"] != "phase"])
     one, many = logs
     assert [log[0]["world_size"] for log in logs] == [1, 8]
     assert [entry["type"] for entry in many] == [entry["type"] for entry in one]
@@ -204,24 +275,31 @@ def test_Log__rank_0_keeps_that_of_all(ranks):
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.Values]]]:
-    """An executor with weights that leave no term at zero, a started loader, and the first steps."""
+def started(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.Values]]]:
+    """An engine with weights that leave no term at zero, a started loader, and the first steps."""
     headers = tg.find_shards(cfg.train_files)
     cfg = tg.resolve(cfg, headers, headers)
     engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
     fill_randomly(engine.model, where=fabric)
     if fabric.world == 1:                                                     # else it is read from the head
         engine.model.embed.data.copy_(engine.model.lm_head.t())
-    with started_loader(cfg, fabric, count, engine.exchange_ahead) as (loader, values):
+    with started_loader(cfg, fabric, count) as (loader, values):
         yield engine, loader, values
+
+def end_of_step(engine: tg.Engine, loader: tg.Loader, values: tg.Values) -> None:
+    """Make all calls of `train_step` but the forward and backward pass."""
+    next_plans = loader.next_plans()
+    engine.prefetch_rows(next_plans)
+    engine.optim_step(values)
+    engine.fetch_rows(next_plans)
 
 def pieces(rank: Rank, way: str) -> Arrays:
     """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
     or with those alone, which on one rank is a cycle of every second slot."""
     odd = rank.rank % 2 == 1
     cfg = tiny(dtype="float64", adam_every=2)
-    with few_layers(), steps_of(rank.fabric(), cfg, 2) as (engine, loader, plan):
-        for values in plan:
+    with few_layers(), started(rank.fabric(), cfg, 2) as (engine, loader, plan):
+        for values in steps_of(loader, plan):
             batch = loader.next(values)
             one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
             parts = [batch]
@@ -233,7 +311,7 @@ def pieces(rank: Rank, way: str) -> Arrays:
                 engine.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
                 if way == "extra" and odd:
                     engine.forward_backward(one_by_one[0], values, 0.0)
-            engine.optim_step(values, loader.plans_ahead)
+            end_of_step(engine, loader, values)
         return whole_state(engine, tg.Schedule(cfg).at(2))
 
 @pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
@@ -254,12 +332,16 @@ def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
     return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
 
+def grads_of(table: tg.LocalTable | tg.ExchangedTable) -> Tensor:
+    """Return the buffer in which a table's gradients accumulate."""
+    return table.grad if isinstance(table, tg.LocalTable) else table.row_grads
+
 def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
     """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
     come the integers of this rank's slots; those of tables, of which row_cycles.py has more, are zeros. spoil: with NaN
     in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
     reverse, else one by chance. Returns the state right after the untying and at the end."""
-    stages = tuple(stage._replace(batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
+    stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
     cfg = tiny(num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
                dtype=dtype, num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
                num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, **changes)
@@ -275,25 +357,25 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
             patch.setattr(tg, name, orders[order] if order < 2 else rng.permutation(labels).tolist())
         if spoil:
             patch.setattr(torch.nn.functional, "pad", functools.partial(torch.nn.functional.pad, value=math.nan))
-        with steps_of(rank.fabric(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
+        with started(rank.fabric(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
             optimizer = engine.optimizer
-            for entry in optimizer.sharded.values():
-                count = len(tg.bank_matrices(entry.row, entry.weight))
-                for room in (entry.padded, entry.main_grad, entry.comm_buffer):
-                    padding += len(room[count:])
+            for group in optimizer.sharded_groups.values():
+                count = len(tg.bank_matrices(group.spec, group.weight))
+                for buffer in (group.padded, group.main_grad, group.comm_buffer):
+                    padding += len(buffer[count:])
                     if spoil:
-                        room[count:] = math.nan
-            for values in plan:
+                        buffer[count:] = math.nan
+            for values in steps_of(loader, plan):
                 so_far = {label: grad_of(optimizer, label) for label in engine.model.table}
                 so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
                 engine.forward_backward(loader.next(values), values)
                 for row in engine.model.table.values():
                     if row.label in engine.tables:
-                        engine.tables[row.label].row_grads.zero_()
+                        grads_of(engine.tables[row.label]).zero_()
                     else:
                         grad = integers(values.step, row.label, row.shape)[rank.rank::rank.world].sum(dim=0)
                         set_grad(optimizer, row.label, grad + so_far.get(row.label, 0))
-                engine.optim_step(values, loader.plans_ahead)
+                end_of_step(engine, loader, values)
                 if values.untie:
                     found["untied"] = whole_state(engine, schedule.at(values.step + 1))
             return found | dict(end=whole_state(engine, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(engine),
@@ -315,7 +397,7 @@ def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, worl
     assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
 
 @worlds
-def test_Sharded__padding_comes_nowhere(ranks, world):
+def test_ShardedGroup__padding_comes_nowhere(ranks, world):
     """Filled with NaN instead of zeros, it changes no bit."""
     by_rank = ranks(world, hand, spoil=True, dtype="bfloat16", row_comms="sparse")
     assert world == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"

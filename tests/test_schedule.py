@@ -1,4 +1,4 @@
-"""Room 2: what a run derives from its stages and steps. The record's numbers, step by step, are in the vectors."""
+"""Section 2: what a run derives from its stages and steps. The record's numbers, step by step, are in the vectors."""
 import math
 
 import pytest
@@ -126,7 +126,20 @@ def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_coo
         weights = [first + (last - first) * share for first, last in zip(row.mtp_start, row.mtp_end)]
         assert v.mtp_weights == pytest.approx(weights, rel=1e-12)
 
-BY_STEP = ("step", "adam_step", "tied", "untie", "validate")
+@pytest.mark.parametrize("cycle", [1, 2, 4])
+@pytest.mark.parametrize("every", [0, 1, 2, 3, 4, 6, 7])
+def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle, every):
+    """A checkpoint in the middle of a cycle would lose its gradients."""
+    tables = (tg.NgramTable("a_embed", 3, 100, cadence=cycle),)
+    cfg = plan(tables=tables, adam_every=min(cycle, 2), num_scheduled_steps=45, checkpoint_every=every)
+    schedule = tg.Schedule(cfg)
+    steps = range(48)
+    assert schedule.cycle == cycle
+    assert [v.begins_cycle for v in map(schedule.at, steps)] == [step in range(0, 48, cycle) for step in steps]
+    wanted = {math.ceil(multiple / cycle) * cycle for multiple in range(0, 48, every)} if every else set()
+    assert {v.step for v in map(schedule.at, steps) if v.checkpoint} == wanted & set(steps)
+
+BY_STEP = ("step", "adam_step", "tied", "untie", "begins_cycle", "checkpoint", "validate")
 
 def by_place(values: tg.Values) -> dict:
     """What goes by the place in the plan, not by the number of the step."""
@@ -141,7 +154,7 @@ def test_place__by_the_clock():
     for step in range(2 * len(places)):
         v = schedule.at(step)
         assert by_place(v) == by_place(planned.at(places[step // 2])), step
-        assert v.adam_step == (step % 2 == 1)
+        assert v.adam_step == (step % 2 == 1) and v.begins_cycle == (step % 2 == 0)
         assert v.validate == (step % 5 == 0)
     between = tg.Schedule(cfg, [4.5]).at(0)
     before = planned.at(4)
