@@ -338,7 +338,7 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
                 assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)
 
 def test_count_bytes__requests_rows_and_gradients():
-    """No message contains a rank's own rows. Rank 0 sends 1 request, 5 rows and 1 gradient, and receives the reverse."""
+    """A rank's own rows are in no message. Rank 0 sends 1 request, 5 rows and 1 gradient, and receives the reverse."""
     plan = tg.RowPlan({}, 9, torch.arange(4), [3, 1], torch.arange(8), [3, 5])
     assert plan.count_bytes(0, 10) == dict(bytes_sent=4 + 50 + 10, bytes_received=5 * 4 + 10 + 50)
 
