@@ -1,7 +1,7 @@
 """Cycles of tables without a model: plans, exchange, lookups, gradients and updates as a run makes them, on W ranks.
 
-Gradients are small integers that depend on the sign of the row that was read. Their sums are exact in every type and
-order, and what is stale, lost or doubled changes bits. Rows travel, and come from the host, as late as they may.
+Gradients are small integers that depend on the sign of the row that was read. Their sums are exact in every dtype and
+order, and a stale, lost or doubled row changes bits. Rows are sent, and copied from the host, as late as possible.
 """
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import exact_array, owned, plan_of, planner_of
+from common import exact_array, owned, plan_of
 from pytest import MonkeyPatch
 from reference import NaiveTable, cut
 from torch import Tensor
@@ -52,7 +52,7 @@ class Exchange:
         for name, tensor, splits in (("sent", x, in_splits), ("received", out, out_splits)):
             if sum(splits):
                 self.bytes[name] += tensor.nbytes // sum(splits) * (sum(splits) - splits[self.rank])
-        if not x.is_floating_point():                                         # lists of a plan
+        if not x.is_floating_point():                                         # requests of rows
             return self.exchange(out, x, out_splits, in_splits, **kwargs)
         arriving = torch.empty_like(out)
         work = self.exchange(arriving, x, out_splits, in_splits, **kwargs)
@@ -84,35 +84,36 @@ def late_rows(rank: int) -> Iterator[Exchange]:
     with MonkeyPatch.context() as patch:
         exchange = Exchange(rank)
         patch.setattr(dist, "all_to_all_single", exchange)
-        patch.setitem(tg.HOMES, "host", EmptyingHome)
+        patch.setitem(tg.ROW_STORES, "host", EmptyingStore)
         yield exchange
 
 def taken(state: tg.RowState) -> tg.RowState:
-    """A copy; whoever still reads the state itself will be noticed."""
+    """Return a copy, and overwrite the state itself, so that later reads of it are noticed."""
     copy = tg.RowState(*(x.clone() for x in state))
     for x, nonsense in zip(state, (math.nan, math.nan, -1)):
         x.fill_(nonsense)
     return copy
 
-class StagedHome(tg.HostRowStore):
-    """Each transfer is late by chance, and goes through staging of its own, which is spoiled after it."""
-    empties = False                      # rows that came up are spoiled at home, too, until they are back
+class StagedStore(tg.HostRowStore):
+    """A host store whose copies take a random time and use staging buffers that are overwritten after each copy."""
+    most_delay_s = 0.002
+    empties = False                      # also overwrite rows of the shard once they are on the device
 
-    def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
-        time.sleep(random.uniform(0, 0.002))
-        staging, done = super()._bring_up(places)
+    def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
+        time.sleep(random.uniform(0, self.most_delay_s))
+        staging, copied = super()._copy_to_device(unstored, local_rows)
         arrived = taken(staging)
         if self.empties:
-            self.stored.put(places, staging)
-        return arrived, done
+            self.shard.index_copy_(local_rows, staging)
+        return arrived, copied
 
-    def _bring_down(self, places: Tensor, changed: tg.RowState, computed: Any) -> None:
-        time.sleep(random.uniform(0, 0.002))
-        staging = tg.RowState(*(x.clone() for x in changed))
-        super()._bring_down(places, staging, computed)
+    def _store(self, local_rows: Tensor, state: tg.RowState, copied: Any) -> None:
+        time.sleep(random.uniform(0, self.most_delay_s))
+        staging = tg.RowState(*(x.clone() for x in state))
+        super()._store(local_rows, staging, copied)
         taken(staging)
 
-class EmptyingHome(StagedHome):
+class EmptyingStore(StagedStore):
     empties = True
 
 
@@ -124,7 +125,6 @@ class Trial:
     home: str = ""                       # of row-wise tables; "": tables have dense Adam
     dtype: str = "float64"
     cadence: int = 2
-    rounding: str = "nearest"
     updates: int = 7
 
     @property
@@ -183,73 +183,88 @@ def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
 
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 class TableOptimizer(tg.Optimizer):
-    """The trainer's optimizer with nothing but tables."""
-    def __init__(self, cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[str, tg.RowTable]) -> None:
-        self.cfg = cfg
+    """The trainer's optimizer with table groups only."""
+    def __init__(self, cfg: tg.Config, fabric: tg.Fabric, trial: Trial, specs: list[tg.TableSpec],
+                 tables: dict[str, Any]) -> None:
         self.fabric = fabric
-        self.tables = tables
         self.model = SimpleNamespace(lm_head=None)
-        self.grad_scale = 1 / SLOTS
-        self.seed = cfg.seed
-        self.adam_update = tg.adam_update
-        self.rowwise_update = tg.rowwise_update
+        self.sharded_groups = {}
+        self.groups = {}
         self.state = {}
-        self.reduce_order = self.update_order = tuple(tables)
-        self.entries = {}
-        for label, table in tables.items():
-            rule = "rowwise" if trial.home else "adam"
+        adam = functools.partial(tg.apply_adam, tg.adam_update, cfg)
+        for spec in specs:
+            shape = spec.num_rows, WIDTH
             betas = BETA1 * (not trial.home), trial.beta2
-            row = tg.Parameter(label, (table.table.rows, WIDTH), None, rule, lr_mul=LR_MUL, wd_mul=WD_MUL, betas=betas,
-                               rows=table.table)
-            self.entries[label] = tg.TableGroup(self, row, table)
+            parameter = tg.Parameter(spec.label, shape, None, "rowwise" if trial.home else "adam", lr_mul=LR_MUL,
+                                     wd_mul=WD_MUL, betas=betas, rows=spec)
+            table = tables[spec.label]
+            if trial.home:
+                group = tg.RowwiseTableGroup(cfg, fabric, parameter, table, tg.rowwise_update)
+            else:
+                group = tg.TableGroup(parameter, table, adam)
+            self.groups[spec.label] = group
+            self.state |= group.state
+        self.reduce_order = self.update_order = tuple(self.groups)
 
 class Cycles:
-    """A trial on one rank: plans a cycle ahead as the loader makes them, and steps as the executor makes them."""
-    def __init__(self, fabric: tg.Fabric, trial: Trial) -> None:
+    """A trial on one rank: plans one cycle ahead, as the loader makes them, and steps as `train_step` makes them."""
+    def __init__(self, fabric: tg.Fabric, trial: Trial, in_place: bool) -> None:
+        """in_place: a dense table with one rank is read in place, as in the trainer; else it is an ExchangedTable."""
         self.fabric = fabric
         self.trial = trial
         self.slots = range(fabric.rank, SLOTS, fabric.world)
         settings = dict(dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, row_comms=trial.mode,
-                        adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
+                        adam_every=1, adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-        self.patterns, self.tables = {}, {}
+        self.patterns, self.specs, self.tables = {}, {}, {}
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
-            spec = tg.Table(label, rows, 1, None, rowwise=bool(trial.home), home=trial.home or "device",
-                            cadence=trial.cadence, rounding=trial.rounding)
-            shard = None
-            if not trial.home:
-                shard = torch.nn.Parameter(owned(initial(trial, pattern, rows), fabric))
-            most_tokens = SLOTS * trial.cadence * max(8, rows)
-            self.tables[label] = tg.RowTable(spec, cfg, fabric, shard, most_tokens)
-        self.planner = planner_of(cfg, fabric, *(table.table for table in self.tables.values()))
-        self.optimizer = TableOptimizer(cfg, fabric, trial, self.tables)
+            spec = tg.TableSpec(label, rows, 1, None, rowwise=bool(trial.home), location=trial.home or "device",
+                                update_every=trial.cadence)
+            self.specs[label] = spec
+            max_tokens = SLOTS * trial.cadence * max(8, rows)
+            if trial.home:
+                table = tg.RowwiseTable(spec, cfg, fabric, max_tokens)
+            else:
+                weight = torch.nn.Parameter(owned(initial(trial, pattern, rows), fabric))
+                table = tg.ExchangedTable(spec, cfg, fabric, weight, max_tokens, head=None)
+                if fabric.world == 1 and in_place:
+                    table = tg.LocalTable(weight)
+            self.tables[label] = table
+        self.optimizer = TableOptimizer(cfg, fabric, trial, list(self.specs.values()), self.tables)
         self.made: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
-        """Return the plans of a cycle, made once, and where each lookup finds its row."""
+        """Return the plans of a cycle, made once, and each step's index into the rows by table."""
         if update in self.made:
             return self.made[update]
-        plans, places = {}, {}
+        plans, index = {}, {}
         for label, pattern in self.patterns.items():
-            lines = []
+            ids_by_step = []
             for step in range(self.trial.cadence):
                 of_slots = [reads(*pattern, update, step, slot) for slot in self.slots]
-                lines.append(np.concatenate(of_slots)[None])
-            plans[label], places[label] = plan_of(self.planner, self.tables[label].table, lines, purpose="train",
-                                                  cycle=update, tokens=SLOTS)
+                ids_by_step.append(np.concatenate(of_slots)[None])
+            index[label] = ids_by_step
+            if not isinstance(self.tables[label], tg.LocalTable):
+                fetch_all = self.trial.mode == "dense" and not self.trial.home
+                plans[label], index[label] = plan_of(self.specs[label], self.fabric, ids_by_step, fetch_all=fetch_all,
+                                                     purpose="train", cycle=update, tokens=SLOTS)
         if self.fabric.world > 1:
-            tg.exchange_row_requests(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
-        for label, plan in plans.items():
-            self.tables[label].prepare(plan)
-        self.made[update] = plans, places
+            tg.exchange_row_requests(self.fabric, self.fabric.plan_group, self.trial.dtype, self.specs.values(), plans)
+        self.made[update] = plans, index
         return self.made[update]
 
+    def plans_after(self, update: int, step: int) -> dict[str, tg.RowPlan]:
+        """Return the plans of the step that follows this one, {} after the last."""
+        if step + 1 < self.trial.cadence:
+            return self.plans(update)[0]
+        return self.plans(update + 1)[0] if update + 1 < self.trial.updates else {}
+
     def look_up(self, label: str, update: int, step: int) -> None:
-        plans, places = self.plans(update)
-        cache, row_grads = self.tables[label].rows_for_forward(plans[label])
-        index = torch.from_numpy(places[label][step][0])
+        plans, index_by_step = self.plans(update)
+        cache, row_grads = self.tables[label].rows_for_forward(plans.get(label))
+        index = torch.from_numpy(index_by_step[label][step][0])
         asked = [reads(*self.patterns[label], update, step, slot) for slot in self.slots]
         read = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in asked])[:-1])
         lines = [gradient(self.patterns[label][0], update, step, slot, *pair)
@@ -258,47 +273,47 @@ class Cycles:
         for part in (slice(3), slice(3, None)):               # calls add up
             tg.add_rows(row_grads, index[part], grad[part])
 
+    def fetched(self, label: str, update: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of a cycle, as owner * C + local row, and what lookups read there."""
+        plan = self.plans(update)[0].get(label)
+        cache, _ = self.tables[label].rows_for_forward(plan)
+        rows_to_fetch = np.arange(len(cache)) if plan is None else plan.rows_to_fetch.numpy()
+        return rows_to_fetch, exact_array(cache[:len(rows_to_fetch)])
+
     def run(self) -> dict[str, Found]:
-        """Return by table the lists and rows fetched in each cycle, and this rank's shard and state at the end."""
+        """Return by table the rows fetched in each cycle, byte totals, and this rank's shard and state at the end."""
         trial = self.trial
         found = {label: dict(cycles=[]) for label in self.tables}
         for update in range(trial.updates):
-            plans, places = self.plans(update)
-            if update % 2 == 0:                               # before the first rows of this cycle are taken, too
-                for ahead in range(update + 1, min(update + 3, trial.updates)):
-                    self.plans(ahead)
-
-            def plans_ahead(ahead: int = update + 1) -> dict[str, tg.RowPlan] | None:
-                return self.plans(ahead)[0] if ahead < trial.updates else None
-            for label, table in self.tables.items():
-                plan = plans[label]
-                cache, _ = table.rows_for_forward(plan)
-                fetched = cache[plan.rows_to_fetch if table.alone else slice(len(plan.rows_to_fetch))]
-                found[label]["cycles"].append((plan.rows_to_fetch.numpy(), exact_array(fetched)))
+            for label in self.tables:
+                found[label]["cycles"].append(self.fetched(label, update))
             for step in range(trial.cadence):
-                for label, table in self.tables.items():
+                for label in self.tables:
                     self.look_up(label, update, step)
-                    table.traffic()                           # asking changes no count
-                at = SimpleNamespace(step=update * trial.cadence + step, adam_lr=learning_rate(update), tied=False,
-                                     untie=False)
-                self.optimizer.step(at, plans_ahead)
+                values = SimpleNamespace(step=update * trial.cadence + step, adam_lr=learning_rate(update), tied=False,
+                                         untie=False)
+                next_plans = self.plans_after(update, step)
+                for label, plan in next_plans.items():
+                    self.tables[label].prefetch(plan)
+                self.optimizer.step(values)
+                for label, plan in next_plans.items():
+                    self.tables[label].fetch(plan)
         for label, table in self.tables.items():
             found[label] |= self.state(label, table)
-            found[label]["traffic"] = table.traffic()
+            found[label]["byte_totals"] = dict(table.byte_totals)
         return found
 
-    def state(self, label: str, table: tg.RowTable) -> Found:
-        if table.home is None:
-            state = self.optimizer.state[label] | dict(rows=table.shard)
+    def state(self, label: str, table: Any) -> Found:
+        if table.store is None:
+            state = dict(m=self.optimizer.state[label]["m"], v=self.optimizer.state[label]["v"], rows=table.shard)
             return {name: exact_array(x) for name, x in state.items()}
-        table.home.settle()
-        touched = [places for places, _ in table.home.touched()]
-        state = {name: exact_array(x) for name, x in table.home.stored._asdict().items()}
+        touched = [local_rows for local_rows, _ in table.store.touched_state()]
+        state = {name: exact_array(x) for name, x in table.store.shard._asdict().items()}
         return state | dict(touched=np.concatenate([np.zeros(0, int), *touched]))
 
-def drive(fabric: tg.Fabric, trial: Trial) -> dict[str, Found]:
+def drive(fabric: tg.Fabric, trial: Trial, in_place: bool = True) -> dict[str, Found]:
     with late_rows(fabric.rank) as exchange:
-        found = Cycles(fabric, trial).run()
+        found = Cycles(fabric, trial, in_place).run()
     return {label: of_table | dict(bytes=dict(exchange.bytes)) for label, of_table in found.items()}
 
 
@@ -310,7 +325,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
     m = torch.zeros(rows, WIDTH, dtype=tg.accum_dtype(p.dtype))
     v = torch.zeros_like(m)
     exact = np.float64 if trial.dtype == "float64" else np.float32
-    bf16 = trial.rounding if trial.dtype == "bfloat16" else ""
+    bf16 = "nearest" if trial.dtype == "bfloat16" else ""
     naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16)
     before = []
     for update in range(trial.updates):

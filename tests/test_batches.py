@@ -171,7 +171,7 @@ def too_short(streams, values) -> bool:
 
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_advance__data_that_end(tmp_path, world):
-    """Every rank trains the same whole cycles. `next_plans` returns {} at their end, and `advance` raises the reason."""
+    """Every rank trains the same whole cycles. At their end `next_plans` returns {} and `advance` raises the reason."""
     streams = write_shards(tmp_path, 1200, 1100)
     for rank in range(world):
         with started(tmp_path, rank, world, tables=TABLES) as (loader, values):
@@ -293,7 +293,8 @@ def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_p
         exchange(where, group, dtype, specs, plans)
 
     monkeypatch.setattr(tg, "exchange_row_requests", seen)
-    cfg = preset(train_files=f"{tmp_path}/train_*.bin", vocab_size=50, document_start=3, adam_every=every, tables=tables)
+    words = dict(vocab_size=50, document_start=3)
+    cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=every, tables=tables, **words)
     where = replace(fabric(1, 2), plan_group="the loader's group")
     found = []
     with started_loader(cfg, where, 9) as (loader, values):

@@ -227,6 +227,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
     "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
     "--num_slots=0": ("--num_slots", "1 to "),
+    "--cooldown_frac=1.01": ("--cooldown_frac", "'1.01'", "0 to 1", "--cooldown_frac=0.55"),
     "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.flag_text(tg.STAGES)}"),
     f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
     f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),

@@ -7,8 +7,10 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -337,10 +339,14 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
                 assert plan.rows_to_update.tolist() == sorted(set(read.tolist()))
                 assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)
 
-def test_count_bytes__requests_rows_and_gradients():
-    """No message contains a rank's own rows. Rank 0 sends 1 request, 5 rows and 1 gradient, and receives the reverse."""
-    plan = tg.RowPlan({}, 9, torch.arange(4), [3, 1], torch.arange(8), [3, 5])
-    assert plan.count_bytes(0, 10) == dict(bytes_sent=4 + 50 + 10, bytes_received=5 * 4 + 10 + 50)
+@pytest.mark.parametrize("purpose, sent, received", [("train", 50, 10), ("validation", 0, 0)])
+def test_count_bytes__without_what_a_rank_sends_to_itself(purpose, sent, received):
+    """Rank 0 sends 5 items of 10 bytes to rank 1, and receives 1. Only training is counted."""
+    table = object.__new__(tg.ExchangedTable)
+    table.fabric, table.byte_totals = fabric(0, 2), Counter()
+    plan = SimpleNamespace(tag=dict(purpose=purpose))
+    table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
+    assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)
 
 def test_result_with_timeout__its_own_timeout_and_that_of_the_work():
     with refused(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):

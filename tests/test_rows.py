@@ -1,4 +1,4 @@
-"""Room 6: rows travel both ways, and every bit is that of one rank with whole tables.
+"""Room 5: exchanged tables have the bits of one rank with whole tables; row requests, byte totals, `add_rows`.
 
 The functions with an argument `rank` are what each of W ranks does; the tests after them look at what the ranks found.
 """
@@ -17,26 +17,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import compiled_for, interpreted, needs_triton, owned, plan_of, planner_of
+from common import compiled_for, interpreted, needs_triton, owned, plan_of
 from pytest import MonkeyPatch
-from ranks import Rank
+from ranks import Rank, Ranks
 from reference import put_together
-from row_cycles import PATTERNS, WIDTH, Trial, differences, drive, late_rows
+from row_cycles import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
 from torch import Tensor
 
 import train_gpt as tg
 
 MODES = ("sparse", "dense")
+KINDS = (*MODES, *tg.ROW_STORES)         # of tables: how a dense one exchanges rows, or the store of a row-wise one
 ELEMENT = dict(float32=4, bfloat16=2)    # bytes
 SLOW = pytest.param(4, marks=pytest.mark.all)
 worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
-few_worlds = pytest.mark.parametrize("world", [1, 2, SLOW], ids="W{}".format)
-modes = pytest.mark.parametrize("mode", MODES)
 
 
 # ---- Cycles of tables ------------------------------------------------------------------------------------------------
 def trials(world: int) -> list[Trial]:
-    """Each pattern in both modes, both types, and on tables of several sizes; half as many for many ranks."""
+    """Each pattern in both modes, both dtypes, and on tables of several sizes; half as many for many ranks."""
     sizes = (53, 48, 5, 1, 97, 2)
     found = []
     for turn, (mode, dtype) in enumerate(itertools.product(MODES, ELEMENT)):
@@ -49,58 +48,137 @@ def cycles(rank: Rank) -> list[dict]:
     return [drive(fabric, trial) for trial in trials(rank.world)]
 
 @worlds
-def test_RowTable__rows_are_those_of_a_dense_run(ranks, world):
+def test_ExchangedTable__rows_are_those_of_a_dense_run(ranks, world):
+    """With one rank, tables are read in place."""
     by_rank = ranks(world, cycles)
     for number, trial in enumerate(trials(world)):
         assert differences(trial, [found[number] for found in by_rank]) == [], trial
 
+def counted_bytes(by_rank: list[dict], label: str, rank: int, row_bytes: int) -> Counter:
+    """Count the bytes that a rank sends and receives for one table, from the rows that every rank fetched.
+
+    A reader sends 4 bytes per row to the row's owner, which returns the row. The gradient of the row follows.
+    """
+    world = len(by_rank)
+    count = Counter(bytes_sent=0, bytes_received=0)
+    for reader, found in enumerate(by_rank):
+        for rows_to_fetch, _ in found[label]["cycles"]:
+            shard_rows = -(-int(label.rsplit(" ", 1)[1]) // world)
+            for owner in rows_to_fetch // shard_rows:
+                if owner == reader:
+                    continue
+                if reader == rank:
+                    count.update(bytes_sent=4 + row_bytes, bytes_received=row_bytes)
+                if owner == rank:
+                    count.update(bytes_sent=row_bytes, bytes_received=4 + row_bytes)
+    return count
+
 @worlds
-def test_report_traffic__is_what_collectives_were_given(ranks, world):
-    """The list goes out, its rows come in, their gradients go out; and the same for the lists of others."""
-    for found in ranks(world, cycles):
-        for trial, of_trial in zip(trials(world), found):
-            moved = Counter(sent=0, received=0)
-            for of_table, (_, rows) in zip(of_trial.values(), trial.tables):
-                shard_bytes = -(-rows // world) * WIDTH * ELEMENT[trial.dtype]
-                pairs = zip(of_table["accounts"], of_table["cycles"], strict=True)
-                for cycle, (account, (rows_to_fetch, _)) in enumerate(pairs):
-                    assert account["bytes_dense"] == 2 * (world - 1) * shard_bytes
-                    tag = account["cycle"], account["purpose"], account["mode"], account["rows"]
-                    assert tag == (cycle, "train", trial.mode, len(rows_to_fetch))
-                    moved.update(sent=account["bytes_sent"], received=account["bytes_received"])
-            assert of_table["bytes"] == moved, "of all tables"
+def test_zero_grad__byte_totals_of_each_table(ranks, world):
+    """They equal a count by row, and their sum equals the bytes of all collectives."""
+    by_rank = ranks(world, cycles)
+    for number, trial in enumerate(trials(world)):
+        of_ranks = [found[number] for found in by_rank]
+        row_bytes = WIDTH * ELEMENT[trial.dtype]
+        for rank, tables in enumerate(of_ranks):
+            total = Counter(sent=0, received=0)
+            for (label, found), (_, rows) in zip(tables.items(), trial.tables, strict=True):
+                totals = found["byte_totals"]
+                dense = trial.updates * 2 * (world - 1) * -(-rows // world) * row_bytes
+                expected = dict(bytes_dense=dense, **counted_bytes(of_ranks, label, rank, row_bytes))
+                assert totals == expected, f"{label} on rank {rank} in {trial}"
+                total.update(sent=totals["bytes_sent"], received=totals["bytes_received"])
+            assert found["bytes"] == total, "of all tables"
+
+def both_tables(rank: Rank, trial: Trial) -> list[dict]:
+    fabric = rank.fabric()
+    return [drive(fabric, trial, in_place) for in_place in (True, False)]
+
+@pytest.mark.parametrize("mode", MODES)
+def test_LocalTable__has_the_bits_of_an_exchanged_one(ranks, mode):
+    """Both with one rank in float64: rows of each cycle, shard and moments."""
+    trial = Trial(tuple((pattern, 53) for pattern in PATTERNS), mode)
+    (local, exchanged), = ranks(1, both_tables, trial=trial)
+    for label in local:
+        for (_, rows), (fetched, read) in zip(local[label]["cycles"], exchanged[label]["cycles"], strict=True):
+            np.testing.assert_array_equal(rows[fetched], read, label)
+        for name in ("rows", "m", "v"):
+            assert local[label][name].tobytes() == exchanged[label][name].tobytes(), f"{label}: {name}"
+        assert not any(local[label]["byte_totals"].values()) and not any(exchanged[label]["byte_totals"].values())
 
 
 # ---- One table -------------------------------------------------------------------------------------------------------
-def row_table(fabric: tg.Fabric, rows: int = 20, **settings: Any) -> tg.RowTable:
-    values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-    cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-    shard = torch.nn.Parameter(owned(values, fabric))
-    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, shard, 40, tg.do_nothing)
+IN_PLACE = "read in place"
+def kinds_of(world: int) -> tuple[str, ...]:
+    """With one rank the trainer has no ExchangedTable that is not row-wise."""
+    return (IN_PLACE, *tg.ROW_STORES) if world == 1 else KINDS
 
-def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.RowPlan:
-    fabric = table.fabric
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=table.mode))
-    read = np.asarray([rows], np.int32)
-    plan, _ = plan_of(planner_of(cfg, fabric, table.table), table.table, [read], cycle=cycle)
-    if fabric.world > 1:
-        tg.exchange_row_requests(fabric, fabric.plan_group, "float32", {table.table.label: plan})
-    return plan
+def by_world(without: str = "") -> pytest.MarkDecorator:
+    """Parametrize a test by number of ranks and kind of table, all kinds but one."""
+    cases = [(world, kind) for world in (1, 2) for kind in kinds_of(world) if kind != without]
+    return pytest.mark.parametrize("world, kind", cases + [pytest.param(4, kind, marks=pytest.mark.all)
+                                                           for kind in KINDS])
 
-def add_at(table: tg.RowTable, plan: tg.RowPlan, rows: Sequence[int], grad: Tensor) -> None:
-    """Look the plan's rows up, and add lines of a gradient to some of them."""
-    _, row_grads = table.rows_for_forward(plan)
-    world = table.fabric.world
-    rows = torch.as_tensor(rows)
-    places = rows % world * plan.shard_size + rows // world
-    if not table.alone:
-        places = torch.searchsorted(plan.rows_to_fetch, places)
-    tg.add_rows(row_grads, places.int(), grad)
+def of_each_kind(rank: Rank, case: Callable[[tg.Fabric, str], Any], without: str = "") -> dict[str, Any]:
+    """Return case(fabric, kind) of each kind of table."""
+    fabric = rank.fabric()
+    return {kind: case(fabric, kind) for kind in kinds_of(fabric.world) if kind != without}
 
-def returned(table: tg.RowTable) -> np.ndarray:
-    grad, wait = table.return_gradients()
-    wait()
-    return grad.numpy().copy()
+class OneTable:
+    """A table of random rows, of one of the KINDS or read in place, with what a step does to it."""
+    def __init__(self, fabric: tg.Fabric, kind: str, rows: int = 20, head: Tensor | None = None, **settings: Any):
+        self.fabric = fabric
+        self.kind = kind
+        values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        mode = kind if kind in MODES else "sparse"
+        settings = dict(model_dim=WIDTH, dtype="float32", row_comms=mode) | settings
+        cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
+        self.spec = tg.TableSpec("bigram_embed", rows, 1, None, rowwise=kind in tg.ROW_STORES, location=kind)
+        shard = owned(values, fabric).to(getattr(torch, cfg.dtype))
+        if kind == IN_PLACE:
+            self.table = tg.LocalTable(torch.nn.Parameter(shard))
+        elif kind in MODES:
+            self.table = tg.ExchangedTable(self.spec, cfg, fabric, torch.nn.Parameter(shard), 40, head)
+        else:
+            self.table = tg.RowwiseTable(self.spec, cfg, fabric, 40)
+            everything = torch.arange(len(shard))
+            state = tg.RowState(shard, torch.ones(len(shard), dtype=tg.accum_dtype(shard.dtype)),
+                                torch.ones(len(shard), dtype=torch.int32))
+            self.table.store.load([(everything, state)])
+
+    def plan(self, rows: Sequence[int], cycle: int = 0, tied: bool = False) -> tg.RowPlan | None:
+        """Plan these global rows; None if the table is read in place. Collective."""
+        if self.kind == IN_PLACE:
+            return None
+        fabric, spec = self.fabric, self.spec
+        fetch_all = self.kind == "dense" and not tied
+        plan, _ = plan_of(spec, fabric, [np.asarray([rows], np.int32)], tied, fetch_all, cycle=cycle)
+        if fabric.world > 1:
+            tg.exchange_row_requests(fabric, fabric.plan_group, "float32", [spec], {spec.label: plan})
+        return plan
+
+    def add(self, plan: tg.RowPlan | None, rows: Sequence[int], grad: Tensor) -> None:
+        """Look up the rows of the plan, and add gradients of some global rows."""
+        _, row_grads = self.table.rows_for_forward(plan)
+        index = torch.as_tensor(rows)
+        if plan is not None:
+            world = self.fabric.world
+            index = torch.searchsorted(plan.rows_to_fetch, index % world * plan.shard_rows + index // world)
+        tg.add_rows(row_grads, index.int(), grad)
+
+    def reduced(self) -> np.ndarray:
+        self.table.launch_reduce()
+        return self.table.reduced_grads().numpy().copy()
+
+    def all_rows(self) -> Tensor:
+        """Return the rows of every owner's shard, (owner, local row, feature). Collective."""
+        if self.table.store is not None:
+            self.table.store.wait_for_writes()
+        return torch.stack(self.fabric.gather(self.table.shard.clone()))
+
+    def wanted(self, plan: tg.RowPlan) -> Tensor:
+        """Return the current values of the rows of the plan. Collective."""
+        return self.all_rows()[plan.rows_to_fetch // plan.shard_rows, plan.rows_to_fetch % plan.shard_rows]
 
 def error_of(call: Callable[[], object]) -> str:
     try:
@@ -109,119 +187,148 @@ def error_of(call: Callable[[], object]) -> str:
         return str(error)
     return ""
 
-def debugged(rank: Rank, mode: str) -> tuple[bool, str]:
-    """Return whether rows of no plan are NaN, and the error for a gradient of one."""
-    table = row_table(rank.fabric(), row_comms=mode, debug_rows=1)
-    plan = plan_for(table, [3, 3, 7])
-    cache, row_grads = table.rows_for_forward(plan)
-    poisoned = table.alone or bool(cache[len(plan.rows_to_fetch):].isnan().all())
+def debugged(fabric: tg.Fabric, kind: str) -> tuple[bool, str]:
+    """Return whether rows of no plan are NaN, and the error for a gradient of one. In dense mode a plan has all."""
+    one = OneTable(fabric, kind, debug_rows=1)
+    plan = one.plan([3, 3, 7])
+    cache, row_grads = one.table.rows_for_forward(plan)
+    planned = 20 if kind == "dense" else 2
+    poisoned = bool(cache[planned:].isnan().all()) and not cache[:planned].isnan().any()
     row_grads[-1] += 1
-    returned(table)
-    return poisoned, error_of(table.clear)
+    one.reduced()
+    return poisoned, error_of(one.table.zero_grad)
 
-@pytest.mark.parametrize("world, mode", [(1, "dense"), (2, "sparse"), (3, "sparse")])
-def test_debug_rows__a_gradient_in_rows_of_no_plan(ranks, world, mode):
-    for poisoned, error in ranks(world, debugged, mode=mode):
-        assert poisoned and "in rows of no plan" in error
+@by_world(without=IN_PLACE)
+def test_zero_grad__a_gradient_in_rows_of_no_plan(ranks, world, kind):
+    """With --debug_rows it is an error."""
+    for found in ranks(world, of_each_kind, case=debugged, without=IN_PLACE):
+        poisoned, error = found[kind]
+        assert poisoned and ("in rows that were not planned" in error) == (kind != "dense")
 
-def two_cycles(rank: Rank, mode: str) -> tuple[str, float]:
-    table = row_table(rank.fabric(), row_comms=mode)
+def two_cycles(fabric: tg.Fabric, kind: str) -> tuple[str, float]:
+    one = OneTable(fabric, kind)
     ones = torch.ones(2, WIDTH)
-    first = plan_for(table, [3, 4], cycle=3)
-    second = plan_for(table, [9, 10], cycle=9)
-    add_at(table, first, [3, 4], ones)
-    error = error_of(lambda: add_at(table, second, [9, 10], ones))
-    return error, float(returned(table).sum())
+    first = one.plan([3, 4], cycle=3)
+    second = one.plan([9, 10], cycle=9)
+    one.add(first, [3, 4], ones)
+    error = error_of(lambda: one.add(second, [9, 10], ones))
+    return error, float(one.reduced().sum())
 
-@pytest.mark.parametrize("world", [1, 2], ids="W{}".format)
-@modes
-def test_rows_for_forward__batches_of_two_cycles(ranks, world, mode):
-    """Their gradients add up on one rank; on several it is said that they do not. Nothing is lost in silence."""
-    for error, total in ranks(world, two_cycles, mode=mode):
-        assert total == 4 * WIDTH if world == 1 else "gradients of bigram_embed" in error
+@by_world()
+def test_rows_for_forward__batches_of_two_cycles(ranks, world, kind):
+    """Their gradients add up if the table is read in place. Else the second is refused, and the first ones remain."""
+    totals = []
+    for found in ranks(world, of_each_kind, case=two_cycles):
+        error, total = found[kind]
+        totals.append(total)
+        if kind == IN_PLACE:
+            assert not error
+        else:
+            assert "gradients of bigram_embed" in error and "'cycle': 3" in error and "'cycle': 9" in error
+    assert sum(totals) == (4 if kind == IN_PLACE else 2) * WIDTH * world
 
-def refetch(rank: Rank, mode: str) -> dict[str, bool]:
+def refetch(fabric: tg.Fabric, kind: str) -> dict[str, bool]:
     """Rows of one plan are cached, or under way, when those of another are asked for: are they the right ones?"""
-    fabric = rank.fabric()
     found = {}
-    with late_rows(rank.rank):
-        table = row_table(fabric, row_comms=mode)
-        first = plan_for(table, range(3, 17))
-        second = plan_for(table, (0, 1, 18, 19), cycle=1)
+    with late_rows(fabric.rank), MonkeyPatch.context() as patch:
+        patch.setitem(tg.ROW_STORES, "host", StagedStore)
+        one = OneTable(fabric, kind)
+        table = one.table
+        first = one.plan(range(3, 17))
+        second = one.plan((0, 1, 18, 19), cycle=1)
 
         def is_right(plan: tg.RowPlan) -> bool:
             cache, _ = table.rows_for_forward(plan)
-            rows = cache[plan.rows_to_fetch if table.alone else slice(len(plan.rows_to_fetch))]
-            every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
-            return rows.equal(every[plan.rows_to_fetch // plan.shard_size, plan.rows_to_fetch % plan.shard_size])
+            return cache[:len(plan.rows_to_fetch)].equal(one.wanted(plan))
 
         for before in ("cached", "under way"):
             table.reset()
+            table.prefetch(first)
             table.fetch(first)
             if before == "cached":
                 table.rows_for_forward(first)
-                table.pending.clear()
+                table.pending_plan = None
             found[before] = is_right(second)
-        returned(table)
-        table.clear()
+
+        grad = torch.ones(2, WIDTH)
+        one.add(second, [0, 19], grad)
+        found["evaluated"] = table.fetch_for_eval(first).equal(one.wanted(first)) and is_right(second)
+        total = sum(fabric.gather(float(one.reduced().sum())))
+        found["evaluated"] &= total == 2 * WIDTH * fabric.world
+
         with torch.no_grad():
-            table.shard.add_(1)
+            if table.store is None:
+                table.shard.add_(1)
+            else:
+                table.active.rows.add_(1)
+                table.store.write_back(second, table.active)
+        table.zero_grad()
         found["updated"] = is_right(second)
     return found
 
-@few_worlds
-@modes
+def refetched(ranks: Ranks, world: int, kind: str) -> list[dict[str, bool]]:
+    return [found[kind] for found in ranks(world, of_each_kind, case=refetch, without=IN_PLACE)]
+
+@by_world(without=IN_PLACE)
 @pytest.mark.parametrize("before", ["cached", "under way"])
-def test_rows_for_forward__another_plan_than_the_one_fetched_ahead(ranks, world, mode, before):
-    """A fetch waits for the one before it, whose rows would come late, over its own."""
-    assert all(found[before] for found in ranks(world, refetch, mode=mode))
+def test_rows_for_forward__another_plan_than_the_one_fetched_ahead(ranks, world, kind, before):
+    """A fetch waits for the one before it, whose rows would otherwise overwrite its own."""
+    assert all(found[before] for found in refetched(ranks, world, kind))
 
-@few_worlds
-@modes
-def test_clear__the_same_plan_again_after_an_update(ranks, world, mode):
+@by_world(without=IN_PLACE)
+def test_fetch_for_eval__in_the_middle_of_a_cycle(ranks, world, kind):
+    """It reads the current rows, and changes neither what is cached nor what has been added."""
+    assert all(found["evaluated"] for found in refetched(ranks, world, kind))
+
+@by_world(without=IN_PLACE)
+def test_zero_grad__the_same_plan_again_after_an_update(ranks, world, kind):
     """Its rows are fetched again: those in the cache are the ones before the update."""
-    assert all(found["updated"] for found in ranks(world, refetch, mode=mode))
+    assert all(found["updated"] for found in refetched(ranks, world, kind))
 
-def reset(rank: Rank, mode: str) -> list[np.ndarray]:
+def reset(fabric: tg.Fabric, kind: str) -> list[np.ndarray]:
     """Gradients after a reset in mid-cycle, with rows under way, and from the start."""
     def addresses() -> list[int]:
-        return [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)]
+        table = one.table
+        buffers = [table.grad] if kind == IN_PLACE else [table.cache, table.row_grads]
+        return [x.data_ptr() for x in (table.shard, *buffers)]
 
-    fabric = rank.fabric()
     grad = torch.arange(2.0 * WIDTH).view(2, WIDTH)
     found = []
     for disturbed in (True, False):
-        table = row_table(fabric, row_comms=mode)
+        one = OneTable(fabric, kind)
         before = addresses()
         if disturbed:
-            add_at(table, plan_for(table, [3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
-            returned(table)
-            table.fetch(plan_for(table, [8, 9], cycle=1))
-            table.reset()
-        add_at(table, plan_for(table, [7, 12], cycle=2), [7, 12], grad)
-        found.append(returned(table))
+            one.add(one.plan([3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
+            one.reduced()
+            if kind != IN_PLACE:
+                one.table.fetch(one.plan([8, 9], cycle=1))
+            one.table.reset()
+            assert not one.table.has_grads
+        one.add(one.plan([7, 12], cycle=2), [7, 12], grad)
+        found.append(one.reduced())
         assert addresses() == before, "moved"
     return found
 
-@pytest.mark.parametrize("world", [1, 2], ids="W{}".format)
-@modes
-def test_reset__in_the_middle_of_a_cycle(ranks, world, mode):
-    for disturbed, undisturbed in ranks(world, reset, mode=mode):
-        assert disturbed.any() and disturbed.tobytes() == undisturbed.tobytes()
+@by_world()
+def test_reset__in_the_middle_of_a_cycle(ranks, world, kind):
+    by_rank = [found[kind] for found in ranks(world, of_each_kind, case=reset)]
+    assert any(disturbed.any() for disturbed, _ in by_rank)
+    for disturbed, undisturbed in by_rank:
+        assert disturbed.tobytes() == undisturbed.tobytes()
 
 def addends(rank: int) -> Tensor:
-    """Numbers of which no two orders have the same sum in f32."""
+    """Gradients whose sum in f32 depends on the order."""
     scale = torch.tensor([1e-4, 1.0, 1e3])[rank % 3]
     return scale * torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 def rank_order(rank: Rank) -> np.ndarray:
-    table = row_table(rank.fabric())
-    add_at(table, plan_for(table, range(20)), range(20), addends(rank.rank))
-    return returned(table)
+    one = OneTable(rank.fabric(), "sparse")
+    one.add(one.plan(range(20)), range(20), addends(rank.rank))
+    return one.reduced()
 
 @pytest.mark.parametrize("world", [3, SLOW], ids="W{}".format)
-def test_return_gradients__added_in_the_order_of_ranks(ranks, world):
-    """Rank 0 first, the owner's own at its place."""
+def test_reduced_grads__added_in_the_order_of_ranks(ranks, world):
+    """Rank 0 first; the owner's gradients have no precedence."""
     def total(ranks: range) -> np.ndarray:
         return functools.reduce(np.add, [addends(rank).numpy() for rank in ranks])
 
@@ -229,37 +336,65 @@ def test_return_gradients__added_in_the_order_of_ranks(ranks, world):
     np.testing.assert_array_equal(got, total(range(world)))
     assert not np.array_equal(got, total(range(world)[::-1])), "this test cannot tell"
 
+def tied_gradients(rank: Rank, kind: str) -> tuple[Tensor, Tensor, bool]:
+    """Return the rows that lookups read while tied, the head's gradient, and whether the table's is gone."""
+    head = torch.arange(20.0 * WIDTH).view(WIDTH, 20)
+    one = OneTable(rank.fabric(), kind, head=head)
+    if kind == IN_PLACE:
+        one.table.weight.data.copy_(head.t())                 # as `Optimizer.step` does
+    plan = one.plan([5, 2, 19, 5], tied=True)
+    rows, row_grads = one.table.rows_for_forward(plan)
+    read = rows[[2, 5, 19]] if plan is None else rows[torch.argsort(plan.head_columns)]
+    one.add(plan, [5, 2, 19, 5], torch.arange(4.0 * WIDTH).view(4, WIDTH) + rank.rank)
+    head_grad = torch.ones(WIDTH, 20) / rank.world
+    one.table.add_grads_to_head(head_grad)
+    return read[:3].detach(), head_grad, not row_grads.any() and not one.table.has_grads
 
-# ---- Plans that ranks disagree about, lists that are wrong -----------------------------------------------------------
-def every_second_row(fabric: tg.Fabric, labels: Sequence[str], **tag: Any) -> dict[str, tg.RowPlan]:
-    """Plans of this rank for every second row of each owner's shard."""
-    specs = [tg.Table(label, 60, 1, None) for label in labels]
+def test_add_grads_to_head__of_an_exchanged_table_and_of_one_read_in_place(ranks):
+    (read, head_grad, cleared), = ranks(1, tied_gradients, kind=IN_PLACE)
+    assert cleared
+    exchanged = ranks(2, tied_gradients, kind="sparse")
+    for theirs, _, cleared in exchanged:
+        assert theirs.equal(read) and cleared
+    extra = torch.zeros(WIDTH, 20)
+    extra[:, [2, 19]] = 1.0
+    extra[:, 5] = 2.0                                         # the second rank adds 1 to each of 4 gradients
+    assert (exchanged[0][1] + exchanged[1][1]).equal(2 * head_grad - 1 + extra)
+
+
+# ---- Plans that ranks disagree about, requests that are wrong --------------------------------------------------------
+def every_second_row(fabric: tg.Fabric, labels: Sequence[str], tied: bool = False,
+                     **tag: Any) -> tuple[list[tg.TableSpec], dict[str, tg.RowPlan]]:
+    """Plan every second row of each owner's shard. Returns the tables too."""
+    specs = [tg.TableSpec(label, 60, 1, None) for label in labels]
     rows = np.flatnonzero(np.arange(60) // fabric.world % 2 == 0).astype(np.int32)[None]
-    planner = planner_of(tg.Config(), fabric, *specs)
     tag = dict(purpose="train", cycle=3, tokens=64) | tag
-    return {spec.label: plan_of(planner, spec, [rows], **tag)[0] for spec in specs}
+    return specs, {spec.label: plan_of(spec, fabric, [rows], tied, **tag)[0] for spec in specs}
 
 OTHER = dict(same={}, cycle=dict(cycle=4), purpose=dict(purpose="validation"), tokens=dict(tokens=65),
-             dtype=dict(dtype="bfloat16"), table=dict(labels=("two", "one")))
+             dtype=dict(dtype="bfloat16"), table=dict(labels=("two", "one")), tied=dict(tied=True))
 
-def swapped(rank: Rank, name: str) -> str:
-    """Two exchanges of the same sizes, in another order on the last rank."""
-    fabric = rank.fabric()
-
-    def send(dtype: str = "float32", labels: Sequence[str] = ("one", "two"), **tag: Any) -> None:
-        plans = every_second_row(fabric, labels, **tag)
-        tg.exchange_row_requests(fabric, fabric.plan_group, dtype, plans)
+def swapped(fabric: tg.Fabric, name: str) -> str:
+    """Two exchanges of the same sizes (but for a tied one), in another order on the last rank."""
+    def send(dtype: str = "float32", labels: Sequence[str] = ("one", "two"), **how: Any) -> None:
+        specs, plans = every_second_row(fabric, labels, **how)
+        tg.exchange_row_requests(fabric, fabric.plan_group, dtype, specs, plans)
 
     def send_both() -> None:
         pair = [{}, OTHER[name]]
-        for settings in (pair[::-1] if rank.rank == rank.world - 1 else pair):
+        for settings in (pair[::-1] if fabric.rank == fabric.world - 1 else pair):
             send(**settings)
     return error_of(send_both)
 
+def swaps(rank: Rank) -> dict[str, str]:
+    fabric = rank.fabric()
+    return {name: swapped(fabric, name) for name in OTHER}
+
 @pytest.mark.parametrize("name", OTHER)
-def test_exchange_plans__ranks_swap_two_exchanges(ranks, name):
-    """Every rank says so, with both values."""
-    for rank, error in enumerate(ranks(3, swapped, name=name)):
+def test_exchange_row_requests__ranks_disagree(ranks, name):
+    """They swap two exchanges. Every rank raises an error with both values."""
+    for rank, errors in enumerate(ranks(3, swaps)):
+        error = errors[name]
         if name == "same":
             assert not error
             continue
@@ -267,33 +402,54 @@ def test_exchange_plans__ranks_swap_two_exchanges(ranks, name):
         values = [re.search(rf"  {line}: .*?'{name}': ([^,}}]+)", error)[1] for line in ("found", "expected")]
         assert values[0] != values[1]
 
-def bad_list(rank: Rank, name: str) -> str:
-    """The last rank gets another list from rank 0 than that of its plan."""
+def fewer_tables(rank: Rank) -> str:
     fabric = rank.fabric()
+    labels = ("one",) if rank.rank == rank.world - 1 else ("one", "two")
+    specs, plans = every_second_row(fabric, labels)
+    return error_of(lambda: tg.exchange_row_requests(fabric, fabric.plan_group, "float32", specs, plans))
+
+@pytest.mark.xfail(strict=True, reason="the tags are compared by zip, which stops at the shorter list: a ValueError")
+def test_exchange_row_requests__ranks_disagree_on_the_number_of_tables(ranks):
+    for rank, error in enumerate(ranks(3, fewer_tables)):
+        assert f"row plans of ranks {2 if rank < 2 else 0} and {rank}\n" in error
+
+def bad_request(fabric: tg.Fabric, name: str) -> tuple[str, list[int], list[int]]:
+    """The last rank receives another request from rank 0 than rank 0 planned. Returns the error, and what it serves."""
     call = dist.all_to_all_single
-    plans = every_second_row(fabric, ("table",))
+    specs, plans = every_second_row(fabric, ("table",))
     plan = plans["table"]
-    first = sum(plan.fetch_counts[:rank.world - 1])
-    places = (plan.rows_to_fetch % plan.shard_size)[first:].tolist()
-    a, b, *others = places
-    bad = {"sound": places, "too large": [*places[:-1], plan.shard_size], "negative": [-1, b, *others],
+    first = sum(plan.fetch_counts[:fabric.world - 1])
+    local_rows = (plan.rows_to_fetch % plan.shard_rows)[first:].tolist()
+    a, b, *others = local_rows
+    bad = {"sound": local_rows, "too large": [*local_rows[:-1], plan.shard_rows],
+           "largest": [*local_rows[:-1], 2**31 - 1], "negative": [-1, b, *others], "lowest": [-2**31, b, *others],
            "unsorted": [b, a, *others], "duplicate": [a, a, *others]}
 
     def corrupt(out, x, *splits, **kwargs):
-        assert x[first:].tolist() == places, "another message than this case knows"
+        assert x[first:].tolist() == local_rows, "another message than this case expects"
         x[first:] = torch.tensor(bad[name], dtype=torch.int32)
         return call(out, x, *splits, **kwargs)
 
     with MonkeyPatch.context() as patch:
-        if rank.rank == 0:
+        if fabric.rank == 0:
             patch.setattr(dist, "all_to_all_single", corrupt)
-        return error_of(lambda: tg.exchange_row_requests(fabric, fabric.plan_group, "float32", plans))
+        error = error_of(lambda: tg.exchange_row_requests(fabric, fabric.plan_group, "float32", specs, plans))
+    return error, plan.rows_to_serve.tolist(), plan.serve_counts
 
-@pytest.mark.parametrize("name", ["sound", "too large", "negative", "unsorted", "duplicate"])
-def test_exchange_plans__a_list_that_no_plan_can_hold(ranks, name):
-    *others, last = ranks(3, bad_list, name=name)
-    assert others == ["", ""]
-    assert ("rows of table that rank 0 requests" in last) == (name != "sound")
+BAD_REQUESTS = ("too large", "largest", "negative", "lowest", "unsorted", "duplicate")
+
+def bad_requests(rank: Rank) -> dict[str, tuple[str, list[int], list[int]]]:
+    fabric = rank.fabric()
+    return {name: bad_request(fabric, name) for name in ("sound", *BAD_REQUESTS)}
+
+@pytest.mark.parametrize("name", ["sound", *BAD_REQUESTS])
+def test_exchange_row_requests__rows_that_no_shard_has(ranks, name):
+    *others, last = [found[name] for found in ranks(3, bad_requests)]
+    assert [error for error, *_ in others] == ["", ""]
+    assert ("rows of table that rank 0 requests" in last[0]) == (name != "sound")
+    if name == "sound":
+        for _, rows_to_serve, serve_counts in (*others, last):
+            assert (rows_to_serve, serve_counts) == ([*range(0, 20, 2)] * 3, [10] * 3)
 
 
 # ---- add_rows --------------------------------------------------------------------------------------------------------
