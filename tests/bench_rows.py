@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +27,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from common import plan_of, planner_of
+from common import batches_of, plan_of
+from pytest import MonkeyPatch
 
 import train_gpt as tg
 
@@ -49,21 +51,37 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.RowPlan]]:
-    """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
+def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.RowPlan]], dict[str, list[float]]]:
+    """Plan a rank's cycles of two steps in a stage of the record preset, until the tokens end or `most` are planned.
+
+    Returns the plans of each cycle, and for each table the time to plan each cycle's rows, in ms. The ranks exchange no
+    requests.
+    """
     headers = tg.find_shards(tokens())
     cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
     values = replace(schedule.at(schedule.starts[stage]), tied=False)         # the embedding has rows of its own
-    steps = [replace(values, step=step) for step in range(2 * most)]
-    pairs = [steps[first:first + 2] for first in range(0, len(steps), 2)]
-    loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers, pairs)
+    steps = [replace(values, step=step, begins_cycle=step % 2 == 0) for step in range(2 * most)]
     plans = []
-    with contextlib.closing(loader), contextlib.suppress(tg.DataEnded):
-        loader.start()
-        for step in steps:
-            plans.append(loader.next(step).plans)
-    return plans[::2]
+    times_ms = defaultdict(list)
+
+    plan_rows = tg.plan_rows
+
+    def timed_plan(table: tg.TableSpec, *rest: Any) -> tuple[tg.RowPlan, list[np.ndarray]]:
+        start = time.perf_counter()
+        planned = plan_rows(table, *rest)
+        times_ms[table.label].append(1000 * (time.perf_counter() - start))
+        return planned
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "plan_rows", timed_plan)
+        patch.setattr(tg, "exchange_row_requests", lambda *_: None)
+        loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers)
+        with contextlib.closing(loader), contextlib.suppress(tg.DataEnded):
+            loader.start(steps[:2])
+            for batch in batches_of(loader, steps):
+                plans.append(batch.plans)
+    return plans[::2], times_ms
 
 class Moved(NamedTuple):
     """Means over cycles, of a table."""
@@ -71,20 +89,20 @@ class Moved(NamedTuple):
     megabytes: float                                                 # ids, rows and gradients that a rank sends
     sparse: float                                                    # the same over what dense mode sends
     busiest: float                                                   # the busiest owner over the mean owner
-    plan_ms: float                                                   # the time to plan them, with their hash
+    plan_ms: float                                                   # the time to plan them, without their hash
 
 def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
     """Return what moves, by label of a table."""
-    by_rank = [plans_of(stage, rank, most_cycles) for rank in range(RANKS)]
+    by_rank, times_ms = zip(*(plans_of(stage, rank, most_cycles) for rank in range(RANKS)))
     found = {}
     for label, plan in by_rank[0][0].items():
         counts = np.array([[plans[label].fetch_counts for plans in of_rank] for of_rank in by_rank])
         counts = counts.swapaxes(0, 1)                               # (cycle, reader, owner)
         travelling = counts * (1 - np.eye(RANKS, dtype=int))
         sent = travelling.sum(2) * (ID_BYTES + ROW_BYTES) + travelling.sum(1) * ROW_BYTES
-        dense = 2 * (RANKS - 1) * plan.shard_size * ROW_BYTES
+        dense = 2 * (RANKS - 1) * plan.shard_rows * ROW_BYTES
         of_owner = counts.sum(1)
-        plan_ms = np.median([plans[label].plan_ms for plans in by_rank[0]])
+        plan_ms = np.median(times_ms[0][label])
         found[label] = Moved(counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense,
                              (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
     return found
@@ -104,40 +122,45 @@ class Timed:
     """Cycles of one table, part by part."""
     parts = ("plan and exchange", "rows there", "gradients back", "update")
 
-    def __init__(self, spec: tg.Table, fabric: tg.Fabric, width: int, most_ids: int) -> None:
+    def __init__(self, spec: tg.TableSpec, fabric: tg.Fabric, width: int, max_lookups: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
-        self.planner = planner_of(cfg, fabric, spec)
-        shard = None if spec.rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
-        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.do_nothing)
-        self.moments = [] if spec.rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
+        self.spec = spec
+        self.fabric = fabric
+        self.moments = []
+        if spec.rowwise:
+            self.table = tg.RowwiseTable(spec, cfg, fabric, max_lookups)
+        else:
+            shard = torch.zeros(spec.shard_rows(fabric.world), width)
+            self.table = tg.ExchangedTable(spec, cfg, fabric, shard, max_lookups, head=None)
+            self.moments = [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.number = 0
 
     def cycle(self, ids: np.ndarray) -> np.ndarray:
-        """Returns ns per row of each part."""
+        """Run one cycle. Returns ns per row of each part."""
         table = self.table
         self.number += 1
         times = [time.perf_counter()]
-        plan, _ = plan_of(self.planner, table.table, [ids[None]], cycle=self.number)
-        if table.fabric.world > 1:
-            tg.exchange_row_requests(table.fabric, None, "float32", {table.table.label: plan})
-        table.prepare(plan)
+        plan, _ = plan_of(self.spec, self.fabric, [ids[None]], cycle=self.number)
+        if self.fabric.world > 1:                            # with one rank, `plan_of` does it
+            tg.exchange_row_requests(self.fabric, None, "float32", [self.spec], {self.spec.label: plan})
+        table.prefetch(plan)
         times.append(time.perf_counter())
         table.rows_for_forward(plan)
         times.append(time.perf_counter())
         table.row_grads[:len(plan.rows_to_fetch)] = 1.0
-        grad, wait = table.return_gradients()
-        wait()
+        table.launch_reduce()
+        grad = table.reduced_grads()
         times.append(time.perf_counter())
         step_size, decay = tg.cpu_scalar(1e-3), tg.cpu_scalar(0.0)
-        if table.home is None:
+        if table.store is None:
             tg.adam_update(table.shard, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
         else:
             number = torch.tensor(self.number, dtype=torch.int32)
-            tg.rowwise_update(*table.live, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay, None)
-            table.put_back()
-            table.home.settle()
+            tg.rowwise_update(*table.active, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay)
+            table.store.write_back(plan, table.active)
+            table.store.wait_for_writes()
         times.append(time.perf_counter())
-        table.clear()
+        table.zero_grad()
         return 1e9 * np.diff(times) / len(plan.rows_to_fetch)
 
 def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
@@ -149,7 +172,7 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     sides = {}
     reads = {}
     for rows in sizes:
-        spec = tg.Table("a_embed", rows, 1, None, rowwise=bool(home), home=home or "device")
+        spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=bool(home), location=home or "device")
         sides[rows] = Timed(spec, fabric, width, ids)
         reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
     found = {rows: [] for rows in sizes}

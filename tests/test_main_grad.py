@@ -1,6 +1,6 @@
-"""Gradients that land where they are used: what backward returns, what is written first, further, twice or never.
+"""Room 4: main_grad. Where a weight's gradient is written, what autograd gets, and what the optimizer refuses.
 
-Expected are plain products, autograd's own gradients and sums in float64.
+The expected gradients are plain products, autograd's own gradients and sums in float64.
 """
 from __future__ import annotations
 
@@ -9,22 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from common import BF16, F32, F64, engine, randn, random_batch, refused, small
+from common import BF16, F32, F64, engine, fabric, randn, random_batch, refused, small, unequal
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import train_gpt as tg
 
-def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.dtype = F64, parts: int = 1) -> Tensor:
-    """A weight with a main_grad, in which NaN stands before the first write."""
+def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.dtype = F64,
+          matrices: int = 1) -> Tensor:
+    """A weight with a main_grad that is NaN before the first write."""
     weight = torch.nn.Parameter(randn(*shape, seed=seed, dtype=dtype))
     weight.main_grad = torch.full(shape, torch.nan, dtype=kept_in)
-    weight.write_counts = torch.zeros(parts, dtype=torch.int64)
+    weight.write_counts = torch.zeros(matrices, dtype=torch.int64)
     return weight
+
+def storages(*tensors: Tensor | None) -> list[int]:
+    return [x.untyped_storage().data_ptr() for x in tensors if x is not None]
 
 @pytest.mark.parametrize("product_is_given", (False, True))
 @pytest.mark.parametrize("kept_in, given_in", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
-def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_in, given_in, product_is_given):
-    """Also what is not a number; the other parts of the buffer stay as they are."""
+def test_add_to_main_grad__the_first_write_overwrites_and_further_ones_add(kept_in, given_in, product_is_given):
+    """NaN is overwritten, too. The other matrices of the buffer stay as they are."""
     bank = torch.full((3, 4, 5), torch.nan, dtype=kept_in)
     write_counts = torch.zeros(3, dtype=torch.int64)
     want = torch.zeros(4, 5, dtype=F64)
@@ -40,64 +45,123 @@ def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
     assert bank[0].isnan().all() and bank[2].isnan().all()
 
-@pytest.mark.parametrize("main_grad, flag, delayed, want", [
-    (False, False, False, "gradient"), (False, False, True, None), (True, False, False, None),
-    (True, True, False, "dummy"), (True, False, True, None), (True, True, True, "dummy")])
-@pytest.mark.parametrize("scale", [None, 0.7])
-def test_linear__what_backward_returns(main_grad, flag, deferred, want, scale):
-    """The six configurations of the contract, in two micro-batches. Hooks see what is returned. Autograd follows no
-    flush, else the sums would hold all that the factors came from."""
+def test_add_to_main_grad__the_operator_says_what_it_changes() -> None:
+    """Else a compiler would remove it as dead code."""
+    op = torch.ops.train_gpt.add_to_main_grad.default
+    for count, b in ((0, randn(7, 5)), (1, randn(7, 5)), (1, None)):
+        a = randn(7 if b is not None else 4, 4 if b is not None else 5)
+        torch.library.opcheck(op, (torch.zeros(4, 5, dtype=F64), torch.tensor([0, count]), 1, a, b))
+    written = [x.name for x in op._schema.arguments if x.is_write]
+    assert written == ["main_grad", "write_counts"] and not op._schema.returns
+
+CONTRACT = [                             # main_grad, flag, deferred, what autograd gets
+    (False, False, False, "gradient"), (False, True, False, "gradient"),
+    (True, False, False, None), (True, True, False, "dummy"),
+    (False, False, True, None), (False, True, True, None), (True, False, True, None), (True, True, True, "dummy")]
+
+def contract_weight(main_grad: bool, flag: bool) -> Tensor:
     weight = owner(4, 3)
-    queue = [] if deferred else None
-    seen = []
-    weight.register_hook(seen.append)
     if not main_grad:
         del weight.main_grad
     if flag:
         weight.grad_added_to_main_grad = False
+    return weight
+
+@pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
+@pytest.mark.parametrize("scale", [None, 0.7])
+def test_linear__what_backward_returns(main_grad, flag, deferred, want, scale):
+    """Every row of the contract in two micro-batches: plain, accumulated and deferred, each without and with the flag.
+
+    Hooks on the weight see what backward returns. No gradient keeps a graph, because it would keep its factors.
+    """
+    weight = contract_weight(main_grad, flag)
+    queue = [] if deferred else None
+    seen, after = [], []
+    weight.register_hook(seen.append)
+    weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad is not None))
     first = torch.nn.Parameter(randn(3, 3, seed=9))
     scale = scale and torch.tensor(scale, dtype=F64)
     true_gradient = torch.zeros(4, 3, dtype=F64)
     for seed in (1, 2):
+        if flag:
+            weight.grad_added_to_main_grad = False
         x = randn(5, 3, seed=seed) @ first
         tg.linear(x, tg.as_matrix(weight, queue), scale).sum().backward()
-        of_product = torch.ones(5, 4, dtype=F64).t() @ x.detach()
-        true_gradient += of_product if scale is None else scale * of_product
+        of_matmul = torch.ones(5, 4, dtype=F64).t() @ x.detach()
+        true_gradient += of_matmul if scale is None else scale * of_matmul
+        if flag:
+            assert weight.grad_added_to_main_grad is (want == "dummy")
 
+    assert len(seen) == len(after) == 2, "hooks run in every case"
+    assert after == [want is not None] * 2
     if want == "gradient":
         torch.testing.assert_close(weight.grad, true_gradient)
+        torch.testing.assert_close(sum(seen), true_gradient)
     elif want == "dummy":
-        assert weight.grad_added_to_main_grad is True
-        one, two = seen
-        assert one.shape == two.shape == weight.shape and one.dtype == weight.dtype
-        assert len({x.untyped_storage().data_ptr() for x in (one, two, weight.main_grad)}) == 3
+        assert not weight.grad.any()
+        assert all(x.shape == weight.shape and x.dtype == weight.dtype and not x.any() for x in seen)
     else:
-        assert weight.grad is None
+        assert weight.grad is None and seen == [None, None]
+    if main_grad:                        # no alias: autograd would add to it
+        given = storages(*seen)
+        assert len({*given}) == len(given) and not {*given, *storages(weight.grad)} & {*storages(weight.main_grad)}
     if deferred:
         assert len(queue) == 2 and weight.write_counts.tolist() == [0]
-        tg.flush(queue)
+        tg.run_deferred(queue)
         assert queue == []
     found = weight.main_grad if main_grad else weight.grad
     torch.testing.assert_close(found, true_gradient)
     assert not found.requires_grad
     assert weight.write_counts.tolist() == [2 * main_grad]
 
+@pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
+def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _):
+    """Nothing is written, queued or flagged. The gradient of the input is computed all the same."""
+    weight = contract_weight(main_grad, flag).requires_grad_(False)
+    queue = []
+    x = randn(5, 3).requires_grad_()
+    tg.linear(x, tg.as_matrix(weight, queue if deferred else None)).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(5, 3))
+    assert weight.grad is None and queue == [] and weight.write_counts.tolist() == [0]
+    assert not main_grad or weight.main_grad.isnan().all()
+    assert not flag or weight.grad_added_to_main_grad is False
+
+@pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
+def test_linear__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _):
+    """Each use writes once, and autograd adds no main_grad to itself."""
+    weight = owner(4, 4)
+    if not main_grad:
+        del weight.main_grad
+    if flag:
+        weight.grad_added_to_main_grad = False
+    queue = []
+    x = randn(5, 4, seed=1)
+    true_gradient, = torch.autograd.grad(((x @ weight.t()).square() @ weight.t()).sum(), weight)
+    for backward in (1, 2):
+        matrix = tg.as_matrix(weight, queue if deferred else None)
+        tg.linear(tg.linear(x, matrix).square(), matrix).sum().backward()
+        tg.run_deferred(queue)
+        found = weight.main_grad if main_grad else weight.grad
+        torch.testing.assert_close(found, backward * true_gradient)
+        assert weight.write_counts.tolist() == [2 * backward * main_grad]
+    assert not main_grad or not flag or not weight.grad.any(), "dummies add up to zeros"
+
 @pytest.mark.parametrize("changed", ("input", "gradient"))
-def test_flush__a_factor_that_was_changed_is_refused(changed):
-    """Before anything is written, of the products that came before it, too."""
+def test_run_deferred__a_factor_that_was_changed_is_refused(changed):
+    """Before any gradient is written, also those that were deferred earlier."""
     weight = owner(4, 3)
     queue = []
     factors = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
     for each in factors:
         tg.linear(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
     factors[1][changed] += 1
-    with refused(tg.RunError, "delayed gradient", "(4, 3)", "changed in place"):
-        tg.flush(queue)
+    with refused(tg.RunError, "deferred gradient", "(4, 3)", "changed in place", "run_deferred"):
+        tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
 def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
     """Each matrix as a weight of its own, whose main_grad is a view of the bank's."""
-    groups = []
+    by_layer = []
     for layer, gradient in zip(bank.unbind(), bank.main_grad.unbind()):
         pair = []
         for rows in (slice(0, 6), slice(6, 12)):
@@ -105,13 +169,13 @@ def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
             matrix.main_grad = gradient[rows]
             matrix.write_counts = torch.zeros(1, dtype=torch.int64)
             pair.append(tg.as_matrix(matrix))
-        groups.append(pair)
-    return groups
+        by_layer.append(pair)
+    return by_layer
 
 @pytest.mark.parametrize("how", ("bank", "views", "frozen", "aot_eager"))
-def test_bank_parts__a_bank_and_its_views_get_autograds_gradients(how):
-    """Two micro-batches; the learnt scalar's gradient stays autograd's. One graph serves all writes."""
-    bank = owner(3, 12, 4, seed=1, parts=6)
+def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how):
+    """In two micro-batches. Autograd keeps the gradient of the learned scale. One graph serves all writes."""
+    bank = owner(3, 12, 4, seed=1, matrices=6)
     scale = torch.nn.Parameter(torch.tensor(0.7, dtype=F64))
     x = randn(5, 4, seed=2).requires_grad_()
     want_x = x
@@ -142,15 +206,15 @@ def test_bank_parts__a_bank_and_its_views_get_autograds_gradients(how):
         assert bank.write_counts.tolist() == [micro_batch * (how in ("bank", "aot_eager"))] * 6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (how == "aot_eager")
 
-def test_bank_parts__a_buffer_that_is_no_block_is_refused():
-    bank = owner(2, 3, 4, 5, parts=6)
+def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused():
+    bank = owner(2, 3, 4, 5, matrices=6)
     bank.main_grad = torch.zeros(2, 4, 3, 5, dtype=F64).transpose(1, 2)
     with pytest.raises(RuntimeError, match="view"):
         tg.matrices_by_layer(bank, (4, 4, 4))
 
-@pytest.mark.parametrize("flag", (True, False), ids=("flag", "delayed"))
-def test_linear__compiled_code_takes_neither_flag_nor_delay(flag):
-    """The compiler's own error, and not a flag or a queue that it loses."""
+@pytest.mark.parametrize("flag", (True, False), ids=("flag", "deferred"))
+def test_linear__compiled_code_takes_neither_flag_nor_queue(flag):
+    """The compiler raises its own error. It never loses a flag or a queue without one."""
     weight = owner(4, 3)
     if flag:
         weight.grad_added_to_main_grad = False
@@ -170,8 +234,8 @@ def head_losses(x: Tensor, weight: Tensor, precision: str = "plain") -> Tensor:
                              tg.as_matrix(weight))
 
 @pytest.mark.parametrize("frozen", ("up", "down", "plain", "emulated"))
-def test_backward__a_frozen_matrix_keeps_what_it_has(frozen):
-    """And the other one of an MLP is written all the same; plain and emulated are the head's."""
+def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_grad(frozen):
+    """The other matrix of an MLP is written all the same. `plain` and `emulated` are precisions of the head."""
     x = randn(5, 4, seed=2).requires_grad_()
     weights = dict(up=owner(8, 4), down=owner(8, 4, seed=1))
     if frozen not in weights:
@@ -188,39 +252,81 @@ def test_backward__a_frozen_matrix_keeps_what_it_has(frozen):
         assert weight.main_grad.isnan().all() == (name == frozen)
 
 def test_linear__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches():
-    """Of the factors in bf16, against a sum in f64. A product that is rounded to bf16 first is off by 3e-3."""
-    bank = owner(2, 48, 16, dtype=BF16, kept_in=F32, parts=4)
+    """Against a sum in f64 of products of the same bf16 factors. Rounding each product to bf16 errs by 3e-3."""
+    bank = owner(2, 48, 16, dtype=BF16, kept_in=F32, matrices=4)
     scales = torch.nn.Parameter(torch.tensor([0.7, 1.3]))
     want = torch.zeros(2, 48, 16, dtype=F64)
     for micro_batch in range(64):
         x = randn(40, 16, seed=micro_batch, dtype=BF16)
-        for layer, parts in enumerate(tg.matrices_by_layer(bank, (36, 12))):
-            for part, scale, rows in zip(parts, scales.unbind(), (slice(0, 36), slice(36, 48))):
-                grad = randn(40, len(part.matrix), seed=100 * part.number + micro_batch, dtype=BF16)
-                tg.linear(x, part, scale).backward(grad)
+        for layer, matrices in enumerate(tg.matrices_by_layer(bank, (36, 12))):
+            for weight, scale, rows in zip(matrices, scales.unbind(), (slice(0, 36), slice(36, 48))):
+                grad = randn(40, len(weight.matrix), seed=100 * weight.count_idx + micro_batch, dtype=BF16)
+                tg.linear(x, weight, scale).backward(grad)
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
-def product(x: Tensor) -> Tensor:
-    return tg.linear(x, tg.as_matrix(torch.nn.Parameter(randn(8, 4))))
+# Operations that write a gradient themselves: x (5, 4) and the weights that they need -> any output.
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return tg.linear(x, tg.as_matrix(weight))
 
-def mlp(x: Tensor) -> Tensor:
-    up, down = (tg.as_matrix(torch.nn.Parameter(randn(8, 4, seed=seed))) for seed in (0, 1))
-    return tg.relu_sq_mlp(x, up, down)
+def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return tg.relu_sq_mlp(x, tg.as_matrix(up), tg.as_matrix(down))
 
-def head(x: Tensor) -> Tensor:
-    return head_losses(x, torch.nn.Parameter(randn(4, 9)))
+def emulated_head(x: Tensor, weight: Tensor) -> Tensor:
+    return head_losses(x, weight, "emulated")
 
-def lookup(x: Tensor) -> Tensor:
-    return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double())
+def lookup(x: Tensor, row_grads: Tensor) -> Tensor:
+    return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), row_grads.main_grad)
 
-@pytest.mark.parametrize("forward", [product, mlp, head, lookup])
-def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
-    """Also where the gradient that arrives is a constant, which autograd would let pass."""
+OPERATIONS = {matmul: [(8, 4)], mlp: [(8, 4)] * 2, head_losses: [(4, 9)], emulated_head: [(4, 9)], lookup: [(5, 4)]}
+
+def weights_for(operation: Callable) -> list[Tensor]:
+    weights = [owner(*shape, seed=seed) for seed, shape in enumerate(OPERATIONS[operation])]
+    if operation is lookup:                               # row_grads are always added to
+        weights[0].main_grad.zero_()
+    return weights
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_first_order__a_gradient_of_a_gradient_is_refused(operation: Callable):
+    """Also where the arriving gradient is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
-    total = forward(x).sum()
+    total = operation(x, *weights_for(operation)).sum()
     with refused(tg.RunError, "create_graph", "first order"):
         torch.autograd.grad(total, x, create_graph=True)
+
+def test_first_order__guards_every_operation_of_the_trainer():
+    classes = (x for x in vars(tg).values() if isinstance(x, type))
+    operations = [x for x in classes if issubclass(x, torch.autograd.Function)]
+    assert len(operations) >= 5
+    guard = tg.first_order(print).__code__
+    assert all(cls.backward.__code__ is guard for cls in operations)
+
+@pytest.mark.parametrize("deferred", (False, True), ids=("at once", "deferred"))
+@pytest.mark.parametrize("reentrant", (False, True), ids=("saved tensors", "reentrant"))
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentrant, deferred, monkeypatch):
+    """Running forward again in backward writes nothing more: every main_grad is written once per backward."""
+    as_matrix = tg.as_matrix
+    queue = []
+    if deferred:
+        monkeypatch.setattr(tg, "as_matrix", lambda param: as_matrix(param, queue))
+    found = []
+    for checkpointed in (False, True):
+        weights = weights_for(operation)
+        x = randn(5, 4, seed=3).requires_grad_()
+        for backward in (1, 2):
+            def forward(x: Tensor, weights: list[Tensor] = weights) -> Tensor:
+                return operation(x, *weights)             # no arguments of checkpoint, which would detach them
+
+            out = checkpoint(forward, x * 2, use_reentrant=reentrant) if checkpointed else forward(x * 2)
+            out.square().sum().backward()
+            tg.run_deferred(queue)
+            if operation is not lookup:
+                assert all(weight.write_counts.tolist() == [backward] for weight in weights)
+            assert all(weight.grad is None for weight in weights)
+        found.append([*(weight.main_grad for weight in weights), torch.zeros(()) if x.grad is None else x.grad])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    assert all(main_grad.isfinite().all() and main_grad.any() for main_grad in found[0][:-1])
 
 def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.Values]]]:
     cfg = small(**changes)
@@ -235,17 +341,17 @@ def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, 
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
     (dict(dtype="bfloat16", slots_per_micro_batch=1), F32)])
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
-    """A label is in one set. f32 where a rank writes more than once between clears: micro-batches, or an Adam cycle."""
+    """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
     cfg = small(**changes)
-    ex = tg.Engine(cfg, tg.Fabric(torch.device("cpu"), 0, 1), tg.attention_reference, "plain",
-                     cfg.slots_per_micro_batch)
+    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", cfg.slots_per_micro_batch)
     batch = random_batch(cfg, 0, 8, 16)
     values = tg.Schedule(cfg).at(0)
     for _ in range(2):
         ex.forward_backward(batch, values)
-    assert {*ex.optimizer.sharded} == {label for label, p in ex.model.named_parameters() if hasattr(p, "main_grad")}
+    sharded_groups = ex.optimizer.sharded_groups
+    assert {*sharded_groups} == {label for label, p in ex.model.named_parameters() if hasattr(p, "main_grad")}
     want = dict(attn=bank_type, mlp=bank_type, lm_head=F32)
-    assert {label: entry.weight.main_grad.dtype for label, entry in ex.optimizer.sharded.items()} == want
+    assert {label: group.weight.main_grad.dtype for label, group in sharded_groups.items()} == want
     for label, p in ex.model.named_parameters():
         assert (p.grad is None) == (label in want or label in ex.tables), label
         assert p.grad is None or p.grad.dtype == p.dtype
@@ -255,58 +361,84 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
         assert table.grad.dtype == F32 and not table.grad[unread].any() and table.grad[~unread].any(1).all(), label
 
 def test_step__addresses_never_change_and_stale_content_is_overwritten():
-    """Over steps, a snapshot and its return; what stands in a cleared buffer is never read."""
+    """Over steps, a snapshot and its restoration. The content of a cleared buffer is never read."""
     ex, batch_of = trained()
     other, _ = trained()
-    entries = ex.optimizer.sharded.values()
+    groups = ex.optimizer.sharded_groups.values()
 
     def addresses() -> list[int]:
-        return [x.data_ptr() for entry in entries for x in (entry.weight.main_grad, entry.main_grad)]
+        return [x.data_ptr() for group in groups for x in (group.weight.main_grad, group.main_grad)]
 
     before = addresses()
     restore = ex.snapshot()
     for step in range(4):
-        for entry in entries:
-            if entry.num_backwards == 0:
-                entry.weight.main_grad.fill_(torch.nan)
+        for group in groups:
+            if group.num_backwards == 0:
+                group.weight.main_grad.fill_(torch.nan)
         batch, values = batch_of(step)
         for each in (ex, other):
             each.forward_backward(batch, values)
-            assert all(entry.weight.grad is None for entry in each.optimizer.sharded.values())
+            assert all(group.weight.grad is None for group in each.optimizer.sharded_groups.values())
             each.optim_step(values)
     for label, p in ex.model.named_parameters():
         assert p.equal(other.model.get_parameter(label)), label
     ex.forward_backward(*batch_of(4))
-    assert all(entry.num_backwards for entry in entries)
+    assert all(group.num_backwards for group in groups)
     restore()
     assert addresses() == before
-    assert not any(entry.num_backwards or entry.weight.write_counts.any() for entry in entries)
+    assert not any(group.num_backwards or group.weight.write_counts.any() for group in groups)
     assert not {x.data_ptr() for x in ex.state_tensors().values()} & set(before), "a snapshot copies no main_grad"
 
 @pytest.mark.parametrize("mishap, label", [("lost", "attn"), ("lost", "lm_head"), ("twice", "mlp"), ("one", "mlp")])
-def test_has_gradient__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, label):
-    """Also one matrix of a bank that was not written."""
+def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, label):
+    """Also a single matrix of a bank that was not written. No weight changes."""
     ex, batch_of = trained()
     batch, values = batch_of(1)
     real = tg.add_to_main_grad
     write_counts = ex.model.get_parameter(label).write_counts
 
-    def wrong(main_grad: Tensor, written: Tensor, number: int, *rest: Any) -> None:
-        mine = written is write_counts
-        times = dict(lost=0, twice=2, one=int(number != 5))[mishap] if mine else 1
+    def wrong(main_grad: Tensor, counts: Tensor, count_idx: int, *rest: Any) -> None:
+        times = dict(lost=0, twice=2, one=int(count_idx != 5))[mishap] if counts is write_counts else 1
         for _ in range(times):
-            real(main_grad, written, number, *rest)
+            real(main_grad, counts, count_idx, *rest)
 
     ex.forward_backward(batch, values)
-    monkeypatch.setattr(tg, "wgrad_accumulate", wrong)
+    before = {name: p.detach().clone() for name, p in ex.model.named_parameters()}
+    monkeypatch.setattr(tg, "add_to_main_grad", wrong)
     ex.forward_backward(batch, values)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
     with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "drop_gradients"):
         ex.optim_step(values)
+    assert unequal(dict(ex.model.named_parameters()), before) == []
 
-def test_whole_weights__padding_is_not_saved():
-    """A file holds the whole storage of a view."""
+def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch):
+    """A fork may defer every gradient of the banks. Until `run_deferred`, optim_step raises."""
+    by_layer = tg.matrices_by_layer
+    queue = []
+
+    def deferring(*args: Any) -> list[list[tg.WeightMatrix]]:
+        return [[matrix._replace(deferred=queue) for matrix in layer] for layer in by_layer(*args)]
+
+    found = []
+    for deferred in (False, True):
+        with monkeypatch.context() as patch:
+            if deferred:
+                patch.setattr(tg, "matrices_by_layer", deferring)
+            ex, batch_of = trained()
+            for step in range(2):
+                batch, values = batch_of(step)
+                ex.forward_backward(batch, values)
+                if deferred:
+                    with refused(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
+                        ex.optim_step(values)
+                tg.run_deferred(queue)
+                ex.optim_step(values)
+        found.append(ex.state_tensors())
+    assert unequal(*found) == []
+
+def test_whole_state__padding_is_not_saved():
+    """torch.save writes the whole storage of a view."""
     ex, _ = trained()
-    ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as where ranks share it out
-    saved = ex.whole_weights(tg.Schedule(ex.cfg).at(0))["attn"]
+    ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as with several ranks
+    saved = ex.whole_state(tg.Schedule(ex.cfg).at(0), with_moments=False)["attn"]
     assert saved.equal(ex.model.attn) and saved.untyped_storage().nbytes() == saved.nbytes
