@@ -1810,7 +1810,7 @@ def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: 
     by_reader = [None] * W
     dist.all_gather_object(by_reader, (tags, counts), group=process_group)
     for reader, (reader_tags, _) in enumerate(by_reader):
-        for found, expected in zip(reader_tags, tags):
+        for found, expected in itertools.zip_longest(reader_tags, tags):
             need(found == expected, f"row plans of ranks {reader} and {rank}", found, expected,
                  "start every rank with the same flags", RunError)
 
