@@ -1,13 +1,12 @@
 """The whole trainer as the recipe says it: one rank, float64, slot by slot. Slow but right.
 
-`Reference` is used as tg.Executor is, with batches of one rank. It has no plans, caches, homes, shares of ranks, fused
-products or main_grad; gradients are autograd's. Layers, rates and schedule are read from the trainer's tables, numbers
+`Reference` is used like tg.Engine, with batches of one rank. It has no row plans, caches, row stores, shards, fused
+matmuls or main_grad; gradients are autograd's. Layers, rates and schedule are read from the trainer's tables, numbers
 of the recipe stand here. Below it are tables at W ranks: row r belongs to rank r mod W, and is its r div W-th.
 """
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -305,7 +304,7 @@ class Reference:
                 self.ngram_grads[label] += leaf.grad.numpy()
         return tg.Losses(torch.stack(sums), batch.tokens.numel())
 
-    def optim_step(self, values: tg.Values, plans_ahead: object = None) -> None:
+    def optim_step(self, values: tg.Values) -> None:
         """Banks at every step, a table of n-grams at its cadence, all else at the end of an Adam cycle."""
         cfg = self.cfg
         for label in self.p:
@@ -361,9 +360,10 @@ class Reference:
             found += [self.losses(leaves, batch, slot, values, (1.0,)) for slot in range(len(batch.tokens))]
         return float(torch.cat(found).mean())
 
-    def whole_state(self, values: tg.Values) -> dict[str, dict[str, Tensor]]:
+    def whole_state(self, values: tg.Values, with_moments: bool) -> dict[str, Tensor]:
+        """Return weights and moments by name, as `tg.Engine.whole_state` does."""
         moments = {f"{label}.{name}": x for label, state in self.state.items() for name, x in state.items()}
-        return dict(weights=self.p, moments=moments)
+        return self.p | moments if with_moments else self.p
 
 
 # ---- Rows and tables
@@ -396,18 +396,11 @@ def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.nd
         found.append(signed % (rows - 1))                                     # Python's: never negative
     return np.array(found)
 
-def lowbias32(x: np.ndarray) -> np.ndarray:
-    """(...) u32 -> u32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons)."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
-    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
-    return x ^ (x >> np.uint32(16))
-
-def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
-    """f32 numbers that bf16 can hold: the nearest, or with drawn (0 to 2^16 - 1) one of both neighbours by chance."""
+def to_bf16(p: np.ndarray) -> np.ndarray:
+    """Round f32 numbers to the nearest bf16 number, ties to even; the result is f32."""
     bits = p.astype(np.float32).view(np.uint32)
-    if drawn is None:
-        drawn = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # nearest, ties to even
-    return ((bits + drawn) & np.uint32(0xFFFF0000)).view(np.float32)
+    half = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return ((bits + half) & np.uint32(0xFFFF0000)).view(np.float32)
 
 @dataclass
 class NaiveTable:
@@ -420,8 +413,7 @@ class NaiveTable:
     beta2: float
     eps: float
     dtype: type = np.float64
-    bf16: str = ""                       # "nearest" or "stochastic": weights and what travels are bf16
-    seed: int = 0
+    bf16: bool = False                   # weights and exchanged gradients are bf16
 
     def __post_init__(self) -> None:
         self.p = np.zeros((self.rows, self.width), self.dtype)
@@ -444,15 +436,6 @@ class NaiveTable:
         agrees = u * self.p > 0
         moved = self.p - (u + self.p * agrees * self.dtype(lr * lr * decay))
         if self.bf16:
-            moved = to_bf16(moved, self.drawn() if self.bf16 == "stochastic" else None)
+            moved = to_bf16(moved)
         self.p[asked] = moved[asked]
         self.last[asked] = self.updates
-
-    def drawn(self) -> np.ndarray:
-        """(rows, width) u32 below 2^16, by (seed, label, row, update, column)."""
-        start = np.uint32(zlib.crc32(f"{self.seed}/{self.label}".encode()))
-        row = np.arange(self.rows, dtype=np.uint32)[:, None]
-        column = np.arange(self.width, dtype=np.uint32)
-        bits = lowbias32(row ^ start)
-        bits = lowbias32(bits ^ np.uint32(self.updates))
-        return lowbias32(bits ^ column) & np.uint32(0xFFFF)

@@ -1,6 +1,7 @@
-"""Room 8: a run is the reference's, calls add up, micro-batches change rounding only, restore leaves no trace."""
+"""Section 9: a run is the reference's, calls add up, micro-batches change rounding only, restore leaves no trace."""
 import fnmatch
 import functools
+import itertools
 import operator
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from common import (exact_array, engine, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
-                    rows_of_ngrams, small, started_loader, tensors_of, unequal, untied_at)
+                    rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -26,7 +27,7 @@ def gradients(ex: tg.Engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
-def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
+def test_Engine__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
     """Plans, lookups, backward and updates against autograd over whole tables; through every stage and the untying."""
     tables = tg.parse_value("tables", f"every_embed 2 40 stream 1 device {every}; other_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
@@ -39,20 +40,24 @@ def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms)
         ex.model.embed.copy_(weights["embed"])
     naive = Reference(cfg, weights)
     steps = 2 * (schedule.untie_step // 2 + 2)
-    with started_loader(cfg, fabric(), steps, ex.exchange_ahead) as (loader, plan):
-        for values in plan:
+    with started_loader(cfg, fabric(), steps) as (loader, plan):
+        for values in steps_of(loader, plan):
             batch = loader.next(values)
             sums = ex.forward_backward(batch, values).slot_sums
             np.testing.assert_allclose(sums, naive.forward_backward(batch, values).slot_sums, rtol=1e-9)
-            ex.optim_step(values, loader.plans_ahead)
+            next_plans = loader.next_plans()
+            ex.prefetch_rows(next_plans)
+            ex.optim_step(values)
+            ex.fetch_rows(next_plans)
             naive.optim_step(values)
             after = schedule.at(values.step + 1)
-            found = ex.whole_state(after)
-            want = naive.whole_state(after)
-            for kind in want:
-                for name, x in want[kind].items():
-                    if kind == "weights" or values.adam_step and not (name.startswith("embed.") and values.tied):
-                        np.testing.assert_allclose(found[kind][name], x, rtol=1e-8, atol=1e-9, err_msg=name)
+            found, want = (run.whole_state(after, with_moments=True) for run in (ex, naive))
+            assert {*found} == {*want}
+            for name, x in want.items():
+                is_weight = "." not in name
+                if is_weight or values.adam_step and not (name.startswith("embed.") and values.tied):
+                    np.testing.assert_allclose(found[name], x, rtol=1e-8, atol=1e-9, err_msg=name)
+    assert {*ex.whole_state(after, with_moments=False)} == {name for name in want if "." not in name}
     want_loss = naive.evaluate([batch], values)
     assert ex.evaluate([batch], values) == pytest.approx(want_loss, rel=1e-9)
     stored = rows_of_ngrams(ex)
@@ -82,8 +87,8 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     cfg = small()
     batch = random_batch(cfg, 0, 2, 16)
     ex, values = filled(cfg)
-    for entry in ex.optimizer.sharded.values():
-        entry.main_grad.fill_(torch.nan)
+    for group in ex.optimizer.sharded_groups.values():
+        group.main_grad.fill_(torch.nan)
     model_losses = ex.model_losses
     calls = [(0.0, 1.0), (0.0, np.inf), (1.0, 1.0), (0.0, np.inf), (0.0, np.nan)]
     for loss_weight, factor in calls:
@@ -125,7 +130,7 @@ def test_next_logits__those_of_the_whole_context(length):
     last = context[-longest:]
     bounds = np.array([0, len(last)], np.int32)
     slot = tg.Slot(np.array([*last, 0], np.uint16), bounds)
-    batch, = tg.Planner(cfg, fabric()).batches("test", [values], [[slot]])
+    batch, = tg.build_batches(cfg, fabric(), None, "test", [values], [[slot]])
     naive = Reference(cfg, dict(ex.model.named_parameters()))
     seen = {}
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
@@ -136,9 +141,11 @@ def left_behind(ex: tg.Engine) -> dict[str, object]:
     found = {name: exact_array(x).tobytes() for name, x in tensors_of(ex).items()}
     found["rotary"] = ex.rotary
     for label, table in ex.tables.items():
-        found[f"rows of {label}"] = table.grad.tolist(), len(table.pending), table.cached is None
-    for label, entry in ex.optimizer.sharded.items():
-        found[f"writes of {label}"] = entry.weight.write_counts.tolist(), entry.num_backwards
+        found[f"gradients of {label}"] = table.has_grads, dict(table.byte_totals)
+        if table.store is not None:
+            found[f"rows of {label}"] = table.cached_plan is None, table.active is None, dict(table.store.traffic)
+    for label, group in ex.optimizer.sharded_groups.items():
+        found[f"writes of {label}"] = group.weight.write_counts.tolist(), group.num_backwards
     for label, p in ex.model.named_parameters():
         found[f"grad of {label}"] = p.grad is None
     return found
@@ -168,33 +175,41 @@ def forget_calls(monkeypatch, ex: tg.Engine, *places: tuple) -> None:
 
 FORGOTTEN = {                            # what forgets it
     **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind
-    "rotary": (forget_rotary,), "tables": (forget_calls, (tg.RowTable, "reset")),
-    "gradients": (forget_calls, (tg.ReplicatedGroup, "clear"), (tg.ShardedGroup, "clear")),
+    "rotary": (forget_rotary,), "tables": (forget_calls, (tg.LocalTable, "reset")),
+    "row-wise tables": (forget_calls, (tg.RowwiseTable, "reset")),
+    "rows on the host": (forget_calls, (tg.HostRowStore, "load")), "rows": (forget_calls, (tg.DeviceRowStore, "load")),
+    "gradients": (forget_calls, (tg.ReplicatedGroup, "zero_grad"), (tg.ShardedGroup, "zero_grad")),
     "random numbers": (forget_calls, (torch, "set_rng_state")),
 }
 
 @pytest.mark.parametrize("name", [None, *FORGOTTEN])
 def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
-    def report(**facts: Any) -> None:
-        reported.append(facts)
-
+    """Restores in the middle of a cycle, with rows on their way to the row store on the host."""
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
-    cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5)
-    reported = []
-    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", report=report)
-    schedule = tg.Schedule(cfg)
+    tables = tg.parse_value("tables", "device_embed 2 40 stream 1 device 4; host_embed 3 30 1 0 host 2")
+    cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5, tables=tables, train_files="formula:60:59:20000:1")
+    ex = engine(cfg)
+    for label in ("device_embed", "host_embed"):
+        rows = torch.tensor([1, 5, 7])
+        state = ex.tables[label].store.shard.index_select(rows)
+        ex.tables[label].store.load([(rows, tg.RowState(*(x + 1 for x in state)))])
     restore = ex.snapshot()
     before = left_behind(ex)
-    for step in range(5):                    # the last step leaves half a cycle of gradients
-        ex.forward_backward(random_batch(cfg, step, 8, 16, step), schedule.at(step))
-        ex.optim_step(schedule.at(step))
+    with started_loader(cfg, fabric(), 8) as (loader, plan):
+        for values in itertools.islice(steps_of(loader, plan), 7):
+            ex.forward_backward(loader.next(values), values)
+            if values.step < 6:
+                next_plans = loader.next_plans()
+                ex.prefetch_rows(next_plans)
+                ex.optim_step(values)
+                ex.fetch_rows(next_plans)
+    assert all(group.has_gradient() for group in ex.optimizer.groups.values())
+    assert ex.tables["host_embed"].store.unstored is not None
     torch.rand(1)
     if name:
         forget, *given = FORGOTTEN[name]
         forget(monkeypatch, ex, *given)
-    counted = len(reported)
     restore()
-    assert len(reported) == counted, "rows of half a cycle, which would stand in the log of the next run"
     assert (left_behind(ex) != before) == (name is not None)
 
 def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):

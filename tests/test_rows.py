@@ -316,6 +316,66 @@ def test_reset__in_the_middle_of_a_cycle(ranks, world, kind):
     for disturbed, undisturbed in by_rank:
         assert disturbed.tobytes() == undisturbed.tobytes()
 
+def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, int], dict[str, int]]]:
+    """Return after each call on a table: its name, the byte totals, and what the table's collectives were given."""
+    found = []
+    given = Counter()                    # sent, received and the number of collectives, without those of evaluations
+    with late_rows(fabric.rank) as exchange, MonkeyPatch.context() as patch:
+        patch.setitem(tg.ROW_STORES, "host", StagedStore)
+        one = OneTable(fabric, kind)
+        table = one.table
+
+        def train_plan(rows: Sequence[int], cycle: int) -> tg.RowPlan:
+            plan = one.plan(rows, cycle)
+            plan.tag["purpose"] = "train"
+            return plan
+
+        def call(name: str, *args: Any, counts: bool = True, requests: tg.RowPlan | None = None) -> None:
+            before = exchange.bytes.copy()
+            if requests is not None:     # they were sent before, by `exchange_row_requests`
+                rank = fabric.rank
+                given.update(sent=4 * (sum(requests.fetch_counts) - requests.fetch_counts[rank]),
+                             received=4 * (sum(requests.serve_counts) - requests.serve_counts[rank]))
+            getattr(table, name)(*args)
+            moved = {way: exchange.bytes[way] - before[way] for way in ("sent", "received")}
+            if counts:
+                given.update(moved, collectives=int(any(moved.values())))
+            found.append((name, dict(table.byte_totals), dict(given)))
+
+        first = train_plan(range(3, 17), cycle=0)
+        second = train_plan((0, 1, 18, 19), cycle=1)
+        evaluated = one.plan(range(20))
+        call("prefetch", first)
+        call("fetch", first, requests=first)
+        call("fetch", first)
+        call("rows_for_forward", first)
+        call("rows_for_forward", first)
+        call("fetch_for_eval", evaluated, counts=False)
+        call("prefetch", second)
+        call("launch_reduce")
+        call("reduced_grads")
+        if table.store is not None:
+            table.store.write_back(first, table.active)
+        call("zero_grad")
+        call("fetch", second, requests=second)
+        call("rows_for_forward", second)                      # the cycle is cut short
+        table.reset()
+        given.clear()
+        call("zero_grad" if table.has_grads else "reset")
+    return found
+
+@by_world(without=IN_PLACE)
+def test_byte_totals__count_an_all_to_all_when_it_is_launched(ranks, world, kind):
+    """Of training only, and each once. Requests count with the fetch of their rows."""
+    for rank, found in enumerate(ranks(world, of_each_kind, case=counts_by_call, without=IN_PLACE)):
+        shard_bytes = -(-20 // world) * WIDTH * ELEMENT["float32"]
+        for name, totals, given in found[kind]:
+            expected = dict(bytes_sent=given.get("sent", 0), bytes_received=given.get("received", 0),
+                            bytes_dense=given.get("collectives", 0) * (world - 1) * shard_bytes)
+            assert {key: totals.get(key, 0) for key in expected} == expected, (name, rank)
+        sent = [totals["bytes_sent"] for _, totals, _ in found[kind]]
+        assert (world == 1) == (not any(sent)) and sent[-1] == 0
+
 def addends(rank: int) -> Tensor:
     """Gradients whose sum in f32 depends on the order."""
     scale = torch.tensor([1e-4, 1.0, 1e3])[rank % 3]
