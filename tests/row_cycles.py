@@ -325,8 +325,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
     m = torch.zeros(rows, WIDTH, dtype=tg.accum_dtype(p.dtype))
     v = torch.zeros_like(m)
     exact = np.float64 if trial.dtype == "float64" else np.float32
-    bf16 = "nearest" if trial.dtype == "bfloat16" else ""
-    naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16)
+    naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16=trial.dtype == "bfloat16")
     before = []
     for update in range(trial.updates):
         before.append(naive.p.copy() if trial.home else exact_array(p))

@@ -1,4 +1,4 @@
-"""Room 4: main_grad. Where a weight's gradient is written, what autograd gets, and what the optimizer refuses.
+"""Section 4: main_grad. Where a weight's gradient is written, what autograd gets, and what the optimizer refuses.
 
 The expected gradients are plain products, autograd's own gradients and sums in float64.
 """

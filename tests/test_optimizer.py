@@ -1,4 +1,4 @@
-"""Room 8: NorMuon and Adam in the optimizer beside reference.py; what each rank owns. As functions: test_oracle.py."""
+"""Section 8: NorMuon and Adam beside reference.py, and what each rank owns. As functions: test_oracle.py."""
 import functools
 import inspect
 import math

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, engine, fabric, grad_of, logical_rows
+from common import BF16, F64, ROOT, engine, fabric, grad_of, logical_rows, nothing
 from reference import Reference
 from torch import Tensor
 
@@ -159,7 +159,7 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     assert all(weights[row.label].shape == row.shape for row in tg.parameter_table(cfg))
     return weights
 
-def executor_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
+def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
     found = engine(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
@@ -180,8 +180,7 @@ class Trajectory:
         stored = Vectors(oracle, "traj_init")
         weights = stored_weights(self.cfg, stored)
         stored.finish()
-        self.run = Reference(self.cfg, weights) if naive else executor_with(self.cfg, weights)
-        self.planner = tg.Planner(self.cfg, fabric()) if naive else self.run.planner
+        self.run = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
         self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
 
     def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
@@ -193,17 +192,13 @@ class Trajectory:
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
             of_steps.append(slots)
-        return self.planner.batches("oracle", steps, of_steps)
+        return tg.build_batches(self.cfg, fabric(), None, "oracle", steps, of_steps)
 
     def cycle(self, step: int) -> list[tg.Batch]:
         """Return batches of the step and of those that share its plans."""
         last = min(step + self.cfg.adam_every, self.schedule.total_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
-
-    def plans_ahead(self) -> dict[str, tg.RowPlan] | None:
-        """Return plans of the next cycle, as the loader tells them; None in mid-cycle and at the end."""
-        return self.ready[0].plans if self.ready else None
 
     def check(self) -> None:
         vectors, total = self.vectors, self.schedule.total_steps
@@ -248,30 +243,30 @@ class Trajectory:
             vectors.check(f"grad_samp.{step}.{row.label}", grad, row.label, at=vectors[f"idx.{row.label}"])
             vectors.check(f"grad_norm.{step}.{row.label}", grad.double().norm())
         self.ready = self.ready or self.cycle(step + 1)
-        self.run.optim_step(values, self.plans_ahead)
+        self.run.optim_step(values)                                      # one rank has no rows to fetch
         after = self.schedule.at(step + 1)
         vectors.check(f"split_after.{step}", not after.tied)
-        state = self.run.whole_state(after)
+        state = self.run.whole_state(after, with_moments=True)
         for row in tg.parameter_table(self.cfg):
             self.check_state(step + 1, row, after, state)
 
-    def check_state(self, done: int, row: tg.Parameter, after: tg.Values, state: dict[str, dict]) -> None:
+    def check_state(self, done: int, row: tg.Parameter, after: tg.Values, state: dict[str, Tensor]) -> None:
         """Compare a parameter and its moments after so many steps; `after` is of the next."""
         vectors, label = self.vectors, row.label
         at = vectors[f"idx.{label}"]
-        p = state["weights"][label]
+        p = state[label]
         vectors.check(f"samp.{done}.{label}", p, label, at)
         vectors.check(f"full.{done}.{label}", p, label)
         vectors.check(f"norm.{done}.{label}", p.double().norm())
         for name, moment in (("st_m", "m"), ("st_v", "v"), ("st_mom", "momentum")):
-            if f"{label}.{moment}" in state["moments"]:
-                vectors.check(f"{name}.{done}.{label}", state["moments"][f"{label}.{moment}"], label, at)
+            if f"{label}.{moment}" in state:
+                vectors.check(f"{name}.{done}.{label}", state[f"{label}.{moment}"], label, at)
         if row.optimizer == "adam":
             updates = 0 if label == "embed" and after.tied else done // self.cfg.adam_every
             vectors.check(f"st_step.{done}.{label}", updates)
         elif (key := f"st_v2.{done}.{label}") in vectors:
             at = np.arange(len(vectors[key])) * self.meta["st_v2_stride"][label]
-            vectors.check(key, state["moments"][f"{label}.second"], label, at)
+            vectors.check(key, state[f"{label}.second"], label, at)
 
 pytestmark = pytest.mark.recipe
 DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
@@ -289,7 +284,7 @@ class ConfigS:
         self.cfg = oracle.config("config_s", [length] * stages, num_slots=1, max_doc_len=length,
                                  val_batch_tokens=length)
         weights = stored_weights(self.cfg, self.stored)
-        self.trainer = executor_with(self.cfg, weights)
+        self.trainer = engine_with(self.cfg, weights)
         self.naive = Reference(self.cfg, weights)
         self.runs = self.naive, self.trainer
         self.values = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
@@ -298,14 +293,14 @@ class ConfigS:
 
     def batch_with(self, borders: np.ndarray) -> tg.Batch:
         slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
-        return self.trainer.planner.batches("oracle", [self.values], [slots])[0]
+        return tg.build_batches(self.cfg, fabric(), None, "oracle", [self.values], [slots])[0]
 
     def weighted(self, name: str, values: tg.Values | None = None) -> tg.Values:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
     def stretched(self) -> tg.Values:
         short, long = self.sizes["yarn1_windows"]
-        stages = [tg.STAGES[0]._replace(long_window=window) for window in (self.sizes["long_window"], long)]
+        stages = [replace(tg.STAGES[0], long_window=window) for window in (self.sizes["long_window"], long)]
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
         return replace(self.values, short_window=short, long_window=long, rotary=rotary)
 
@@ -504,7 +499,9 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
             found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
         else:
             found = loaded(cfg, where, headers, steps, plan)
-        batches.append(list(found))
+        with pytest.MonkeyPatch.context() as patch:       # one process builds the batches of every rank
+            patch.setattr(tg, "exchange_row_requests", nothing)
+            batches.append(list(found))
 
     done = 0
     for prefix, count in parts:
@@ -523,16 +520,14 @@ def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
 
 def loaded(cfg: tg.Config, where: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
-    def cycles() -> Iterator[list[tg.Values]]:
-        """Yield cycles of a step each; the vectors change between steps what a run has once."""
+    """Yield the batches of cycles of one step. Between steps the vectors change what is constant in a run."""
+    loader = tg.Loader(cfg, where, headers)
+    with contextlib.closing(loader):
         for values in steps:
             loader.cfg = replace(cfg, max_doc_len=plan[values.step][1])
-            yield [values]
-
-    loader = tg.Loader(cfg, where, headers, cycles())
-    with contextlib.closing(loader):
-        loader.start()
-        yield from map(loader.next, steps)
+            loader.start([values])
+            loader.advance([])
+            yield loader.next(values)
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, meta = oracle.part("bigram")

@@ -342,8 +342,9 @@ def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, in
                 given.update(moved, collectives=int(any(moved.values())))
             found.append((name, dict(table.byte_totals), dict(given)))
 
-        first = train_plan(range(3, 17), cycle=0)
-        second = train_plan((0, 1, 18, 19), cycle=1)
+        # Ranks look up unequal numbers of rows, so that bytes sent and received differ.
+        first = train_plan([3 + k % (14 - 3 * fabric.rank) for k in range(14)], cycle=0)
+        second = train_plan([19 - k % (6 - fabric.rank) for k in range(6)], cycle=1)
         evaluated = one.plan(range(20))
         call("prefetch", first)
         call("fetch", first, requests=first)
@@ -375,6 +376,8 @@ def test_byte_totals__count_an_all_to_all_when_it_is_launched(ranks, world, kind
             assert {key: totals.get(key, 0) for key in expected} == expected, (name, rank)
         sent = [totals["bytes_sent"] for _, totals, _ in found[kind]]
         assert (world == 1) == (not any(sent)) and sent[-1] == 0
+        received = [totals["bytes_received"] for _, totals, _ in found[kind]]
+        assert (sent == received) == (world == 1 or kind == "dense")
 
 def addends(rank: int) -> Tensor:
     """Gradients whose sum in f32 depends on the order."""
