@@ -137,6 +137,10 @@ class Layer:
              "LAYERS", self, "key_shift in a plain layer, a value table in one with attention",
              "see the columns of Layer")
 
+STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
+TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence lr wd beta2' joined by ';', the last 7 "
+             "columns of which may be left out; place: `stream`, or the depth of a layer")
+
 SKIP, BACKOUT = "skip", "backout"
 LAYERS = (                                                                    # depth (RECIPE 2.2)
     Layer("paired", "short"),                                                 #  0
@@ -165,11 +169,12 @@ class Stage:
     untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
 
     def __post_init__(self):
-        need(1 <= self.short_window < self.long_window, "--stages", self, "1 <= short < long window", "change that row")
+        need(1 <= self.short_window < self.long_window, "--stages", self, "1 <= short < long window",
+             f"change that row; the table is {STAGE_ROW}")
         need(len(self.mtp_start) == len(self.mtp_end), "--stages", self, "as many token weights at the end as at the "
-             "start", "change that row")
+             "start", f"change that row; the table is {STAGE_ROW}")
         need(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", self, "a rate and "
-             "token weights from 0 to 1,000", "change that row")
+             "token weights from 0 to 1,000", f"change that row; the table is {STAGE_ROW}")
 
 STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -212,7 +217,7 @@ class NgramTable:
             "lr and wd from 0 to 10^6, beta2 from 0 to 1":
                 0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
         for expected, holds in rules.items():
-            need(holds, "--tables", self, expected, "change that row")
+            need(holds, "--tables", self, expected, f"change that row; the table is {TABLE_ROW}")
 
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
@@ -236,9 +241,6 @@ _schedule = functools.partial(flag, "schedule")
 _optim = functools.partial(flag, "optimizer")
 _run = functools.partial(flag, "run", role=FREE)
 
-STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence lr wd beta2' joined by ';', the last 7 "
-             "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
 @dataclass(frozen=True)
@@ -428,6 +430,14 @@ def check_config(cfg: Config):
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
     unit = SLOT_UNIT * cfg.num_slots                                          # batches are whole slots of whole units
+    for stage in cfg.stages:
+        need(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", stage, f"a batch of a multiple of "
+             f"{unit} tokens ({SLOT_UNIT} x num_slots)", f"change that row; the table is {STAGE_ROW}")
+    labels = [table.label for table in cfg.tables]
+    for table in cfg.tables:
+        need(labels.count(table.label) == 1, "--tables", table, "a label that no other row has", "change one of them")
+        need(table.cadence % cfg.adam_every == 0, "--tables", table, f"a cadence that is a multiple of adam_every="
+             f"{cfg.adam_every}", f"change that row; the table is {TABLE_ROW}")
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
@@ -435,11 +445,6 @@ def check_config(cfg: Config):
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
          "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
-        ("stages", all(0 < stage.batch_tokens and stage.batch_tokens % unit == 0 for stage in cfg.stages),
-         f"batches of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots)", flag_text(STAGES)),
-        ("tables", len({table.label for table in cfg.tables}) == len(cfg.tables), "labels that differ", ""),
-        ("tables", all(table.cadence % cfg.adam_every == 0 for table in cfg.tables),
-         f"cadences that are multiples of adam_every={cfg.adam_every}", ""),
         ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
@@ -467,7 +472,7 @@ def read_settings(folder: Path):
              "name the folder of one", DataError)
         settings = json.loads(path.read_bytes())      # another trainer may have had other flags
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
@@ -1954,9 +1959,15 @@ class DeviceRowStore:
                 x.index_fill_(0, rows, 0)
         self.invalidate()
 
-    def load(self, local_rows: Tensor, state: RowState) -> None:
-        """Replace some rows of the shard, as `touched_state` returned them."""
+    def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
+        """Replace these rows, after `clear`."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
+
+    def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
+        """Replace the shard by chunks from `touched_state`. All other rows become zero."""
+        self.clear()
+        for local_rows, state in chunks:
+            self.load_chunk(local_rows, state)
 
 class HostRowStore(DeviceRowStore):
     """Stores the shard in pageable host memory, and overlaps its copies with training.
@@ -1969,15 +1980,14 @@ class HostRowStore(DeviceRowStore):
         read_rows(n+1)   main:   take the prefetched rows; those that update n has changed are copied from `active`
     """
     def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric):
-        # The worker waits for the GPU, and the GPU may wait for other ranks while these compile.
-        self.timeout_s = LONG_PATIENCE * cfg.comm_timeout
         # Two streams, because a copy to the host waits for an update, and the next copy to the device must not.
         self.to_device_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=fabric.enter_thread)
         self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
-        self.unstored: tuple[Tensor, RowState, Any] | None = None             # of the last write_back: local rows,
-        super().__init__(table, cfg, fabric)                                  # their state on the host, CUDA event
+        # What write_back left for the worker: local rows, their state on the host, the CUDA event after its copy.
+        self.unstored: tuple[Tensor, RowState, Any] | None = None
+        super().__init__(table, cfg, fabric)
 
     def invalidate(self) -> None:
         self.wait_for_writes()
@@ -2031,17 +2041,18 @@ class HostRowStore(DeviceRowStore):
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
         self.unstored = plan.rows_to_update, on_host, copied
+        self.active = self.active[0], changed
 
     def wait_for_writes(self) -> None:
         if self.prefetched is not None:
             self._prefetched_state()
         if self.unstored is not None:
-            unstored, self.unstored = self.unstored, None
-            result_with_timeout(self.worker.submit(self._store, *unstored), self.timeout_s,
+            result_with_timeout(self.worker.submit(self._store, *self.unstored), self.fabric.timeout,
                                 "copying table rows to host memory")
+            self.unstored = None                          # after an error, the rows are stored by the next call
 
     def _prefetched_state(self) -> tuple[RowState, Any]:
-        return result_with_timeout(self.prefetched[1], self.timeout_s, "copying table rows from host memory")
+        return result_with_timeout(self.prefetched[1], self.fabric.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, n: int) -> RowState:
         return RowState(*(torch.empty(n, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
@@ -2049,7 +2060,7 @@ class HostRowStore(DeviceRowStore):
     def _store(self, local_rows: Tensor, state: RowState, copied: Any) -> None:
         """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
         if copied is not None:
-            copied.synchronize()
+            self.fabric.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
     def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[RowState, Any]:
@@ -2129,13 +2140,14 @@ class ExchangedTable:
             num_rows = min(num_rows, max_tokens * table.lookups_per_token)
         self.cache = self.shard.new_zeros(num_rows, D, device=fabric.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=fabric.device)
-        self.fetch_work = None                            # of the all-to-all into the cache
+        self.fetch_work = self.reduce_work = None         # of the all-to-all into the cache, and of that of gradients
         self.reset()
 
     def reset(self) -> None:
         """Discard cache, gradients and byte counts. The shard remains."""
         wait_for_work(self.fetch_work)
-        self.fetch_work = None
+        wait_for_work(self.reduce_work)
+        self.fetch_work = self.reduce_work = None
         self.cached_plan: RowPlan | None = None           # whose rows are in the cache
         self.pending_plan: RowPlan | None = None          # whose gradients are in row_grads
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
@@ -2257,9 +2269,12 @@ class RowwiseTable(ExchangedTable):
         self.store.invalidate()
 
     def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        if self.cached_plan is not plan:                  # `fetch` is about to cache this plan
-            self.active = self.store.read_rows(plan)
         return self.active.rows, plan.update_index
+
+    def fetch(self, plan: RowPlan) -> None:
+        if self.cached_plan is not plan:
+            self.active = self.store.read_rows(plan)
+        super().fetch(plan)
 
     def prefetch(self, plan: RowPlan) -> None:
         if self.cached_plan is not plan:
@@ -2267,7 +2282,7 @@ class RowwiseTable(ExchangedTable):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.active = None                                # frees it before the next update's rows are read
+        self.active = None                                # `fetch` reads those of the next update
 
 
 # ====== Room 6: Batches ===============================================================================================
@@ -2376,8 +2391,8 @@ class Loader:
 
     def next(self, values: Values) -> Batch:
         """Return the batch of this step on the device."""
+        assert self.ready and self.ready[0].step == values.step, f"step {values.step} is not the next one of the loader"
         batch = self.ready.pop(0)
-        assert batch.step == values.step, f"the loader is at step {batch.step}, the run at step {values.step}"
         return batch.to(self.fabric.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
@@ -3375,9 +3390,7 @@ class Engine:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for store, chunks in touched:
-                store.clear()
-                for local_rows, state in chunks:
-                    store.load(local_rows, state)
+                store.load(chunks)
             self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
@@ -3650,7 +3663,7 @@ def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
                         owned = content["ids"] % fabric.world == fabric.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
                         state = RowState(rows.to(table.shard.dtype), v, last)
-                        table.store.load(content["ids"][owned] // fabric.world, state)
+                        table.store.load_chunk(content["ids"][owned] // fabric.world, state)
 
 def settings_json(cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
@@ -3694,6 +3707,8 @@ def load_checkpoint(run_dir: Path, engine: Engine):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
                 wholes = content.pop("state")
+                need("moments" not in wholes, run, "a checkpoint of an older trainer", "one of this trainer",
+                     "resume it with the train_gpt.py in that run directory", DataError)
                 check_tensors(run, engine.cfg, wholes, with_moments=True)
                 engine.load_state(wholes)
                 load_rows(path, manifest, engine)
@@ -3952,14 +3967,14 @@ def race(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSe
                                    facts=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
                     write_checkpoint(log.run_dir, info.run_id, content, engine, values)
                 clock.start()
+            if profiler and values.step > first:
+                profiler.step()
             if values.validate:
                 clock.stop()
                 log.validation(engine.evaluate(validation.batches(values), values), clock.ms, validation)
                 clock.start()
             if values.begins_cycle:
                 loader.advance(cycle_from(values.step + schedule.cycle, schedule, clock))
-            if profiler and values.step > first:
-                profiler.step()
             log.step(train_step(engine, loader, values), clock.ms)
     except DataEnded as error:           # the steps so far count
         data_ended = error
@@ -4611,7 +4626,7 @@ def sample_saved(flags: Config):
 
     schedule = Schedule(cfg)
     sample = generate(cfg, engine, schedule.at(schedule.end_step), pieces, prompt)
-    print(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
+    print_result(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.

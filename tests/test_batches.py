@@ -241,7 +241,7 @@ def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path):
     write_shards(tmp_path, 4000)
     with started(tmp_path) as (loader, values):
         loader.advance(values[2:4])
-        with pytest.raises(AssertionError, match="the loader is at step 0, the run at step 1"):
+        with pytest.raises(AssertionError, match="step 1 is not the next one of the loader"):
             loader.next(values[1])
 
 @pytest.mark.parametrize("where, call, error", [

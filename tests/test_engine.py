@@ -104,6 +104,13 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     once.forward_backward(batch, values)
     assert unequal(gradients(ex), gradients(once)) == []
 
+def test_evaluate__waits_for_the_device_by_the_call_that_has_a_bound(monkeypatch):
+    ex, values = filled(small())
+    waits = []
+    monkeypatch.setattr(tg.Fabric, "synchronize", lambda self: waits.append(self))
+    ex.evaluate([random_batch(ex.cfg, 0, 1, 32)], values)
+    assert waits == [ex.fabric]
+
 @pytest.mark.recipe
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
     """Whatever the size of the chunks of logits; documents are longer than in training."""

@@ -144,7 +144,7 @@ class OneTable:
             everything = torch.arange(len(shard))
             state = tg.RowState(shard, torch.ones(len(shard), dtype=tg.accum_dtype(shard.dtype)),
                                 torch.ones(len(shard), dtype=torch.int32))
-            self.table.store.load(everything, state)
+            self.table.store.load([(everything, state)])
 
     def plan(self, rows: Sequence[int], cycle: int = 0, tied: bool = False) -> tg.RowPlan | None:
         """Plan these global rows; None if the table is read in place. Collective."""
