@@ -352,6 +352,7 @@ def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, in
         call("rows_for_forward", first)
         call("rows_for_forward", first)
         call("fetch_for_eval", evaluated, counts=False)
+        call("rows_for_forward", first)                       # an evaluation leaves the cache as it was
         call("prefetch", second)
         call("launch_reduce")
         call("reduced_grads")
