@@ -300,7 +300,9 @@ class Cycles:
                     self.tables[label].fetch(plan)
         for label, table in self.tables.items():
             found[label] |= self.state(label, table)
-            found[label]["byte_totals"] = dict(table.byte_totals)
+            totals = Counter(table.byte_totals)
+            totals.update(table.store.traffic if table.store else {})         # copies that are not in byte_totals yet
+            found[label]["byte_totals"] = dict(totals)
         return found
 
     def state(self, label: str, table: Any) -> Found:

@@ -200,9 +200,9 @@ STATE_BYTES = 8 + 4                      # of a row-wise table's row: its second
 def bytes_of_training(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[str, Any]]) -> Counter:
     """Count the bytes that the ranks of a run move for a table, from the rows that each of them looked up.
 
-    In each cycle, every rank requests its rows of the other ranks once, and receives them. If the cycle is completed,
-    the gradients of these rows go back. Rows of a row-wise table on the host are copied to the device in each cycle, and
-    back after its update.
+    In each cycle, every rank requests its rows from the other ranks once, and receives them. If the cycle is completed,
+    it returns the gradients of these rows. Rows of a row-wise table on the host are copied to the device in each cycle,
+    and back after its update.
     """
     world = len(by_rank)
     shard_bytes = spec.shard_rows(world) * ROW_BYTES
