@@ -472,7 +472,10 @@ def read_settings(folder: Path):
              "name the folder of one", DataError)
         settings = json.loads(path.read_bytes())      # another trainer may have had other flags
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, ConfigError) as error:
+    except ConfigError as error:
+        what, *rest = error.args
+        raise ConfigError(f"{what}, in {path}", *rest) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
@@ -2041,7 +2044,6 @@ class HostRowStore(DeviceRowStore):
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
         self.unstored = plan.rows_to_update, on_host, copied
-        self.active = self.active[0], changed
 
     def wait_for_writes(self) -> None:
         if self.prefetched is not None:

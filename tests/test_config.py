@@ -132,7 +132,8 @@ def test_NgramTable__columns_that_cannot_work(name):
     refuse_tables(changes, parts)
 
 @pytest.mark.parametrize("changes, parts", [
-    (dict(cadence=1), ["a multiple of adam_every=2"]), (dict(label="other_embed"), ["a label that no other row has"])], ids=str)
+    (dict(cadence=1), ["a multiple of adam_every=2"]),
+    (dict(label="other_embed"), ["a label that no other row has"])], ids=str)
 def test_check_config__tables_that_do_not_fit_the_settings(changes, parts):
     """An update between the steps of Adam, and two tables of one label."""
     refuse_tables(changes, parts)
