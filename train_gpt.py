@@ -560,7 +560,7 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
         time.sleep(DEVICE_POLL_S)
     return True
 
-@dataclass
+@dataclass(eq=False)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
     device: torch.device
