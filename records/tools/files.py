@@ -24,7 +24,7 @@ def inside(folder: Path, name: object) -> Path:
     parts: tuple[str, ...] = ()
     if isinstance(name, str) and "\0" not in name:
         parts = Path(name).parts
-    if parts and not {"..", os.sep}.intersection(parts):
+    if parts and ".." not in parts and not os.path.isabs(name):
         path = folder / name
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             return path
