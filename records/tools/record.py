@@ -82,7 +82,7 @@ def sha256(data: str | bytes) -> str:
 
 def load(folder: Path) -> Facts:
     try:
-        return json.loads(text(folder / RESULT))
+        return json.loads(text(inside(folder, RESULT)))
     except ValueError as error:
         raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
 

@@ -199,6 +199,19 @@ def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, va
     outside = [path for path in opened if not path.resolve().is_relative_to(root)]
     assert opened and not outside
 
+@pytest.mark.parametrize("name", ["README.md", "result.json", "train_gpt.py", "logs/seed1/log.txt.gz", "logs/seed1"])
+def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch, name):
+    path = root / FIRST / name
+    path.rename(root.parent / "elsewhere")
+    path.symlink_to(root.parent / "elsewhere")
+    opened = []
+    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
+    assert f"{name}: a link out of the record" in check(root, FIRST)
+    status, _, error = call("new", "--records", root, "--update=01")
+    assert status == 2 and "link" in error and path.is_symlink()
+    assert not [one for one in opened if not one.resolve().is_relative_to(root)]
+
 def noted_paths(call, opened: list[Path]):
     def noting(path: Path):
         opened.append(path)
