@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from shard_files import (ALL_BYTES, REPORT, TRAIN, VAL, VOCABULARY, DataError, as_program, check_content,
-                         errors_in_words, folder_name, kind_of, locked, need, new_data_set, read_manifest, say,
+                         errors_in_words, folder_name, locked, need, new_data_set, read_manifest, say,
                          write_file, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         if made_before(args.out, made_by) and not args.force:
             lines = [f"{args.out}: complete, nothing to do (--force makes it again)"]
         else:
-            replace = args.force or not kind_of(args.out / REPORT)             # made here, in another version
+            replace = args.force or REPORT in read_manifest(args.out)          # this tool made it, in another version
             with new_data_set(args.out, "pocket", replace) as folder:
                 lines = make(Path(sysconfig.get_path("stdlib")), folder, made_by)
     say(*lines, beside_shipped(args.out))

@@ -1,17 +1,20 @@
 """What the data tools share: one reader and one writer of shards, one manifest, ends in words.
 
-A data set is a folder. A tool writes it under another name (`FOLDER.part`) and flushes it to the disk, with a
-`manifest.json` that holds the size and the SHA-256 of each file; only then the folder gets its name. So a call that
-fails, on a full disk too, leaves what was there before. The formats are in data/README.md.
+A data set is a folder. A tool writes it in a new folder `FOLDER.part-<8 random digits>` and flushes it to the disk,
+with a `manifest.json` that holds the size and the SHA-256 of each file; only then the folder gets its name. So a call
+that fails, on a full disk too, leaves what was there before. The tools remove only files that they have written: those
+of the same call, and folders of killed calls, which a file in them identifies. The formats are in data/README.md.
 """
 import argparse
 import base64
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
 import signal
 import struct
@@ -29,6 +32,9 @@ VOCABULARY = "vocab.txt"
 REPORT = "pocket.json"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+SHARD_START = struct.pack("<2i", MAGIC, VERSION)              # the first bytes of every shard
+PART = ".part-"                              # between the final name and 8 random digits, in names of unfinished output
+MARK = "unfinished.txt"                      # in a folder of unfinished output; repeats the folder's name
 
 class DataError(Exception):
     """What was found, what was expected, and what to do about it."""
@@ -72,6 +78,11 @@ def read_header(path: Path) -> tuple[int, int]:
          f"{expected:,} for the {tokens:,} tokens of its header", "make the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
+def starts_as_shard(path: Path) -> bool:
+    """Tell whether the first bytes of a file are those of a shard, as far as the file goes; true for an empty file."""
+    with path.open("rb") as file:
+        return SHARD_START.startswith(file.read(len(SHARD_START)))
+
 def describe(path: Path) -> dict[str, Any]:
     """Return a file's entry in the manifest."""
     with path.open("rb") as file:
@@ -102,9 +113,14 @@ def check_content(path: Path) -> None:
          "what was written with the files beside it", "it is damaged or of another call, so make the data again")
 
 def write_file(path: Path, *pieces: bytes) -> None:
-    """Write a new file and flush it to the disk. Raises DataError."""
+    """Write a new file and flush it to the disk. Raises DataError, also if the name is taken by a file or a link."""
     try:
-        with path.open("xb") as file:        # x: never through somebody's link
+        file = path.open("xb")
+    except OSError as error:
+        raise DataError(path, repr(error.strerror), "a free name in a folder to write into",
+                        "move away what is there, or give another --out") from None
+    try:
+        with file:
             file.writelines(pieces)
             file.flush()
             os.fsync(file.fileno())
@@ -125,11 +141,14 @@ def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     """Write or replace the manifest of files that are whole. Raises DataError."""
     content = json.dumps({"format": MANIFEST_FORMAT, "files": entries}, indent=1)
-    part = folder / f"{MANIFEST}.part"
-    part.unlink(missing_ok=True)
+    part = unfinished_name(folder / MANIFEST)
     write_file(part, f"{content}\n".encode())
     os.replace(part, folder / MANIFEST)
     flush_folder(folder)
+
+def unfinished_name(path: Path) -> Path:
+    """Return a random name beside `path` for output that later gets the name `path`."""
+    return path.with_name(f"{path.name}{PART}{secrets.token_hex(4)}")
 
 def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, where the file system can."""
@@ -161,12 +180,15 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
     With `replace` (--force) it takes the place of a data set whose shards are named after `stem`; nothing else is ever
     replaced. The folder above has to be `locked`. Raises DataError.
     """
-    work = folder.with_name(f"{folder.name}.part")
-    clear_away(work, folder)                 # what a killed call left
+    for left in unfinished(folder):
+        clear_away(left, folder)
     check_free(folder, stem, replace)
-    new = work / "new"
-    new.mkdir(parents=True)
+    work = unfinished_name(folder)
+    work.mkdir()
     try:
+        write_file(work / MARK, mark_of(work))
+        new = work / "new"
+        new.mkdir()
         yield new
         write_manifest(new, {path.name: describe(path) for path in sorted(new.iterdir())})
         if folder.exists():
@@ -176,8 +198,23 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
     finally:
         clear_away(work, folder)
 
+def mark_of(work: Path) -> bytes:
+    """Return the content of MARK in a folder of unfinished output. It has the folder's random name, so that neither a
+    copy of the file nor a renamed copy of the folder is taken for unfinished output."""
+    return os.fsencode(work.name) + b": an unfinished data set, which the next call of the same tool removes\n"
+
+def unfinished(folder: Path) -> list[Path]:
+    """List the folders that killed calls have left, in which they were writing the data set `folder`."""
+    found = []
+    for work in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART}*")):
+        mark = work / MARK
+        with contextlib.suppress(OSError):   # a folder that cannot be read is not removed either
+            if not work.is_symlink() and mark.is_file() and mark.read_bytes() == mark_of(work):
+                found.append(work)
+    return found
+
 def clear_away(work: Path, folder: Path) -> None:
-    """Remove what a call left, but give its name back to a data set that was not replaced."""
+    """Remove a folder of unfinished output, but give its name back to a data set that was not replaced."""
     if not os.path.lexists(folder) and (work / "old").exists():
         os.replace(work / "old", folder)
     shutil.rmtree(work, ignore_errors=True)

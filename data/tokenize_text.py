@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pocket import MAX_DOC_LEN, PIECE, make_vocabulary, spell
 from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, as_program, errors_in_words, folder_name, kind_of, locked,
-                         need, new_data_set, regular_file, say, write_shard, write_vocabulary)
+                         need, new_data_set, regular_file, say, unfinished, write_shard, write_vocabulary)
 
 MAX_VOCAB = 65_535
 MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
@@ -87,8 +87,10 @@ def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
         return kind_of(path)
     if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
         return "hidden"
-    if path.resolve().is_relative_to(args.out):
+    if args.out.is_dir() and path.resolve().is_relative_to(args.out):
         return "of an earlier call"
+    if any(path.resolve().is_relative_to(left) for left in args.unfinished):
+        return "of a killed call"
     if path.suffix in PACKED:
         return path.suffix
     if path.stat().st_size == 0:
@@ -314,9 +316,8 @@ def training_line(train: Shards, val: Shards) -> str:
         flags += [f"--val_tokens={whole}", f"--val_batch_tokens={block}"]
     return " ".join(["./run.sh", *flags])
 
-def write_shards(folder: Path, args: argparse.Namespace) -> list[str]:
-    """Read, encode and write. Returns the lines to print. Raises DataError."""
-    files, counts = input_files(args)
+def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str]) -> list[str]:
+    """Read, encode and write. files: as `input_files` returns them. Returns the lines to print. Raises DataError."""
     ids, encode = tokenizer(args, documents(files, args))
     start = len(ids)
     need(start < MAX_VOCAB, args.vocab, f"{start:,} pieces", f"at most {MAX_VOCAB - 1:,}", "give a smaller vocabulary")
@@ -336,7 +337,7 @@ def write_shards(folder: Path, args: argparse.Namespace) -> list[str]:
         shards[split].flush()
         need(shards[split].sizes, "text", f"no {split} document in {size:,} bytes", "one", "give more or smaller "
              "documents (--document_separator), --val_files, or --val_share=0")
-    return [counts, *(shards[split].summary() for split in splits), training_line(shards[TRAIN], shards[VAL])]
+    return [*(shards[split].summary() for split in splits), training_line(shards[TRAIN], shards[VAL])]
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:
@@ -365,9 +366,11 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"found --val_share={args.val_share}, expected 0 or more, but below 1")
     if args.vocab and args.tokenizer == "bytes":
         parser.error("found --vocab with --tokenizer=bytes, expected pocket or gpt2")
+    args.unfinished = unfinished(args.out)
+    files, counts = input_files(args)        # before anything is created or removed
     with locked(args.out.parent), new_data_set(args.out, args.out.name, args.force) as folder:
-        lines = write_shards(folder, args)
-    say(*lines)
+        lines = write_shards(folder, args, files)
+    say(counts, *lines)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
-from tools import compressed             # noqa: E402
+from tools import compressed, files      # noqa: E402
 
 TRIGRAM_NATS = 2.806                     # rounded
 GROUPS = (                               # class in the picture, label, logs
@@ -111,5 +111,5 @@ def draw() -> str:
 
 
 if __name__ == "__main__":
-    (HERE / "race.svg").write_text(draw())
+    files.write_bytes(HERE / "race.svg", draw().encode())
     print(f"{HERE / 'race.svg'}", file=sys.stderr)

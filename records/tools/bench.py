@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import plot, report
+from tools import files, plot, report
+from tools.files import inside
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
@@ -101,6 +101,9 @@ class Bench:
         args.out.mkdir(parents=True, exist_ok=True)
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
+            if self.manifest.is_file() and self.manifest.stat().st_size:
+                raise ToolError(f"file {self.manifest}", "one that no bench has written", "the manifest of a bench, or "
+                                "none", "move it away, or give another --out")
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
@@ -116,7 +119,7 @@ class Bench:
 
     def add(self, kind: str, **facts: Any) -> None:
         """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
-        with open(self.manifest, "ab+") as file:
+        with files.open_to_append(self.manifest) as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
             file.write(json.dumps({**facts, "type": kind}).encode() + b"\n")
@@ -130,7 +133,7 @@ class Bench:
             raise ToolError(f"source of {name}, {side.script}", "edited meanwhile", "as the bench began with",
                             "restore it to go on, or start anew with another --out")
         number = 1 + len(self.lines("start"))
-        folder = self.args.out / f"runs/{number:03}_{name}"
+        folder = inside(self.args.out, f"runs/{number:03}_{name}")
         folder.mkdir(parents=True)
         if self.args.data.is_dir():
             (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
@@ -177,7 +180,7 @@ class Bench:
         paths = []
         for line in self.lines("end"):
             if line["outcome"] == "done" and line["side"] == name and line["pair"] in pairs:
-                paths += [self.args.out / line["folder"] / log for log in line["logs"]]
+                paths += [inside(self.args.out, f"{line['folder']}/{log}") for log in line["logs"]]
         return side_of(name, paths)
 
     def race(self) -> int:
@@ -203,7 +206,8 @@ class Bench:
             return 0
         for report_of_b in found.values():
             print(report.compare_in_words(report_of_b))
-            (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
+            summary = json.dumps(report.jsonable(report_of_b), indent=1)
+            files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
         return status_of(found)
 
     def compared(self) -> dict[str, Facts]:
@@ -236,8 +240,10 @@ def git_apply(patch: Path, folder: Path, *options: str) -> str:
     return done.stderr.strip() if done.returncode else ""
 
 def copied(script: Path, folder: Path) -> Path:
+    """Copy a trainer into a folder, under the name that patches know. Returns the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
-    return Path(shutil.copyfile(script, folder / TRAINER))
+    files.write_bytes(folder / TRAINER, script.read_bytes())
+    return folder / TRAINER
 
 def patched(script: Path, patch: Path, folder: Path) -> Path:
     """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
@@ -267,22 +273,22 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
             sides[name] = trainer(script, [*args.both, *own])
         else:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            sides[name] = trainer(patched(base, patch, args.out / "sources" / name), of_arms)
+            sides[name] = trainer(patched(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
         raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
-    home = args.out / "sources"
-    scripts = {"A": copied(ROOT / TRAINER, home / "A")}
+    homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
+    scripts = {"A": copied(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
-        scripts["B"] = copied(args.patch, home / "B")
-    elif not git_apply(args.patch, home / "A", "-R"):
+        scripts["B"] = copied(args.patch, homes["B"])
+    elif not git_apply(args.patch, homes["A"], "-R"):
         print(f"{TRAINER} has {args.patch.name} already: A is without it")
-        scripts["B"] = copied(ROOT / TRAINER, home / "B")
+        scripts["B"] = copied(ROOT / TRAINER, homes["B"])
     else:
-        scripts["B"] = patched(ROOT / TRAINER, args.patch, home / "B")
+        scripts["B"] = patched(ROOT / TRAINER, args.patch, homes["B"])
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: trainer(script, flags) for name, script in scripts.items()}
 

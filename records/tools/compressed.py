@@ -9,6 +9,8 @@ import gzip
 import zlib
 from pathlib import Path
 
+from tools import files
+
 SUFFIX = ".gz"
 LIMIT_MIB = 256                        # decompressed size of a file that is read; the largest of the records: 1.7 MiB
 
@@ -40,9 +42,9 @@ def read_bytes(path: Path) -> bytes:
 
 def write_bytes(path: Path, data: bytes) -> None:
     """Write a file, compressed if its name ends in .gz. Equal data give equal bytes, because the gzip header has no
-    time and no file name. Raises OSError for more data than read_bytes accepts."""
+    time and no file name. A link of this name is replaced. Raises OSError for more data than read_bytes accepts."""
     if path.suffix == SUFFIX:
         if len(data) > LIMIT_MIB << 20:
             raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB to compress", str(path))
         data = gzip.compress(data, 9, mtime=0)
-    path.write_bytes(data)
+    files.write_bytes(path, data)

@@ -4,6 +4,7 @@ One file for light and dark pages: the background is transparent, all ink has a 
 enough for a thumbnail."""
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from tools import files
 from tools.read import Facts, Run
 
 INK = "#7d8590"                        # readable on white and on black
@@ -118,10 +120,13 @@ def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
     return figure, both
 
 def save(figure: Any, path: Path) -> None:
+    """Write a picture in the format of its suffix. A link of this name is replaced, not followed."""
     from matplotlib import pyplot
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=80)
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:] or "png", dpi=80)
     pyplot.close(figure)
+    files.write_bytes(path, picture.getvalue())
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
     """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""

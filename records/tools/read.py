@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools import compressed
+from tools.files import ToolError
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"(?: [a-z_]+:\S+)*?"
@@ -50,12 +51,6 @@ TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
 LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
 
 Facts = dict[str, Any]                 # as JSON has them
-
-class ToolError(Exception):
-    """Says what was found, what was expected, and what to do about it."""
-
-    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
 class NotALog(Exception):
     """Says why a file holds no run."""

@@ -6,6 +6,7 @@ status: 0 done; 1 check has found something; 2 bad input, or runs that are no re
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import difflib
 import hashlib
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import compressed, plot, report, statistics
+from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
 from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
@@ -44,6 +46,7 @@ CHAIN_SEEDS, IDEA_WORDS = 5, 5         # of an entry of a chain, the fewest seed
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # of a rank, at the end of its hardware
 RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # of times, with its 99 % interval
+LINK_OUT = "a link out of the record"
 NO_BENCH = "no bench with its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
@@ -79,7 +82,7 @@ def sha256(data: str | bytes) -> str:
 
 def load(folder: Path) -> Facts:
     try:
-        return json.loads(text(folder / RESULT))
+        return json.loads(text(inside(folder, RESULT)))
     except ValueError as error:
         raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
 
@@ -168,11 +171,27 @@ def read_log(path: Path) -> Run:
     except (OSError, NotALog) as error:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
+def log_of(folder: Path, name: str) -> Path:
+    """The log.jsonl of a run that result.json names, compressed or not. Raises ToolError if it is not in the record."""
+    log = compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
+    return inside(folder, log.relative_to(folder).as_posix())
+
+def parent_of(folder: Path, stated: Facts) -> Path:
+    """The folder of the parent that result.json names. Raises ToolError if it is not beside the record."""
+    return inside(folder.parent, stated["parent"])
+
+def links_out(folder: Path) -> list[str]:
+    """Names of the links in a record that lead out of it."""
+    links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
+    real = os.path.realpath(folder)
+    outside = [path for path in links if not Path(os.path.realpath(path)).is_relative_to(real)]
+    return [path.relative_to(folder).as_posix() for path in outside]
+
 def grouped(folder: Path, stated: Facts) -> Sides:
     """The logs of a record, by group."""
     sides = {}
     for name, members in stated["groups"].items():
-        runs = [read_log(folder / "logs" / member / LOG) for member in members]
+        runs = [read_log(log_of(folder, member)) for member in members]
         sides[name] = report.sorted_out(name, Reading(runs))
     return sides
 
@@ -187,9 +206,8 @@ def class_of(settings: Facts) -> str | None:
 
 def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     """Why these runs are no record, or no entry of its track."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
-            yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
+    for name in links_out(folder):
+        yield name, LINK_OUT, "a file of its own"
     ended = manifests(folder, "end")
     taken = {line.get("side") for place, line in ended if place.exists()}    # a bench may have sides of other records
     for place, line in ended:
@@ -313,9 +331,9 @@ def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
             found = report.compare(base, side, target, "systems" in stated["entry"])
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
     for name in stated["bench"]:                                             # of an earlier form, with its verdict
-        result["bench"][name] = json.loads(text(folder / name / "verdict.json"))
+        result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
     result["config"] = config(first)
-    parent = load(folder.parent / stated["parent"]) if stated["parent"] else {}
+    parent = load(parent_of(folder, stated)) if stated["parent"] else {}
     result["changed"] = changes(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
@@ -364,7 +382,7 @@ def page(folder: Path, result: Facts) -> str:
     rows = []
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
-        log = compressed.stored(folder / "logs" / name / LOG)
+        log = log_of(folder, name)
         rows.append([f"[{Path(name).name}](logs/{name}/{log.name})", *(run[key] for key in RUN_COLUMNS), untimed])
     parts.append(markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows))
     for name, group in result["groups"].items():
@@ -392,10 +410,11 @@ def interval(test: Facts | None) -> str | None:
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
     if args.update:
-        folder = place = find(root, args.update)
-        stated = load(folder)["stated"]
-        if "sealed" in load(folder):
+        folder = inside(root, find(root, args.update).name)
+        result = load(folder)
+        if "sealed" in result:
             raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
+        write(folder, result["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -406,12 +425,26 @@ def new(args: argparse.Namespace, root: Path) -> int:
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
         stated |= {"idea": args.idea} if args.idea is not None else {}
-        place = root / ".unfinished"
-        shutil.rmtree(place, ignore_errors=True)                            # of an earlier call that failed
-        gather(args.runs, place, stated)
-    write(place, stated)
-    print(shown(place.rename(folder)))
+        with unfinished(root) as place:
+            gather(args.runs, place, stated)
+            write(place, stated)
+            place.rename(folder)
+    print(shown(folder))
     return 0
+
+@contextlib.contextmanager
+def unfinished(root: Path) -> Iterator[Path]:
+    """Yield a new folder in `root` with a random name; remove it at the end, unless the block has renamed it. Folders
+    that other calls have left are named on stderr and not touched."""
+    for left in sorted(root.glob(f"{UNFINISHED}*")):
+        print(f"note: {shown(left)} is not removed. A call of `new` is using it, was killed, or has not created it; if "
+              "you do not need it, delete it", file=sys.stderr)
+    place = unfinished_name(root)
+    place.mkdir()
+    try:
+        yield place
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
     """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
@@ -430,12 +463,13 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
         stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
-    shutil.copyfile(sources[stated["main"]], staged / SOURCE)
+    write_bytes(staged / SOURCE, sources[stated["main"]].read_bytes())
     for name, source in sources.items():
         diff = diff_of(staged / SOURCE, source)
         if diff:
-            (staged / "sources").mkdir(exist_ok=True)
-            (staged / f"sources/{name}.diff").write_bytes(diff.encode())
+            path = inside(staged, f"sources/{name}.diff")                    # a manifest may name the group
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, diff.encode())
 
 def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
          opponents: Facts) -> None:
@@ -456,12 +490,13 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
             if program == (main_pool(its)["source_sha256"], its["config"]):
                 label = its["stated"]["number"]
         name = f"{manifest.parent.name}/{name}" if manifest else name
-    copy = staged / "logs" / name
+    copy = inside(staged, f"logs/{name}")
     if copy.exists():
         raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
     copy.mkdir(parents=True)
     if manifest:
-        shutil.copyfile(manifest, copy.parents[len(Path(noted["folder"]).parts) - 1] / MANIFEST)
+        home = copy.parents[len(Path(noted["folder"]).parts) - 1]
+        write_bytes(home / MANIFEST, manifest.read_bytes())
     for log in (LOG, TEXT_LOG):
         if compressed.stored(run.path.with_name(log)).exists():
             compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
@@ -479,17 +514,17 @@ def write(folder: Path, stated: Facts) -> None:
     for problem in doubts(folder, stated, sides):
         raise ToolError(*problem, "other groups or records of the runs, or more of them; rules: records/README.md")
     if stated["parent"]:
-        diff = diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
-        (folder / DIFF).write_bytes(diff.encode())
+        diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
+        write_bytes(folder / DIFF, diff.encode())
     result = build(folder, stated, sides)
     if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
         raise ToolError(f"picture {PLOT}", "no matplotlib", "a record with its picture", "pip install matplotlib")
     result["files"] = hashes(folder)
-    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
     if not by_hand:
         by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
-    (folder / PAGE).write_bytes((by_hand + MARK + page(folder, result)).encode())
+    write_bytes(folder / PAGE, (by_hand + MARK + page(folder, result)).encode())
 
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
@@ -503,6 +538,10 @@ def check(args: argparse.Namespace, root: Path) -> int:
 
 def findings(folder: Path) -> Iterator[str]:
     """All in a record that does not follow from its files."""
+    outside = links_out(folder)
+    if outside:                                                             # nothing is read through them
+        yield from (f"{name}: {LINK_OUT}" for name in outside)
+        return
     try:
         result = load(folder)
         stated = result["stated"]
@@ -542,7 +581,7 @@ def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(folder, result)
     if stated["parent"]:
-        made[DIFF] = text(folder / DIFF), diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
+        made[DIFF] = text(folder / DIFF), diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
@@ -564,7 +603,7 @@ def table(args: argparse.Namespace, root: Path) -> int:
     boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
-        sides = [grouped(root / folder_name(entry), entry["stated"]) for entry in chained]
+        sides = [grouped(inside(root, folder_name(entry)), entry["stated"]) for entry in chained]
         pools = [side[entry["stated"]["main"]].runs for entry, side in zip(chained, sides)]
         plot.chain(chained, pools, args.plot)
     if args.json:
@@ -589,7 +628,7 @@ def links(root: Path, entries: list[Facts]) -> list[Facts]:
             row[f"ratio_to_{role}"] = its["ratio"]
             row[f"{role} 99 %"] = [round(its["low"], 4), round(its["high"], 4)]
         if result["in_turn"]:
-            diff = text(root / folder_name(result) / DIFF).splitlines()[2:]          # after the names of both files
+            diff = text(inside(root, f"{folder_name(result)}/{DIFF}")).splitlines()[2:]      # after both files' names
             row["diff_lines"] = sum(line[0] in "+-" for line in diff)
         rows.append(row)
     return rows

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import plot
+from tools.files import inside
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
 from tools.statistics import summary, time_level, time_word
@@ -33,6 +34,7 @@ NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tok
              "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that change no result
 RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
+OF_RUNS = "start", "end"               # types of lines that have the folder of a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 LOSS_WORDS = "higher loss", "lower loss"
@@ -129,13 +131,18 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """The lines of one type; none without a manifest. The last line may be torn."""
+    """The lines of one type; none without a manifest. The last line may be torn. Raises ToolError, also for a run whose
+    folder is not below that of the manifest."""
     lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
     try:
         events = [json.loads(line) for line in lines if line.endswith("}")]
-        return [event for event in events if event["type"] == kind]
+        found = [event for event in events if event["type"] == kind]
     except (ValueError, KeyError, TypeError):
         raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
+    if kind in OF_RUNS:
+        for event in found:
+            inside(manifest.parent, event.get("folder"))
+    return found
 
 def noted(run: Run) -> tuple[Path | None, Facts]:
     """The manifest above a run, and its line that tells how the run ended."""

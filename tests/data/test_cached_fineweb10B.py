@@ -153,13 +153,14 @@ MENDED = {                               # of the hub; on disk, by ending; failu
     "a part": ({}, {".part": SHARD[:4000]}, [], REST, ""),
     "a whole part": ({}, {".part": SHARD}, [], [], ""),
     "a part too long": ({}, {".part": SHARD + b"x"}, [], ALL, "9,025 bytes"),
-    "a part of another file": ({}, {".part": b"\0" * 4000}, [], REST + ALL, "found header words 0 and 0"),
+    "a part of another shard": ({}, {".part": make_shard(2)[:4000]}, [], REST + ALL, "found SHA-256"),
+    "an empty part": ({}, {".part": b""}, [], ALL, ""),
+    "the first bytes": ({}, {".part": SHARD[:3]}, [], ["3-4002", "4003-8002", "8003-9023"], ""),
     "no ranges": (dict(with_range=False), {}, [], ["0-3999"], ""),
     "a part, no ranges": (dict(with_range=False), {".part": SHARD[:4000]}, [], ["4000-7999", "0-3999"], "13,024 bytes"),
     "wrong content": ({}, {}, [("instead", flipped(SHARD, 3000))], ALL + ALL, "found SHA-256"),
     "no hash": (dict(with_hash=False), {}, [("instead", flipped(SHARD, 0))], ALL + ALL, "found header words"),
     "cut on the disk": ({}, {"": SHARD[:3000]}, [], ALL, "3,000 bytes"),
-    "no shard": ({}, {"": b"<html>not a shard"}, [], ALL, "header words"),
 }
 
 @pytest.mark.parametrize("name", MENDED)
@@ -173,6 +174,47 @@ def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
     assert_whole(hub, tmp_path, VAL, ONE)
     assert [request.range for request in hub.of("GET", "cdn", ONE)] == ranges and not waits
     assert said in capsys.readouterr().err
+
+def planted(kind: str, path: Path, mine: Path) -> None:
+    """Create at `path` what the downloader has not written; `mine` is a user's file with the content of a shard."""
+    mine.write_bytes(SHARD[:4000])
+    if kind == "a link":
+        path.symlink_to(mine)
+    elif kind == "a dead link":
+        path.symlink_to(mine.with_name("nowhere"))
+    elif kind == "hard links":
+        os.link(mine, path)
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a directory":
+        path.mkdir()
+    else:
+        path.write_bytes(b"notes\n" * 1000)
+
+@pytest.mark.parametrize("kind, ending, found", [
+    ("a link", ".part", "a link"), ("a dead link", ".part", "a link"), ("hard links", ".part", "2 names (hard links)"),
+    ("a pipe", ".part", "a pipe"), ("a directory", ".part", "a directory"), ("notes", ".part", "b'notes"),
+    ("notes", "", "a file that is no token shard")])
+def test_fetch__never_writes_to_a_file_of_others(hub, waits, tmp_path, kind, ending, found):
+    out = tmp_path / "out"
+    out.mkdir()
+    path = out / f"{ONE}{ending}"
+    planted(kind, path, tmp_path / "mine")
+    before = path.lstat()
+    message = failure(tool, 1, "--out", out, "--endpoint", hub.url)
+    assert f"{path}: found {found}" in message.replace("a file with ", "").replace("a file that begins with ", "")
+    assert "move it away" in message and path.lstat()[:7] == before[:7], "the same file, links and size"
+    assert (tmp_path / "mine").read_bytes() == SHARD[:4000] and not (tmp_path / "nowhere").exists()
+    assert not hub.of("GET", "cdn", ONE)
+    path.rename(tmp_path / "moved away")
+    fetch(hub, out)
+    assert_whole(hub, out, VAL, ONE)
+
+def test_fault__a_shard_of_the_manifest_is_replaced_whatever_is_in_it(hub, waits, tmp_path):
+    fetch(hub, tmp_path)
+    (tmp_path / ONE).write_bytes(b"\0" * 9024)
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
 
 def test_receive__a_bad_network_and_a_busy_server(hub, waits, tmp_path):
     """What the library is there for: the same block again after a cut, a reset or a refusal, and waiting as asked."""
@@ -192,7 +234,6 @@ def test_fetch__a_truncated_shard(hub, waits, tmp_path):
 
 def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
     (tmp_path / VAL).write_bytes(hub.files[VAL])                      # by an older version: no hash of it
-    (tmp_path / "manifest.json.part").write_bytes(b"of a killed call")
     fetch(hub, tmp_path)
     digests = {name: hashlib.sha256(hub.files[name]).hexdigest() for name in (VAL, ONE)}
     entries = shard_files.read_manifest(tmp_path)
@@ -235,7 +276,7 @@ def test_main__environment(hub, tmp_path):
     assert start(tmp_path, environment=environment | {"HF_HUB_OFFLINE": "1"}).wait(20) == 0
 
 def test_main__ctrl_c_then_again(hub, tmp_path):
-    hub.files[ONE] = make_shard(1, 5_000_000)
+    hub.files[ONE] = make_shard(1, 35_000_000)
     hub.plans["GET cdn", ONE] = [("serve",), ("stall", 5000)]
     process = start(tmp_path, f"--endpoint={hub.url}")
     part, end = tmp_path / f"{ONE}.part", time.monotonic() + 20
@@ -251,7 +292,21 @@ def test_main__ctrl_c_then_again(hub, tmp_path):
         process.communicate(timeout=20)
         assert process.returncode == 0
     assert_whole(hub, tmp_path, VAL, ONE)
-    assert [request.range for request in hub.of("GET", "cdn", ONE)] == [f"{tool.BLOCK}-{10_001_023}"]
+    assert [request.range for request in hub.of("GET", "cdn", ONE)] == [f"{tool.BLOCK}-{70_001_023}"]
+
+def test_write_manifest__removes_no_file_of_others(hub, waits, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "manifest.json.part").write_bytes(b"mine")
+    fetch(hub, out)
+    assert (out / "manifest.json.part").read_bytes() == b"mine"
+    (out / "manifest.json.part").unlink()
+    (out / "manifest.json").rename(tmp_path / "elsewhere.json")
+    (out / "manifest.json").symlink_to("../elsewhere.json")
+    before = (tmp_path / "elsewhere.json").read_bytes()
+    fetch(hub, out, 2)
+    assert_whole(hub, out, VAL, ONE, TWO)
+    assert (tmp_path / "elsewhere.json").read_bytes() == before and not (out / "manifest.json").is_symlink()
 
 def test_append__a_full_disk(hub, tmp_path):
     hub.files[ONE] = make_shard(1, 2_000_000)

@@ -3,6 +3,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -98,29 +99,75 @@ def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source,
             tool.main([*map(str, arguments), f"--out={out}", "--force"])
         assert when in ("naming", "a signal") or "make room" in str(ended.value)
         assert out.exists() == old and (not old or contents(out) == before)
-        assert not list(tmp_path.glob("*.part"))
+        assert not list(tmp_path.glob("*.part*"))
 
 def test_new_data_set__what_a_killed_call_left_goes_with_the_next(tmp_path, source):
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
-    left = tmp_path / "set.part"
+    left = tmp_path / "set.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
+    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
     out.rename(left / "old")
     assert "set: found ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
     assert contents(out) == before and not left.exists()
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
 
+def test_unfinished__only_folders_that_a_killed_call_has_left(tmp_path, source):
+    """Folders with the same names, a copy of a mark, a mark of a renamed folder and a link to a marked folder stay."""
+    marked = tmp_path / "elsewhere/set.part-00000000"
+    marked.mkdir(parents=True)
+    (marked / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    for name in ("set.part", "set.part-11111111", "set.part-22222222", ".unfinished"):
+        (tmp_path / name / "new").mkdir(parents=True)
+        (tmp_path / name / "new/notes.txt").write_text("mine\n")
+    (tmp_path / "set.part-11111111" / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    (tmp_path / "set.part-00000000").symlink_to(marked)
+    before = sorted(tmp_path.rglob("*"))
+    assert shard_files.unfinished(tmp_path / "set") == []
+    assert "nope.txt: found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
+    assert "found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
+    assert sorted(tmp_path.rglob("*")) == before, "a misspelt input creates and removes nothing"
+    tokenize(source, tmp_path / "set")
+    shutil.rmtree(tmp_path / "set")
+    assert sorted(tmp_path.rglob("*")) == before
+
+def test_named_files__text_of_a_killed_call_is_not_read(tmp_path, source, capsys):
+    left = tmp_path / "set.part-01234567"
+    (left / "new").mkdir(parents=True)
+    (left / "new/vocab.txt").write_text("half")
+    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
+    tokenize(tmp_path, tmp_path / "set")
+    assert "1 files read, 2 files passed over: 2 of a killed call" in capsys.readouterr().out and not left.exists()
+
+def test_write_file__a_name_that_is_taken(tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "link").symlink_to("mine")
+    for name in ("mine", "link"):
+        with pytest.raises(shard_files.DataError, match="File exists.*expected a free name.*move away"):
+            shard_files.write_file(tmp_path / name, b"x")
+    assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "link").is_symlink()
+
+def test_pocket__files_of_others_are_not_taken_for_an_earlier_version(tmp_path, library):
+    out = tmp_path / "pocket_made"
+    out.mkdir()
+    for name in ("pocket.json", "vocab.txt"):
+        (out / name).write_text("mine\n")
+    assert "expected a new folder or an empty one" in failure(pocket, f"--out={out}")
+    assert contents(out) == {"pocket.json": b"mine\n", "vocab.txt": b"mine\n"}
+
 def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     out = tmp_path / "set"
     with shard_files.new_data_set(out, "set", replace=False) as new:
+        mark = (new.parent / shard_files.MARK).stat().st_ino
         for name in ("vocab.txt", "set.bin"):
             shard_files.write_file(new / name, b"x")
     vocabulary, shard, manifest = [(out / name).stat().st_ino for name in ("vocab.txt", "set.bin", "manifest.json")]
-    assert calls == [vocabulary, shard, manifest, "manifest.json", out.stat().st_ino, "set", tmp_path.stat().st_ino]
+    assert calls == [mark, vocabulary, shard, manifest, "manifest.json", out.stat().st_ino, "set",
+                     tmp_path.stat().st_ino]
 
 @pytest.mark.parametrize("name, flipped", [("x_train_000000.bin", 0), ("vocab.txt", 0), ("x_train_000000.bin", 1)])
 def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped):
@@ -204,10 +251,11 @@ def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):
     command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "long.txt", f"--out={out}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 20
-    while not (tmp_path / "out.part/new").exists() and time.monotonic() < end:
+    while not list(tmp_path.glob("out.part-*/new")) and time.monotonic() < end:
         time.sleep(0.02)
     process.send_signal(number)
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == status and "Traceback" not in errors, errors
-    assert not out.exists() and (tmp_path / "out.part").exists() == (number == signal.SIGKILL)
+    left = shard_files.unfinished(out)
+    assert not out.exists() and left == list(tmp_path.glob("out.part*")) and len(left) == (number == signal.SIGKILL)
     assert ("interrupted" in errors) == (number != signal.SIGKILL)

@@ -80,6 +80,44 @@ def test_race__order_manifest_and_seeds(tmp_path, out):
     assert found["loss"]["mean"] == 0, "a pair has one seed"
     assert "pair 4 of 4\n    B - A: loss +0.0000" in said and status == report.STATUS[found["verdict"]]
 
+@pytest.mark.parametrize("kind", ["a link", "hard links", "notes", "folder of runs", "folder of sources", "a summary"])
+def test_bench__writes_to_no_file_of_others(tmp_path, out, kind):
+    """OUT has what a stranger put there: a manifest that is a link or no manifest, folders that lead elsewhere."""
+    a, elsewhere = trainer(tmp_path), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    out.mkdir()
+    notes = elsewhere / "train_gpt.py"
+    notes.write_text("mine")                                  # without the end of a line
+    if kind == "a link":
+        (out / "manifest.jsonl").symlink_to(elsewhere / "nothing yet")
+    elif kind == "hard links":
+        (elsewhere / "empty").touch()
+        os.link(elsewhere / "empty", out / "manifest.jsonl")
+    elif kind == "notes":
+        (out / "manifest.jsonl").write_text("mine")
+    elif kind == "a summary":
+        (out / "summary.json").symlink_to(notes)
+    else:
+        (out / kind.split()[-1]).symlink_to(elsewhere)
+    before = sorted(elsewhere.rglob("*"))
+    arm = tmp_path / "arm.patch"
+    arm.write_text(patch_of(a.read_text(), a.read_text() + "# more\n"))
+    argv = [a, f"--arm=B={arm}", f"--out={out}", "--pairs=1"]
+    status, _, error = call("bench", *argv)
+    assert (status == 2) == (kind != "a summary"), error
+    assert sorted(elsewhere.rglob("*")) == before and notes.read_text() == "mine"
+    if kind == "notes":
+        assert (out / "manifest.jsonl").read_text() == "mine" and "one that no bench has written" in error
+    if kind == "a summary":
+        assert json.loads((out / "summary.json").read_text()) and not (out / "summary.json").is_symlink()
+
+def test_copied__replaces_a_link(tmp_path):
+    (tmp_path / "mine.py").write_text("mine")
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources/train_gpt.py").symlink_to("../mine.py")
+    copy = bench.copied(trainer(tmp_path), tmp_path / "sources")
+    assert (tmp_path / "mine.py").read_text() == "mine" and copy.read_bytes() == trainer(tmp_path).read_bytes()
+
 @pytest.mark.parametrize("text", [OURS, PEER])
 @pytest.mark.parametrize("factor, word", [(1.05, "slower"), (0.95, "faster")])
 def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor, word):

@@ -2,6 +2,7 @@
 import datetime
 import json
 import math
+import os
 import re
 import shutil
 import sys
@@ -12,12 +13,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from common import run
+from common import full_disk, run
 
 from record_common import (NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, text_of, write_events,
                            write_text)
 
-from tools import compressed, record                         # noqa: E402
+from tools import compressed, files, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -120,7 +121,137 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     words = [word.format(**places) for word in argv]
     status, _, error = call("new", "--records", root, *words)
     assert status == 2 and said in error, error
-    assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
+    assert sorted(root.rglob("*")) == before, "a call that fails leaves nothing"
+
+def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path):
+    for name in (".unfinished", ".unfinished-01234567"):
+        (root / name).mkdir()
+        (root / name / "notes.txt").write_text("mine\n")
+    runs = make_runs(tmp_path / "runs")
+    for argv in (["X", root / "none"], ["X", runs, "--track=pocket"]):
+        _, _, error = call("new", "--records", root, *argv)
+        assert [(root / name / "notes.txt").read_text() for name in (".unfinished", ".unfinished-01234567")] == [
+            "mine\n", "mine\n"]
+        assert error.count("is not removed") == 2 and f"{root}/.unfinished-01234567" in error
+    assert check(root) == "" and (root / f"{datetime.date.today()}_03_X/result.json").exists()
+    assert sorted(path.name for path in root.glob(".*")) == [".unfinished", ".unfinished-01234567"]
+
+OUTSIDE = ("../x", "runs/../../x", "..", "", ".", "/tmp/x", "/", "//x", "link", "link/x", "runs/link/x", None, 7, ["x"],
+           "a\0b")
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_inside__refuses_what_is_not_below(tmp_path, name):
+    folder = tmp_path / "folder"
+    (folder / "runs/001").mkdir(parents=True)
+    for link in (folder / "link", folder / "runs/link"):
+        link.symlink_to(tmp_path)
+    (folder / "within").symlink_to("runs")
+    with pytest.raises(files.ToolError, match="a path below this folder"):
+        files.inside(folder, name)
+    for good in ("runs", "runs/001", "./runs/none/yet", "within/001", "..x/a..b"):
+        assert files.inside(folder, good) == folder / good
+
+@pytest.mark.parametrize("name", ["../../../../../d1/d2/d3/d4/b", "../b", ".", "", None, "{bench}", "link/b"])
+def test_new__a_manifest_that_names_a_folder_elsewhere(tmp_path, name):
+    """Its "folder" was joined to the folder of the logs: they were written five levels above the records."""
+    root = tmp_path / "e1/e2/e3/e4/records"
+    root.mkdir(parents=True)
+    bench = make_run(tmp_path / "d1/d2/d3/d4/b", 1, 2.2, 90.0, **CPU)
+    folder = name and name.format(bench=bench)
+    end = dict(type="end", run=1, pair=1, side="A", folder=folder, cause="", outcome="done")
+    write_events(bench / "manifest.jsonl", [dict(type="bench", pairs=1, sides=NO_FLAGS), end])
+    (bench / "link").symlink_to(root)
+    before = sorted(tmp_path.rglob("*"))
+    for argv in (["show", bench], ["compare", bench, bench],
+                 ["new", "--records", root, "X", bench, "--kind=comparison"]):           # last, because it writes
+        status, _, error = call(*argv)
+        assert status == 2 and "expected: a path below this folder" in error, error
+    assert sorted(tmp_path.rglob("*")) == before
+
+def test_new__a_manifest_whose_side_is_a_path(root, tmp_path):
+    bench = tmp_path / "bench"
+    lines = [dict(type="bench", pairs=1, sides=NO_FLAGS)]
+    for number, (side, source) in enumerate((("A", SOURCE), ("../../escaped", OTHER_SOURCE)), 1):
+        make_run(bench / f"runs/{number}", number, 2.2, 90.0, source=source, **CPU)
+        lines.append(dict(type="end", run=number, pair=1, side=side, folder=f"runs/{number}", cause="", outcome="done"))
+    write_events(bench / "manifest.jsonl", lines)
+    before = sorted(tmp_path.rglob("*"))
+    status, _, error = call("new", "--records", root, "X", bench, "--kind=comparison")
+    assert status == 2 and "../../escaped" in error and sorted(tmp_path.rglob("*")) == before
+
+@pytest.mark.parametrize("which, value, keys", [
+    (FIRST, ["../../../runs/seed0", "seed1", "seed2"], ("groups", "")), (FIRST, ["../seed0"], ("groups", "")),
+    (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")), (FIRST, ["../.."], ("bench",)),
+    (SECOND, "../elsewhere", ("parent",)), (SECOND, "/tmp", ("parent",)), (FIRST, "../../x", ("name",))])
+def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, value, keys):
+    """Neither `check` nor `new --update` opens a file outside of the records."""
+    shutil.copytree(root / FIRST, root.parent / "elsewhere")
+    if value == ["out/seed0"]:
+        (root / FIRST / "logs/out").symlink_to(root.parent / "runs")
+        with pytest.raises(files.ToolError, match="a path below this folder"):
+            record.log_of(root / FIRST, "out/seed0")
+    restate(root / which, value, *keys)
+    opened = []
+    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
+    assert check(root, which)
+    call("new", "--records", root, f"--update={which}")
+    outside = [path for path in opened if not path.resolve().is_relative_to(root)]
+    assert opened and not outside
+
+@pytest.mark.parametrize("name", ["README.md", "result.json", "train_gpt.py", "logs/seed1/log.txt.gz", "logs/seed1"])
+def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch, name):
+    path = root / FIRST / name
+    path.rename(root.parent / "elsewhere")
+    path.symlink_to(root.parent / "elsewhere")
+    opened = []
+    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
+    assert f"{name}: a link out of the record" in check(root, FIRST)
+    status, _, error = call("new", "--records", root, "--update=01")
+    assert status == 2 and "link" in error and path.is_symlink()
+    assert not [one for one in opened if not one.resolve().is_relative_to(root)]
+
+def noted_paths(call, opened: list[Path]):
+    def noting(path: Path):
+        opened.append(path)
+        return call(path)
+    return noting
+
+def test_write__never_through_a_link(root, tmp_path):
+    """Of a picture, a page and numbers that a stranger's folder has as links, also where they stay in the folder."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    run = make_run(tmp_path / "run", 0, 2.2, 90.0, **CPU)
+    (run / "loss.png").symlink_to("../precious")
+    (tmp_path / "picture.png").symlink_to("precious")
+    call("stand", run)
+    call("show", run, f"--plot={tmp_path}/picture.png")
+    folder = root / FIRST
+    (folder / "page").write_bytes((folder / "README.md").read_bytes())
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to("page")
+    before = (folder / "page").read_bytes()
+    edit(folder / "logs/seed1/log.txt", "seed 1", "seed 1 ")
+    call("new", "--records", root, "--update=01")
+    assert precious.read_text() == "precious" and (folder / "page").read_bytes() == before
+    for picture in (run / "loss.png", tmp_path / "picture.png"):
+        assert not picture.is_symlink() and picture.read_bytes().startswith(b"\x89PNG")
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/null")])
+def test_write_bytes__what_is_no_file_stays(tmp_path, make):
+    make(tmp_path / "name")
+    before = (tmp_path / "name").lstat()
+    with pytest.raises(files.ToolError, match="a folder, a pipe or a device"):
+        files.write_bytes(tmp_path / "name", b"x")
+    assert (tmp_path / "name").lstat()[:3] == before[:3] and len(list(tmp_path.iterdir())) == 1
+
+def test_write_bytes__a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+    (tmp_path / "name").write_text("old")
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(OSError):
+        files.write_bytes(tmp_path / "name", b"new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 def remove(path: Path) -> None:
     path = compressed.stored(path)
