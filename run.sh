@@ -6,7 +6,7 @@
 # PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file. Where GPUs are, that is
 #             faster attention too (requirements-gpu.txt), which a run goes on without.
 # CUDA_VISIBLE_DEVICES=...  the GPUs to use [all]; empty: the CPU
-# NPROC=...   processes that train together [as many as GPUs and num_slots allow; 1 without a GPU]
+# NPROC=...   processes that train together [as many as GPUs and seqs_per_step allow; 1 without a GPU]
 # PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
 # TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@"              # sh run.sh
@@ -19,7 +19,7 @@ set -euo pipefail
 
 # A console that takes no more does not end a run.
 say() { printf '== %s\n' "$*" 2>/dev/null || true; }
-die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  do:       %s\n' "$@" >&2 || true; exit 2; }
+die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  hint:     %s\n' "$@" >&2 || true; exit 2; }
 
 help() {
     cat <<TEXT
@@ -34,7 +34,7 @@ TEXT
 
 environment of ./run.sh:
   PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
-  NPROC=...    processes that train together; divides num_slots [all GPUs; 1 on a CPU]
+  NPROC=...    processes that train together; divides seqs_per_step [all GPUs; 1 on a CPU]
   CUDA_VISIBLE_DEVICES=...  the GPUs to use; empty: the CPU [all]
   PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
   TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
@@ -277,13 +277,13 @@ read_flags() {  # what this script must know of the trainer's flags; and slips, 
                 return ;;
             --sample | --sample=*) task=sample ;;
             --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
-            --preset | --train_files | --run_dir | --num_slots)
+            --preset | --train_files | --run_dir | --seqs_per_step)
                 die "$arg" "no value" "$arg=VALUE" "write the value after a =, without a blank" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
             --run_dir=*) folder=${arg#*=} ;;
             --device=*) device=${arg#*=} ;;
-            --num_slots=*)
+            --seqs_per_step=*)
                 slots=${arg#*=}
                 [[ $slots =~ ^[1-9][0-9]{0,5}$ ]] || slots=1 ;;   # one process will say what is wrong
             -*)
@@ -319,7 +319,7 @@ choose_processes() {
     done
     NPROC=${NPROC:-$fits}
     if [[ $gpus != 0 && $gpus -gt $NPROC ]]; then
-        say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
+        say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide seqs_per_step=$slots"
     fi
     local cores
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)

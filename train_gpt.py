@@ -5,9 +5,9 @@
 The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
 records/RECIPE.md, which has its formulas and sources; credits are in README.md.
 
-Floor plan. A room uses only rooms above it, by name and by call, and nothing happens at import.
-    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
-    2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
+Contents. A section uses only sections above it, by name and by call, and nothing happens at import.
+    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Communicator
+    2 Schedule    everything a step needs, in one `StepConfig`: pure functions of the progress
     3 Data        shards: headers, checks, packing of documents into slots, validation slots, vocabulary
     4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
     5 Rows        embedding tables: row plans, exchange of requests, row stores on device or host, fetch and reduce
@@ -89,17 +89,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# ====== Room 1: Config ================================================================================================
+# ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
     """An error that says what was found, what was expected, and what to do about it."""
-    status = 2                           # that the process exits with
+    exit_status = 2                      # that the process exits with
 
-    def __init__(self, what: str, found, expected, do: str):
-        super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
+    def __init__(self, what: str, found, expected, hint: str):
+        super().__init__(what, str(found)[:1000], str(expected), hint)            # texts, which travel between ranks
 
     def __str__(self):
-        what, found, expected, do = self.args
-        return f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}"
+        what, found, expected, hint = self.args
+        return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
 class ConfigError(TrainerError):
     """A setting, a launch or a device that cannot work."""
@@ -109,53 +109,57 @@ class DataError(TrainerError):
 
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
-    status = 1
+    exit_status = 1
 
-def lost_rank(found: str) -> RunError:
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
-                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
+def lost_rank_error(found: str) -> RunError:
+    return RunError("lost another rank", found=found, expected="every rank's answer within --comm_timeout",
+                    hint="look for the end of the other ranks: killed (dmesg tells of the out-of-memory killer), or "
+                         "stuck; torchrun names the first")
 
-def need(ok, what: str, found, expected, do: str, kind=ConfigError):
-    """Raise an error of this kind unless ok."""
+def check(ok: object, what: object, *, found: object, expected: object, hint: str,
+          error: type[TrainerError] = ConfigError) -> None:
+    """Raise `error` unless `ok`."""
     if not ok:
-        raise kind(what, found, expected, do)
+        raise error(what, found, expected, hint)
 
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
     attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
     window: str = "short"        # attention span: "short" or "long"
-    value: int | None = None     # value table added to the attention values
-    key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
-    keep_as: str = ""            # name under which the layer's output is kept
-    add: str = ""                # kept stream added, gated, before the layer
+    value_embed: int | None = None       # value table added to the attention values
+    key_offset: bool = False             # the unrotated half of the keys comes from the token before (key offset)
+    save_as: str = ""                    # name under which the layer's output is kept
+    add_saved: str = ""                  # kept stream added, gated, before the layer
 
     def __post_init__(self):
-        need(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", self,
-             "attention `plain`, `paired` or `none`, window `short` or `long`", "see the columns of Layer")
-        need((self.value is None or self.attention != "none") and (not self.key_shift or self.attention == "plain"),
-             "LAYERS", self, "key_shift in a plain layer, a value table in one with attention",
-             "see the columns of Layer")
+        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", found=self,
+              expected="attention `plain`, `paired` or `none`, window `short` or `long`",
+              hint="see the columns of Layer")
+        value_has_attention = self.value_embed is None or self.attention != "none"
+        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS",
+              found=self, expected="key_offset in a plain layer, value_embed in one with attention",
+              hint="see the columns of Layer")
 
-STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence lr wd beta2' joined by ';', the last 7 "
-             "columns of which may be left out; place: `stream`, or the depth of a layer")
+STAGE_SYNTAX = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
+TABLE_SYNTAX = ("n-grams: rows 'label order rows layer signs location update_every lr wd beta2' joined by ';', "
+                "the last 7 columns of which may be left out; layer: `stream`, or the index of a layer")
 
 SKIP, BACKOUT = "skip", "backout"
 LAYERS = (                                                                    # depth (RECIPE 2.2)
     Layer("paired", "short"),                                                 #  0
-    Layer("plain", "short", value=0),                                         #  1
-    Layer("paired", "short", value=1),                                        #  2
-    Layer("plain", "long", key_shift=True, keep_as=SKIP),                     #  3
+    Layer("plain", "short", value_embed=0),                                   #  1
+    Layer("paired", "short", value_embed=1),                                  #  2
+    Layer("plain", "long", key_offset=True, save_as=SKIP),                    #  3
     Layer("plain", "short"),                                                  #  4
     Layer("paired", "short"),                                                 #  5
-    Layer("none", add=SKIP),                                                  #  6: MLP only
-    Layer("plain", "short", keep_as=BACKOUT),                                 #  7: subtracted again before the head
-    Layer("plain", "short", value=2),                                         #  8
-    Layer("paired", "short", value=3),                                        #  9
-    Layer("plain", "long", value=4, key_shift=True))                          # 10
+    Layer("none", add_saved=SKIP),                                            #  6: MLP only
+    Layer("plain", "short", save_as=BACKOUT),                                 #  7: subtracted again before the head
+    Layer("plain", "short", value_embed=2),                                   #  8
+    Layer("paired", "short", value_embed=3),                                  #  9
+    Layer("plain", "long", value_embed=4, key_offset=True))                   # 10
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
-NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
+NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
 class Stage:
@@ -169,12 +173,13 @@ class Stage:
     untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
 
     def __post_init__(self):
-        need(1 <= self.short_window < self.long_window, "--stages", self, "1 <= short < long window",
-             f"change that row; the table is {STAGE_ROW}")
-        need(len(self.mtp_start) == len(self.mtp_end), "--stages", self, "as many token weights at the end as at the "
-             "start", f"change that row; the table is {STAGE_ROW}")
-        need(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", self, "a rate and "
-             "token weights from 0 to 1,000", f"change that row; the table is {STAGE_ROW}")
+        check(1 <= self.short_window < self.long_window, "--stages", found=self, expected="1 <= short < long window",
+              hint=f"change that row; the table is {STAGE_SYNTAX}")
+        check(len(self.mtp_start) == len(self.mtp_end), "--stages", found=self,
+              expected="as many token weights at the end as at the start",
+              hint=f"change that row; the table is {STAGE_SYNTAX}")
+        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", found=self,
+              expected="a rate and token weights from 0 to 1,000", hint=f"change that row; the table is {STAGE_SYNTAX}")
 
 STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -188,8 +193,8 @@ NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
     4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
-RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
-HOMES = ("device", "host")
+BUILTIN_TABLES = ("bigram_embed", "value_embed", "embed")
+TABLE_LOCATIONS = ("device", "host")
 
 @dataclass(frozen=True)
 class NgramTable:
@@ -197,10 +202,10 @@ class NgramTable:
     label: str                           # of its parameter
     order: int                           # n, a key of NGRAM_FACTORS
     rows: int                            # R; the last one means: no n-gram
-    place: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
+    layer: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
     signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
-    home: str = "device"                 # where owners keep the rows: "device" or "host"
-    cadence: int = 2                     # steps between updates
+    location: str = "device"             # where owners keep the rows: "device" or "host"
+    update_every: int = 2                # steps between updates
     lr_mul: float = 37.5                 # of adam_lr
     wd_mul: float = 5.0                  # of adam_weight_decay
     beta2: float = 0.95                  # decay of the second moment in an update
@@ -208,38 +213,39 @@ class NgramTable:
     def __post_init__(self):
         rules = {                        # what is expected, and whether it holds
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
-            f"a label that the recipe has not, {RECIPE_TABLES}": self.label not in RECIPE_TABLES,
+            f"a label that the recipe has not, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
             f"an order of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
             "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= self.rows < 2**31,
-            f"place `stream` or a layer with attention, {ATTENTION_LAYERS}": self.place in (None, *ATTENTION_LAYERS),
-            f"signs 0 or 1, home of {HOMES}": self.signs in (0, 1) and self.home in HOMES,
-            "a cadence of 1, 2 or 4 steps": self.cadence in (1, 2, 4),
+            f"layer `stream` or one with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
+            f"signs 0 or 1, location of {TABLE_LOCATIONS}": self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
+            "update_every of 1, 2 or 4 steps": self.update_every in (1, 2, 4),
             "lr and wd from 0 to 10^6, beta2 from 0 to 1":
                 0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
         for expected, holds in rules.items():
-            need(holds, "--tables", self, expected, f"change that row; the table is {TABLE_ROW}")
+            check(holds, "--tables", found=self, expected=expected,
+                  hint=f"change that row; the table is {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
-FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
-SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
+FP8_MULTIPLE = 16                        # sizes in an fp8 product are multiples of it
+SEQ_MULTIPLE = FP8_MULTIPLE              # tokens: a slot is a multiple of it, on every device
 
 # The role of a flag. NUMBERS: it decides the results of a run, and a resumed run has to have the same. FREE: a resumed
 # run inherits it and may change it. ONCE: a fact of one run, which a resumed one does not inherit.
-NUMBERS, FREE, ONCE = "numbers", "free", "once"
+NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
-def flag(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0, most: float = 2**31 - 1,
-         role: str = NUMBERS):
+def flag(group: str, default, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
+         role: str = NUMERIC):
     return field(default=default, metadata=dict(
-        group=group, unit=unit, about=about, choices=choices, least=least, most=most, role=role))
+        group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
-_often = functools.partial(flag, "often set", role=FREE)
-_once = functools.partial(flag, "often set", role=ONCE)
+_common = functools.partial(flag, "common", role=INHERITED)
+_once = functools.partial(flag, "common", role=SINGLE_RUN)
 _data = functools.partial(flag, "data")
 _model = functools.partial(flag, "model")
 _schedule = functools.partial(flag, "schedule")
 _optim = functools.partial(flag, "optimizer")
-_run = functools.partial(flag, "run", role=FREE)
+_run = functools.partial(flag, "run", role=INHERITED)
 
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
@@ -247,51 +253,51 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # 
 class Config:
     """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
     # --help begins with these.
-    preset: str = _often("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
-                        role=NUMBERS)
-    train_files: str = _often("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
-    val_files: str = _often("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
-    epochs: int = _often(1, "passes", "over the training shards; 0: cycle without end")
-    seed: int = _often(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMBERS)
+    preset: str = _common("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
+                        role=NUMERIC)
+    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
+    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
+    epochs: int = _common(1, "passes", "over the training shards; 0: cycle without end")
+    seed: int = _common(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMERIC)
     runs: int = _once(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
-    max_steps: int = _often(0, "steps", "stop early, then validate; 0: the whole schedule")
+    max_steps: int = _common(0, "steps", "stop early, then validate; 0: the whole schedule")
     save: str = _once("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
     sample: str = _once("", "folder", "generate from the weights that --save left there instead of training")
     resume: str = _once("", "folder", "run directory to continue from its last checkpoint, with its flags")
-    # How documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
-    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
-    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
-    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", least=2)
-    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", least=1)
+    # How documents are dealt to slots; a slot is the unit of packing, so seqs_per_step decides losses.
+    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", lo=1)
+    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of seqs_per_step validation slots", lo=1)
+    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", lo=2)
+    seqs_per_step: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", lo=1)
     vocab_size: int = _data(0, "tokens", "0: from the shard header")
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    document_start: int = _data(-1, "id", "first token of every document; -1: from the header", least=-1)
+    bos_id: int = _data(-1, "id", "first token of every document; -1: from the header", lo=-1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
     # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
     model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
     num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
     head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
     attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple = _model((), "table", TABLE_ROW)
+    tables: tuple = _model((), "table", TABLE_SYNTAX)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
     # The last row of `stages` is the extension, after the scheduled steps.
-    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", least=1)
+    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple = _schedule(STAGES, "table", STAGE_ROW)
-    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", least=1)
-    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", least=1)
-    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", most=1)
+    stages: tuple = _schedule(STAGES, "table", STAGE_SYNTAX)
+    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", lo=1)
+    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", lo=1)
+    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", hi=1)
     lr_floor: float = _schedule(0.1, "number", "learning rate factor at the end of the cooldown")
     time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
     # Rates before the factor of the stage and the parameter's own multiplier.
     normuon_lr: float = _optim(0.023, "number", "attention and MLP banks")
-    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment per row", most=1)
+    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment per row", hi=1)
     normuon_weight_decay: float = _optim(1.2, "number", "cautious, times lr^2")
-    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", most=1)
-    momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", most=1)
-    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", most=1)
-    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", most=1)
+    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", hi=1)
+    momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
+    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", hi=1)
+    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", hi=1)
     adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
     adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
@@ -301,40 +307,40 @@ class Config:
     attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
     row_comms: str = _run("sparse", "mode", "table rows that travel: all, or those asked for", ("dense", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
-    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    micro_batch_size: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
-    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=ONCE)
+    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=SINGLE_RUN)
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count",
-                        role=ONCE)
-    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", least=1)
+                        role=SINGLE_RUN)
+    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", lo=1)
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
-    temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", least=0.01)
+    temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", lo=0.01)
     prompt: str = _run("", "text", "with which a sample begins")
 
 # A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def numbers(word):
+def parse_floats(word):
     return tuple(map(float, word.split(",")))
 
-def place_of(word):
+def parse_layer(word):
     return None if word == "stream" else int(word)
 
 def ngram_lr_mul(word: str) -> float:
     """Parse the column `lr`. Until this trainer had no rounding modes, the 8th column named one."""
-    need(word not in ("nearest", "stochastic"), "--tables, 8th column", word,
-         "lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
-         f"leave `{word}` out")
+    check(word not in ("nearest", "stochastic"), "--tables, 8th column", found=word,
+          expected="lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
+          hint=f"leave `{word}` out")
     return float(word)
 
-ROW_COLUMNS = dict(
-    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, place_of, int, str, int, ngram_lr_mul, float, float))
+SPEC_PARSERS = dict(
+    stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
+    tables=(NgramTable, str, int, int, parse_layer, int, str, int, ngram_lr_mul, float, float))
 
-def read_rows(name: str, text: str):
+def parse_specs(name: str, text: str):
     """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
     # strict: a word too many is an error, a word too few one of the constructor.
-    make, *columns = ROW_COLUMNS[name]
+    make, *columns = SPEC_PARSERS[name]
     rows = []
     for row in text.split(";"):
         words = row.split()
@@ -352,16 +358,16 @@ POCKET = dict(
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=read_rows("stages",           # its own: a fork that changes STAGES keeps this preset
+    stages=parse_specs("stages",         # its own: a fork that changes STAGES keeps this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
 RACE = POCKET | dict(                    # below 2.20 in half the time (record 23)
     num_scheduled_steps=190, stages=POCKET["stages"][1:], adam_every=1, num_heads=2, head_dim=48, attn_scale=12.8 / 48,
-    tables=read_rows("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
-LARGE_TABLES = dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
+    tables=parse_specs("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+LARGE_TABLES = dict(tables=parse_specs("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
 PRESETS = dict(
     record=RECORD,
-    record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
+    record_tables=RECORD | dict(tables=parse_specs("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
                                                  "trigram_embed 3 21000000 stream 1 device 2 70")),
     pocket=POCKET,
     pocket_tables=POCKET | LARGE_TABLES,
@@ -369,9 +375,9 @@ PRESETS = dict(
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-SETTINGS = "settings.json"               # of a run directory and of a save: {field: text of its flag}
+SETTINGS_FILE = "settings.json"          # of a run directory and of a save: {field: text of its flag}
 
-def row_text(row: Stage | NgramTable):
+def format_spec(row: Stage | NgramTable):
     """Return the text of a row as `read_rows` reads it."""
     words = []
     for value in vars(row).values():
@@ -383,69 +389,73 @@ def row_text(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-def flag_text(value):
-    return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
+def format_value(value):
+    return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str):
     """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
-    spec = Config.__dataclass_fields__[name]
-    about = spec.metadata
-    kind = type(spec.default)
-    choices = about["choices"]
-    allowed = f"{kind.__name__}, {about['unit']}"
+    config_field = Config.__dataclass_fields__[name]
+    metadata = config_field.metadata
+    kind = type(config_field.default)
+    choices = metadata["choices"]
+    allowed = f"{kind.__name__}, {metadata['unit']}"
     if choices:
         allowed = f"one of {list(choices)}"
     elif kind in (int, float):
-        allowed += f", {about['least']:,} to {about['most']:,}"
+        allowed += f", {metadata['lo']:,} to {metadata['hi']:,}"
 
     # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
-            return read_rows(name, text)
-        if about["unit"] in ("folder", "pattern"):
+            return parse_specs(name, text)
+        if metadata["unit"] in ("folder", "pattern"):
             text = os.path.expanduser(text)
         value = kind(text)
-        in_bounds = kind is str or about["least"] <= value <= about["most"]   # a NaN never is
+        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # a NaN never is
         if value in choices or (in_bounds and not choices):
             return value
-    raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
-                      f"for example --{name}={flag_text(spec.default)}")
+    raise ConfigError(f"--{name}", found=repr(text), expected=f"{allowed}: {metadata['help']}",
+                      hint=f"for example --{name}={format_value(config_field.default)}")
 
 def check_layers(layers):
     """Raise ConfigError for a layer table that would train another model than it seems to say."""
-    kept = []                            # streams, by the layers above
-    for depth, layer in enumerate(layers):
-        need(layer.add in ("", *kept), f"LAYERS, layer {depth}", layer, f"to add a stream that a layer above keeps, "
-             f"{kept}", "see the columns of Layer")
-        if layer.keep_as:
-            kept.append(layer.keep_as)
-    values = sorted(layer.value for layer in layers if layer.value is not None)
-    need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
-         f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
-         "0, 1, ... once each", "see the columns of Layer")
+    saved = []                           # streams, by the layers above
+    for i, layer in enumerate(layers):
+        check(layer.add_saved in ("", *saved), f"LAYERS, layer {i}", found=layer,
+              expected=f"to add a stream that a layer above keeps, {saved}", hint="see the columns of Layer")
+        if layer.save_as:
+            saved.append(layer.save_as)
+    values = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    check(BACKOUT in saved and len(saved) == len(set(saved)) and values == list(range(len(values))), "LAYERS",
+          found=f"streams kept {saved}, value tables {values}",
+          expected=f"each stream once, with {BACKOUT!r}, and value tables 0, 1, ... once each",
+          hint="see the columns of Layer")
 
 def check_config(cfg: Config):
     """Raise ConfigError for settings that do not fit together, and name ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    unit = SLOT_UNIT * cfg.num_slots                                          # batches are whole slots of whole units
+    unit = SEQ_MULTIPLE * cfg.seqs_per_step               # batches are whole slots of whole units
     for stage in cfg.stages:
-        need(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", stage, f"a batch of a multiple of "
-             f"{unit} tokens ({SLOT_UNIT} x num_slots)", f"change that row; the table is {STAGE_ROW}")
+        check(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", found=stage,
+              expected=f"a batch of a multiple of {unit} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
+              hint=f"change that row; the table is {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
-        need(labels.count(table.label) == 1, "--tables", table, "a label that no other row has", "change one of them")
-        need(table.cadence % cfg.adam_every == 0, "--tables", table, f"a cadence that is a multiple of adam_every="
-             f"{cfg.adam_every}", f"change that row; the table is {TABLE_ROW}")
+        check(labels.count(table.label) == 1, "--tables", found=table, expected="a label that no other row has",
+              hint="change one of them")
+        check(table.update_every % cfg.adam_every == 0, "--tables", found=table,
+              expected=f"update_every that is a multiple of adam_every={cfg.adam_every}",
+              hint=f"change that row; the table is {TABLE_SYNTAX}")
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
+         "two rows or more, the last for the extension, and `untie` in one row at most", format_value(STAGES)),
+        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SEQ_MULTIPLE} x seqs_per_step)",
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
@@ -453,42 +463,43 @@ def check_config(cfg: Config):
          "one run for --resume, --save or --profile", 1),
         ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
     for name, right, expected, instead in rules:
-        value = flag_text(getattr(cfg, name))
-        need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
+        value = format_value(getattr(cfg, name))
+        check(right, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={instead}")
 
 def make_config(values: dict):
     """Return the settings that these fields and their preset give, checked. Raises ConfigError."""
     preset = values.get("preset", Config.preset)
-    need(preset in PRESETS, "--preset", preset, f"one of {list(PRESETS)}", "for example --preset=pocket")
+    check(preset in PRESETS, "--preset", found=preset, expected=f"one of {list(PRESETS)}",
+          hint="for example --preset=pocket")
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
     return cfg
 
 def read_settings(folder: Path):
     """Return the settings that a run directory or a save has kept. Raises DataError."""
-    path = folder / SETTINGS
+    path = folder / SETTINGS_FILE
     try:
-        need(path.is_file() or not path.exists(), str(path), "no regular file", "settings of a run or of a save",
-             "name the folder of one", DataError)
+        check(path.is_file() or not path.exists(), str(path), found="no regular file",
+              expected="settings of a run or of a save", hint="name the folder of one", error=DataError)
         settings = json.loads(path.read_bytes())      # another trainer may have had other flags
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
     except ConfigError as error:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(str(path), f"{type(error).__name__}: {error}", "flags of this trainer", "name the "
-                        "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
-                        "the run directory") from None
+        raise DataError(str(path), found=f"{type(error).__name__}: {error}", expected="flags of this trainer",
+                        hint="name the folder of a run or of a save; one of an older trainer needs that "
+                             "trainer, the train_gpt.py in the run directory") from None
 
-def print_result(text: str):
+def print_stdout(text: str):
     """Print what the user asked for. Raises RunError if standard output does not take it."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
-        raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
-                       "a run has found stands in its log") from None
+        raise RunError("standard output", found=error, expected="one that takes all lines",
+                       hint="redirect it to where there is room; what a run has found stands in its log") from None
 
-def flag_parser(preset: str):
+def make_arg_parser(preset: str):
     """Return a parser of all flags, whose help shows the preset's values."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
@@ -497,67 +508,82 @@ def flag_parser(preset: str):
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("prompt", nargs="?", help="the same as --prompt")
     values = vars(make_config(dict(preset=preset)))
-    for group, specs in itertools.groupby(fields(Config), lambda spec: spec.metadata["group"]):
+    for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
         listed = parser.add_argument_group(group)
-        for spec in specs:
-            about = f"{spec.metadata['about']} [{flag_text(values[spec.name])}]"
-            listed.add_argument(f"--{spec.name}", metavar=spec.metadata["unit"], help=about,
-                                type=functools.partial(parse_value, spec.name))
+        for config_field in config_fields:
+            help_text = f"{config_field.metadata['help']} [{format_value(values[config_field.name])}]"
+            listed.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
+                                type=functools.partial(parse_value, config_field.name))
     return parser
 
-def read_flags(argv):
+# Old spelling: new spelling. Files and command lines of earlier versions have the old ones.
+RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
+
+def unknown_flag_error(text: str) -> ConfigError:
+    """Return the error for a flag that does not exist, with a hint that names the closest ones."""
+    name = text.partition("=")[0].removeprefix("--")
+    closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
+    hint = "see --help"
+    if name in RENAMED_FLAGS:
+        hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
+    elif closest:
+        hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
+    return ConfigError("unknown flag", found=repr(text),
+                       expected="--field=value with a field that exists, or one prompt in quotes", hint=hint)
+
+def parse_args(argv: list[str]) -> dict[str, Any]:
     """Return {field: value} of the given flags. --help prints and exits. Raises ConfigError."""
     try:
-        flags, unknown = flag_parser(Config.preset).parse_known_args(argv)
+        flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError("flags", error, "--field=value", "see --help") from None
+        raise ConfigError("flags", found=error, expected="--field=value", hint="see --help") from None
     if unknown:
-        known = [f"--{name}" for name in Config.__dataclass_fields__]
-        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 3, 0.4)
-        raise ConfigError("unknown flag", repr(unknown[0]), "--field=value with a field that exists, or one prompt in "
-                          "quotes", f"nearest: {', '.join(close)}" if close else "see --help")
-    given = vars(flags)
-    if "help" in given:
-        print_result(flag_parser(given.get("preset", Config.preset)).format_help())
+        raise unknown_flag_error(unknown[0])
+    flags = vars(flags)
+    if "help" in flags:
+        print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
     # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
     for name in ("resume", "sample"):
-        need(given.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
-    need("sample" in given or not given.get("prompt"), "a word without a flag", given.get("prompt"), "--field=value",
-         "a prompt needs --sample=DIR")
-    return given
+        check(flags.get(name) != "", f"--{name}", found="an empty name", expected="a folder",
+              hint=f"--{name}=FOLDER, or leave it out")
+    check("sample" in flags or not flags.get("prompt"), "a word without a flag", found=flags.get("prompt"),
+          expected="--field=value", hint="a prompt needs --sample=DIR")
+    return flags
 
-def names_of(*roles: str) -> set[str]:
+def flag_names(*roles: str) -> set[str]:
     """Return the names of all flags with one of these roles."""
-    return {spec.name for spec in fields(Config) if spec.metadata["role"] in roles}
+    return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
-def decisive_settings(cfg: Config):
+def numeric_settings(cfg: Config):
     """Return the settings on which a run's numbers depend, as texts."""
     # Homes of tables change no bit, and a run may be resumed with another.
-    cfg = replace(cfg, tables=tuple(replace(table, home="device") for table in cfg.tables))
-    return {name: flag_text(getattr(cfg, name)) for name in names_of(NUMBERS)}
+    cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
+    return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
-def parse_flags(argv):
+def load_config(argv):
     """Return the settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
-    given = read_flags(argv)
-    if "sample" in given:
-        may_vary = names_of(FREE, ONCE) - {"resume"} | {"seed"}
-        need(given.keys() <= may_vary, "--sample", " ".join(argv), f"beside it only {sorted(may_vary)}",
-             "leave the others out: the folder says what was trained")
-        return Config(**given)
-    if "resume" not in given:
-        return make_config(given)
+    flags = parse_args(argv)
+    if "sample" in flags:
+        may_vary = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= may_vary, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(may_vary)}",
+              hint="leave the others out: the folder says what was trained")
+        return Config(**flags)
+    if "resume" not in flags:
+        return make_config(flags)
 
     # A flag may repeat what decides about the numbers of a run, and change the rest.
-    earlier = read_settings(Path(given["resume"]))
-    inherited = {name: getattr(earlier, name) for name in names_of(NUMBERS, FREE)}
-    cfg = make_config(inherited | given)
-    before = decisive_settings(earlier)
-    for name, text in decisive_settings(cfg).items():
-        need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
-             f"leave --{name} out; these may change: {sorted(names_of(FREE))}, and the home of a table")
+    earlier = read_settings(Path(flags["resume"]))
+    inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
+    cfg = make_config(inherited | flags)
+    before = numeric_settings(earlier)
+    for name, text in numeric_settings(cfg).items():
+        check(text == before[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{before[name]}, as in that run",
+              hint=f"leave --{name} out; these may change: {sorted(flag_names(INHERITED))}, and the "
+                   "location of a table")
     return cfg
 
 def wait_for_work(work: Any) -> None:
@@ -578,12 +604,12 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
     return True
 
 @dataclass(eq=False)
-class Fabric:
+class Communicator:
     """The one object that knows ranks and devices. Passed on, never global."""
     device: torch.device
     rank: int = 0
-    world: int = 1
-    plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+    world_size: int = 1
+    loader_group: Any = None             # of row plans, on the CPU: the loader thread's own, so that no order can clash
     timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
 
     @property
@@ -607,57 +633,58 @@ class Fabric:
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
             found = f"nothing from {self.device} after {seconds:.1f} s"
-            raise lost_rank(found) if self.world > 1 else RunError("waiting for the device", found, "the end of what "
-                "it was given", "look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+            raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
+                expected="the end of what it was given",
+                hint="look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor):
         """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
-        return None if self.world == 1 else collective(*tensors, async_op=True)
+        return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
         """Set how long a wait for another rank may take from now on."""
         self.timeout = seconds
-        if self.world > 1:
+        if self.world_size > 1:
             # Before torch 2.14 it has no public name.
             set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            for group in (None, self.plan_group):
+            for group in (None, self.loader_group):
                 set_group_timeout(timedelta(seconds=seconds), group)
 
-    def host_tensor(self, x):
+    def pinned(self, x):
         """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def enter_thread(self):
+    def set_thread_device(self):
         # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def say(self, text: str):
+    def print0(self, text: str):
         """Print on rank 0. A console that is gone or full does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def gather(self, fact):
+    def all_gather(self, fact):
         """Return this fact of every rank, rank by rank. Collective."""
-        everyone = [fact] * self.world
-        if self.world > 1:
+        everyone = [fact] * self.world_size
+        if self.world_size > 1:
             dist.all_gather_object(everyone, fact)
         return everyone
 
     def check_agreement(self, facts: dict):
         """Raise ConfigError on every rank if any rank was started with other facts."""
         # All compare with rank 0, so that all find the same and none waits for another.
-        everyone = self.gather(facts)
+        everyone = self.all_gather(facts)
         for rank, theirs in enumerate(everyone):
             for name, expected in everyone[0].items():
-                need(theirs.get(name) == expected, f"ranks disagree about {name}",
-                     f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", "one value",
-                     "start every rank with the same flags, data and source")
+                check(theirs.get(name) == expected, f"ranks disagree about {name}",
+                      found=f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", expected="one value",
+                      hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
-    def failing_together(self):
+    def raise_together(self):
         """If the body raises a TrainerError on any rank, raise it on every rank, once all bodies have ended.
         Collective; the body must not wait for another rank."""
         failure = None
@@ -665,28 +692,28 @@ class Fabric:
             yield
         except TrainerError as error:
             failure = error
-        for rank, error in enumerate(self.gather(failure)):
+        for rank, error in enumerate(self.all_gather(failure)):
             if error is not None:
                 what, *rest = error.args
-                raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
+                raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
         """True if torch.compile is used."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
-# ====== Room 2: Schedule ==============================================================================================
+# ====== Section 2: Schedule ===========================================================================================
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
 
 @dataclass(frozen=True)
-class Values:
+class StepConfig:
     """Everything the schedule says for one step."""
     step: int
     stage: int
-    slot_tokens: int
+    seq_len: int
     short_window: int                    # tokens; a query sees that many keys before its own, and its own
     long_window: int
     mtp_weights: tuple[float, ...]       # of the 1st, 2nd, ... next token, not normalised
@@ -694,9 +721,9 @@ class Values:
     normuon_lr: float
     adam_lr: float
     momentum: float
-    adam_step: bool                      # last step of an Adam cycle, whose gradients its update consumes
+    update_adam: bool                    # last step of an Adam cycle, whose gradients its update consumes
     tied: bool                           # this step's forward reads the head, transposed, for its embedding
-    untie: bool                          # after this step's update, head and embedding become two parameters
+    untie_after: bool                    # after this step's update, head and embedding become two parameters
     begins_cycle: bool                   # the run's cycle, the unit of loading and checkpoints, begins with this step
     checkpoint: bool                     # a checkpoint is written before this step
     validate: bool                       # a validation runs before this step
@@ -727,180 +754,187 @@ class Schedule:
     """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window."""
     # Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock
     # said when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
-    def __init__(self, cfg: Config, places: tuple = ()):
+    def __init__(self, cfg: Config, cycle_progress: tuple = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
-        self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
-        self.places = list(places)
-        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
+        self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
+        self.cycle_progress = list(cycle_progress)
+        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps    # of the plan
         # All stages but the last share the scheduled steps evenly.
         scheduled = len(cfg.stages) - 1
-        ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
-        self.starts = (0, *ends)                                              # of the stages, places in the plan
-        self.ends = (*ends, self.total_steps)
-        self.untie_start = next((start for start, stage in zip(self.starts, cfg.stages) if stage.untie), math.inf)
+        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / scheduled) for i in range(scheduled)]
+        self.stage_starts = (0, *stage_ends)              # of the stages, places in the plan
+        self.stage_ends = (*stage_ends, self.planned_steps)
+        untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
+        self.untie_progress = next(untie_starts, math.inf)
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
-    def place(self, step: int):
+    def progress(self, step: int):
         """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
-            return min(self.places[step // self.cycle], self.total_steps)
+            return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
-    def first_step_at(self, place: float):
+    def first_step_at(self, progress: float):
         """Return the first step at this place of the plan or after it; infinite while no clock has said so."""
         if not self.cfg.time_budget:
-            return place
-        cycles = bisect.bisect_left(self.places, place)
-        return cycles * self.cycle if cycles < len(self.places) else math.inf
+            return progress
+        cycles = bisect.bisect_left(self.cycle_progress, progress)
+        return cycles * self.cycle_steps if cycles < len(self.cycle_progress) else math.inf
 
     @property
     def end_step(self):
         """Return the first step that is not trained; infinite while no clock has said which."""
-        return min(self.cfg.max_steps or math.inf, self.first_step_at(self.total_steps))
+        return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
     def untie_step(self):
         """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
         # An embedding that leaves the head in the middle of a cycle would lose the cycle's gradients.
-        step = self.first_step_at(self.untie_start)
+        step = self.first_step_at(self.untie_progress)
         if step == math.inf:
             return step
         every = self.cfg.adam_every
         return step // every * every + every - 1
 
-    def stage_at(self, place: float):
-        return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
+    def stage_at(self, progress: float):
+        return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
-    def lr_factor_at(self, place: float):
+    def lr_factor_at(self, progress: float):
         """Return the stage's multiplier, which from the cooldown's start on goes linearly to the floor. No warm-up."""
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
-        done = min(max(0.0, (place - self.cooldown_start) / cooldown_steps), 1.0)
-        return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
+        done = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
+        return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - done) + self.cfg.lr_floor * done
 
-    def momentum_at(self, place: float):
+    def momentum_at(self, progress: float):
         """Return NorMuon's momentum at a place of the plan: it rises at the start and falls at the end."""
         cfg = self.cfg
-        up = round(cfg.momentum_warmup_frac * self.total_steps)
-        down = round(cfg.momentum_cooldown_frac * self.total_steps)
+        up = round(cfg.momentum_warmup_frac * self.planned_steps)
+        down = round(cfg.momentum_cooldown_frac * self.planned_steps)
         rise = cfg.momentum_max - cfg.momentum_min
-        if place < up:
-            return cfg.momentum_min + rise * place / up
-        steps_down = place - self.total_steps + down
+        if progress < up:
+            return cfg.momentum_min + rise * progress / up
+        steps_down = progress - self.planned_steps + down
         if steps_down > 0:
             return cfg.momentum_max - rise * steps_down / down
         return cfg.momentum_max
 
-    def at(self, step: int) -> Values:
+    def at(self, step: int) -> StepConfig:
         """Return everything that a step needs; end_step's are those of the final validation."""
         # Stage and rates go by the place, which the clock may decide; Adam and validation by the step.
         cfg = self.cfg
-        place = self.place(step)
-        k = self.stage_at(place)
-        stage = cfg.stages[k]
+        progress = self.progress(step)
+        stage_idx = self.stage_at(progress)
+        stage = cfg.stages[stage_idx]
         long_window = stage.long_window
-        if place >= self.total_steps:
+        if progress >= self.planned_steps:
             long_window = cfg.final_long_window                               # grown without YaRN
-        factor = self.lr_factor_at(place)
-        begins_cycle = step % self.cycle == 0
+        factor = self.lr_factor_at(progress)
+        begins_cycle = step % self.cycle_steps == 0
 
         # Weights of the next tokens are linear in the position inside the stage.
-        position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
-        mtp_weights = [first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end)]
-        return Values(
-            step=step, stage=k, slot_tokens=stage.batch_tokens // cfg.num_slots,
+        start, end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
+        fraction = (progress - start) / max(1, end - start)
+        mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
+        return StepConfig(
+            step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
-            mtp_weights=tuple(mtp_weights), rotary=self.rotary[k], momentum=self.momentum_at(place),
+            mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
             normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
-            adam_step=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
-            untie=step == self.untie_step, begins_cycle=begins_cycle,
-            checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle,
+            update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
+            untie_after=step == self.untie_step, begins_cycle=begins_cycle,
+            checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle_steps,
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self):
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
         # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
-        cycles = {}                      # their first steps, each once
-        for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
-            first = self.starts[k] // self.cycle * self.cycle
-            cycles |= {first: None, first + self.cycle: None}
+        first_steps = {}                 # their first steps, each once
+        starts_and_stages = zip(self.stage_starts, self.cfg.stages)
+        for start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
+            first = start // self.cycle_steps * self.cycle_steps
+            first_steps |= {first: None, first + self.cycle_steps: None}
         steps = []
-        for first in sorted(cycles, key=lambda first: first + self.cycle > self.end_step):
-            steps += range(first, min(first + self.cycle, self.end_step))
+        for first in sorted(first_steps, key=lambda first: first + self.cycle_steps > self.end_step):
+            steps += range(first, min(first + self.cycle_steps, self.end_step))
         return steps
 
 
-# ====== Room 3: Data ==================================================================================================
+# ====== Section 3: Data ===============================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # table in data/README.md
-TOKEN_BYTES = 2                          # little-endian u16
+TOKEN_ITEMSIZE = 2                       # little-endian u16
 MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
-MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
-VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
-LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
-FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
-FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
-FORMULA_DOCUMENT = 32                    # tokens, on average
+MANIFEST_FILE = "manifest.json"          # hashes of the files beside it, written last; table in data/README.md
+VOCAB_FILE = "vocab.txt"                 # bytes of the tokens of the files beside it
+SLOW_TIMEOUT_FACTOR = 10                 # ranks may be that many timeouts apart while they compile, or one writes files
+SYNTHETIC_PREFIX = "formula:"            # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15     # 2^64 over the golden ratio: products of neighbours look unrelated at the top
+SYNTHETIC_DOC_LEN = 32                   # tokens, on average
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
     name: str
-    tokens: int
+    num_tokens: int
     vocab_size: int
-    document_start: int
+    bos_id: int
 
     @property
-    def vocabulary(self):
-        return self.vocab_size, self.document_start
+    def vocab_and_bos(self):
+        return self.vocab_size, self.bos_id
 
-class Shard:
+class TokenShard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
-    def __init__(self, tokens: np.ndarray, document_start: int):
+    def __init__(self, tokens: np.ndarray, bos_id: int):
         self.tokens = tokens
-        self.doc_starts = np.flatnonzero(tokens == document_start)
+        self.doc_starts = np.flatnonzero(tokens == bos_id)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
 
-class Slot(NamedTuple):
+class PackedSeq(NamedTuple):
     """One slot of T tokens on the host."""
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
 
-def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int):
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
     position = np.arange(count, dtype=np.uint64) + (seed << 32)
-    mixed = position * FORMULA_MIX >> 40                                      # 24 bits, of a product that wraps
+    mixed = position * HASH_MULTIPLIER >> 40              # 24 bits, of a product that wraps
     drawn = mixed * mixed // 7 % (vocab_size - 1)
-    drawn += drawn >= document_start                                          # any token but the document start
-    drawn[mixed % FORMULA_DOCUMENT == 0] = document_start
-    drawn[:1] = document_start
+    drawn += drawn >= bos_id             # any token but the document start
+    drawn[mixed % SYNTHETIC_DOC_LEN == 0] = bos_id
+    drawn[:1] = bos_id
     return drawn.astype(np.uint16)
 
-def read_header(path: Path):
+def read_shard_header(path: Path):
     """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
-    need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
-         "a .bin shard", "preset pocket: run where data/pocket is, as in a clone; preset record: python "
-         "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", DataError)
+    check(path.is_file(), f"{path} as a shard", found=f"no such file, or no regular one, seen from {os.getcwd()}",
+          expected="a .bin shard",
+          hint="preset pocket: run where data/pocket is, as in a clone; preset record: python "
+               "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", error=DataError)
     size = path.stat().st_size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
     magic, version, count, vocab, start = words[:5].tolist()
-    need([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and count >= 0 and HEADER_BYTES + TOKEN_BYTES * count == size,
-         f"{path} as a shard", f"{size} bytes that begin with {magic}, {version}, {count}",
-         f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number of tokens, "
-         f"then {TOKEN_BYTES} bytes for each", "the file is cut, still being written, or none (data/README.md has the "
-         "format): fetch or write it again", DataError)
+    whole = count >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * count == size
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and whole, f"{path} as a shard",
+          found=f"{size} bytes that begin with {magic}, {version}, {count}",
+          expected=f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
+                   f"of tokens, then {TOKEN_ITEMSIZE} bytes for each",
+          hint="the file is cut, still being written, or none (data/README.md has the format): fetch or write it again",
+          error=DataError)
     if vocab == 0:                                                            # old shards leave both words 0
-        vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
+        vocab, start = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), count, vocab, start)
 
-def find_shards(pattern: str):
+def read_shard_headers(pattern: str):
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
-    if pattern.startswith(FORMULA):
-        need(re.fullmatch(FORMULA + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula", pattern,
-             "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
-        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+    if pattern.startswith(SYNTHETIC_PREFIX):
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula",
+              found=pattern, expected="formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
+              hint="for example formula:512:511:40000:2", error=DataError)
+        vocab, start, tokens, shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
     # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
     # matches has to be a shard: silently skipping a broken link would train on less data.
@@ -908,13 +942,14 @@ def find_shards(pattern: str):
     if os.path.isdir(folder):
         folder = glob.escape(folder)
     paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
-    return [read_header(Path(path)) for path in paths]
+    return [read_shard_header(Path(path)) for path in paths]
 
 def read_manifest(folder: Path):
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
-    path = folder / MANIFEST
-    need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
-         "files that belong together", "run that tool again, then this", DataError)
+    path = folder / MANIFEST_FILE
+    check(not os.path.lexists(f"{path}.part"), f"{path}.part",
+          found="a tool was stopped while it gave the files their names", expected="files that belong together",
+          hint="run that tool again, then this", error=DataError)
     if not path.is_file():
         return {}
     try:
@@ -923,139 +958,146 @@ def read_manifest(folder: Path):
             raise ValueError(f"format {manifest['format']}")
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
-                        "has it", "write the folder again, or remove this file if those beside it are sound") from None
+        raise DataError(f"{path} as a manifest", found=f"{type(error).__name__}: {error}",
+                        expected="format 1 or 2, as data/README.md has it",
+                        hint="write the folder again, or remove this file if those beside it are sound") from None
 
 def check_manifest(path: Path, content: bytes):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
         sha256 = hashlib.sha256(content).hexdigest()
-        need(sha256 == expected, f"{path}: content", f"sha256 {sha256}", f"{expected}, says {MANIFEST} beside it",
-             "the file is damaged, or a mixture of two data sets: write the data again, "
-             f"or remove {MANIFEST} if this content is meant", DataError)
+        check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
+              expected=f"{expected}, says {MANIFEST_FILE} beside it",
+              hint="the file is damaged, or a mixture of two data sets: write the data again, or remove "
+                   f"{MANIFEST_FILE} if this content is meant", error=DataError)
 
 def load_shard(header: ShardHeader):
     """Return a shard, read or made by its formula, with every token checked. Raises DataError."""
     name = header.name
-    if name.startswith(FORMULA):
-        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
+    if name.startswith(SYNTHETIC_PREFIX):
+        tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
     else:
-        tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
-    shard = Shard(tokens, header.document_start)
+        tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
+    shard = TokenShard(tokens, header.bos_id)
     largest = tokens.max(initial=0)
-    need(len(tokens) == header.tokens and largest < header.vocab_size and len(shard.doc_starts), f"{name}: content",
-         f"{len(tokens)} tokens up to {largest}, {len(shard.doc_starts)} of them document starts",
-         f"{header.tokens} tokens below the vocabulary size {header.vocab_size}, and token {header.document_start} "
-         "before every document", "fetch or write the shard again, and let nobody change it during a run", DataError)
+    check(len(tokens) == header.num_tokens and largest < header.vocab_size and len(shard.doc_starts),
+          f"{name}: content",
+          found=f"{len(tokens)} tokens up to {largest}, {len(shard.doc_starts)} of them document starts",
+          expected=f"{header.num_tokens} tokens below the vocabulary size {header.vocab_size}, and token "
+                   f"{header.bos_id} before every document",
+          hint="fetch or write the shard again, and let nobody change it during a run", error=DataError)
     return shard
 
-def scan_shards(headers: list):
+def verify_shards(headers: list):
     """Check every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))                                 # a name may be any bytes
-        if not header.name.startswith(FORMULA):
+        if not header.name.startswith(SYNTHETIC_PREFIX):
             content = path.read_bytes()
             digest.update(content)
             check_manifest(path, content)
             load_shard(header)
     return digest.hexdigest()
 
-def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
+def resolve_sizes(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     """Return the config with the sizes that shard headers decide. Raises DataError or ConfigError if two disagree."""
     first = train[0]
     for other in train + val:
-        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
-             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
-             "give one data set only", DataError)
-    vocab_size, document_start = first.vocabulary
-    need(0 <= document_start < vocab_size <= 2**16, f"{first.name}: vocabulary", f"{first.vocabulary} (size, document "
-         "start)", "document start < size <= 65536, for tokens are u16", "write the shards again", DataError)
-    for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
+        check(other.vocab_and_bos == first.vocab_and_bos, "shards of different vocabularies",
+              found=f"{other.vocab_and_bos} in {other.name}",
+              expected=f"{first.vocab_and_bos} (size, document start) as in {first.name}",
+              hint="give one data set only", error=DataError)
+    vocab_size, bos_id = first.vocab_and_bos
+    check(0 <= bos_id < vocab_size <= 2**16, f"{first.name}: vocabulary",
+          found=f"{first.vocab_and_bos} (size, document start)",
+          expected="document start < size <= 65536, for tokens are u16", hint="write the shards again", error=DataError)
+    for name, stored in (("vocab_size", vocab_size), ("bos_id", bos_id)):
         given = getattr(cfg, name)
-        need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
-             "leave the flag out")
+        check(given in (getattr(Config, name), stored), f"--{name}", found=given,
+              expected=f"{stored}, header of {first.name}", hint="leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
-    need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
-         "--padded_vocab=0")
+    check(padded >= vocab_size, "--padded_vocab", found=padded, expected=f"at least the vocabulary size {vocab_size}",
+          hint="--padded_vocab=0")
     bigram_rows = max(2, cfg.bigram_rows or 5 * padded)                       # one for pairs, one for no pair
-    return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
+    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded,
                    bigram_rows=bigram_rows)
 
-def whole_blocks(shard_tokens: int, block_tokens: int):
+def usable_val_tokens(shard_tokens: int, block_tokens: int):
     """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
     return max(0, shard_tokens - 2) // block_tokens * block_tokens
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
     """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    last = min(cfg.max_steps or schedule.total_steps, schedule.total_steps)
-    counts = np.diff(np.minimum((0, *schedule.ends), last)).tolist()          # steps of each stage
-    blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
+    last = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    counts = np.diff(np.minimum((0, *schedule.stage_ends), last)).tolist()        # steps of each stage
+    blocks = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]     # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, blocks))
-    have = cfg.epochs * sum(header.tokens for header in train)
-    need(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
-         f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
-         "--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), or "
-         "fewer --num_scheduled_steps", DataError)
+    have = cfg.epochs * sum(header.num_tokens for header in train)
+    check(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
+          found=f"{have} in {len(train)} shards of {cfg.train_files!r}", expected=f"{needed} for {sum(counts)} steps",
+          hint="--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), "
+               "or fewer --num_scheduled_steps", error=DataError)
     # A block never crosses a border of shards.
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
-    largest_shard = max(header.tokens for header in train)
-    unit = SLOT_UNIT * cfg.num_slots
-    fits = max(0, largest_shard - cfg.num_slots) // unit * unit
-    need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens in one",
-         f"{largest_block} for a step's batch", f"more text, or batches in --stages of at most {fits} tokens",
-         DataError)
-    tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
-    fits = tokens or max(whole_blocks(header.tokens, unit) for header in val)
-    need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
-         cfg.val_tokens, f"more text; as much as this gives is --val_tokens={fits} "
-         f"--val_batch_tokens={min(fits, cfg.val_batch_tokens)}, and {unit + 2} tokens in a shard are the fewest",
-         DataError)
+    largest_shard = max(header.num_tokens for header in train)
+    unit = SEQ_MULTIPLE * cfg.seqs_per_step
+    fits = max(0, largest_shard - cfg.seqs_per_step) // unit * unit
+    check(largest_block <= largest_shard, "training shards are too small",
+          found=f"at most {largest_shard} tokens in one", expected=f"{largest_block} for a step's batch",
+          hint=f"more text, or batches in --stages of at most {fits} tokens", error=DataError)
+    tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val)
+    fits = tokens or max(usable_val_tokens(header.num_tokens, unit) for header in val)
+    check(tokens >= cfg.val_tokens, "too few validation tokens", found=f"{tokens} in blocks of {cfg.val_files!r}",
+          expected=cfg.val_tokens,
+          hint=f"more text; as much as this gives is --val_tokens={fits} "
+               f"--val_batch_tokens={min(fits, cfg.val_batch_tokens)}, and {unit + 2} tokens in a shard are the fewest",
+          error=DataError)
 
-def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
+def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int):
     """Deal documents to the slots of a block in stream order (RECIPE 5.2).
     Returns (slots, next document), or None where the shard ends too early. A slot is (starts, ends) of its pieces."""
     # Of documents cut to max_doc_len: tokens before each one, and before the end.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     # Each slot takes documents until it has slot_tokens + 1 tokens; the last one is cut to fit, and its rest is lost:
     # the next slot begins with a fresh document.
-    slots = []
+    seqs = []
     doc = first_doc
-    for _ in range(num_slots):
-        slot_end = tokens_before[doc] + slot_tokens + 1
-        next_doc = int(np.searchsorted(tokens_before, slot_end))              # the first that starts there or later
+    for _ in range(seqs_per_step):
+        seq_end = tokens_before[doc] + seq_len + 1
+        next_doc = int(np.searchsorted(tokens_before, seq_end))                   # the first that starts there or later
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
         ends = starts + np.diff(tokens_before[doc:next_doc + 1])
-        ends[-1] -= tokens_before[next_doc] - slot_end
-        slots.append((starts, ends))
+        ends[-1] -= tokens_before[next_doc] - seq_end
+        seqs.append((starts, ends))
         doc = next_doc
-    return slots, doc
+    return seqs, doc
 
-def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray):
     """Return the slot that consists of these pieces of a shard."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
+    return PackedSeq(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
-def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int):
-    """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int, bos_id: int):
+    """Yield consecutive slots in whole blocks of seqs_per_step, not aligned to documents, none cut short."""
     for shard in shards:
-        for start in range(0, whole_blocks(len(shard.tokens), num_slots * slot_tokens), slot_tokens):
-            tokens = shard.tokens[start:start + slot_tokens + 1]
-            borders = np.flatnonzero(tokens[:-1] == document_start)
-            yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
+        for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
+            tokens = shard.tokens[start:start + seq_len + 1]
+            borders = np.flatnonzero(tokens[:-1] == bos_id)
+            yield PackedSeq(tokens, np.concatenate([[0], borders, [seq_len]]).astype(np.int32))
 
-def read_vocabulary(folder: Path, cfg: Config):
+def read_token_bytes(folder: Path, cfg: Config):
     """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
     # A line of the file is "base64 id"; the document start has no line and no bytes.
-    path = folder / VOCABULARY
+    path = folder / VOCAB_FILE
     if not path.is_file():
         return None
     content = path.read_bytes()
@@ -1065,47 +1107,48 @@ def read_vocabulary(folder: Path, cfg: Config):
         for line in content.splitlines():
             text, token = line.split()
             bytes_of[int(token)] = base64.b64decode(text, validate=True)
-    need(bytes_of.keys() == set(range(cfg.vocab_size)) - {cfg.document_start}, str(path),
-         f"{len(bytes_of)} tokens before a line that is none, or before the end", "lines 'base64 id' for all of "
-         f"{cfg.vocab_size} tokens but the document start {cfg.document_start}", "write the data again, or remove the "
-         "file: bits per byte are then not printed", DataError)
+    check(bytes_of.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
+          found=f"{len(bytes_of)} tokens before a line that is none, or before the end",
+          expected=f"lines 'base64 id' for all of {cfg.vocab_size} tokens but the document start {cfg.bos_id}",
+          hint="write the data again, or remove the file: bits per byte are then not printed", error=DataError)
     return [bytes_of.get(token, b"") for token in range(cfg.vocab_size)]
 
 
-# ====== Room 4: Kernels ===============================================================================================
+# ====== Section 4: Kernels ============================================================================================
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (RECIPE
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
-SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_LINES = 16                      # gradient lines that a program adds at once
-SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
+MIN_QUERY_BLOCK = 32                     # of queries: shorter ones would cost more in calls than they spare
+ADD_ROWS_BLOCK = 16                      # gradient lines that a program adds at once
+NUM_SIGN_VECTORS = 8192                  # of random signs; one more has +1 alone
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
-LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
+CPU_CHUNK_LOGITS = 1 << 19               # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
 tl = None                                # triton.language, from the first launch on: only a GPU needs the package
 
 @functools.cache
-def jitted(kernel: Callable):
+def triton_jit(kernel: Callable):
     """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compiled(call: Callable, cfg: Config, fabric: Fabric):
+def compile_fn(call: Callable, cfg: Config, comm: Communicator):
     """Return the call by torch.compile, or as it is where nothing is compiled."""
-    return torch.compile(call, dynamic=False, fullgraph=True) if fabric.compiles(cfg) else call
+    return torch.compile(call, dynamic=False, fullgraph=True) if comm.compiles(cfg) else call
 
-def first_order(backward: Callable):
+def first_order_only(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
     # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
     @functools.wraps(backward)
     def call(ctx, *grads):
-        need(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", "create_graph=True",
-             "gradients of the first order", "leave it out, or use torch's own operations", RunError)
+        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", found="create_graph=True",
+              expected="gradients of the first order", hint="leave it out, or use torch's own operations",
+              error=RunError)
         return backward(ctx, *grads)
     return call
 
@@ -1117,7 +1160,7 @@ def rms_norm(x):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
-def rotate(x, cos, sin):
+def apply_rotary(x, cos, sin):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1125,12 +1168,12 @@ def rotate(x, cos, sin):
 
 
 # ---- Attention
-SPANS: dict[str, Any] = {}               # the newest span of each name, which kernels of that name use
+ATTENTION_ARGS: dict[str, Any] = {}      # the newest span of each name, which kernels of that name use
 
 @dataclass(frozen=True)
-class AttentionSpan:
+class AttentionArgs:
     """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
-    max_len: int                         # upper bound of a document's length, in positions
+    max_seqlen: int                      # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
     name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
@@ -1139,18 +1182,18 @@ class AttentionSpan:
         # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
         # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
         # input are unaligned, and reads and writes them 2 bytes at a time.
-        name = self.name or f"{self.max_len} {self.window} {self.scale}"
+        name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
-        SPANS[name] = self
+        ATTENTION_ARGS[name] = self
 
-def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
+def attention_reference(q, k, v, cu_seqlens, attn_args: AttentionArgs):
     """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     # Zeros stand before block 0 and fill the last one.
     count, heads, width = q.shape
-    keys_back = min(span.window, span.max_len - 1)
-    block = min(count, max(keys_back, SHORTEST_BLOCK))
+    keys_back = min(attn_args.window, attn_args.max_seqlen - 1)
+    block = min(count, max(keys_back, MIN_QUERY_BLOCK))
     blocks = -(-count // block)
     fill = blocks * block - count
     queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
@@ -1162,38 +1205,38 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
+    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - attn_args.window)
     seen = in_window & (document[key_at] == document[query_at])
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
-def torchs_varlen():
+def torch_varlen_ops():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
-def varlen_arguments(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
+def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
     """Return arguments of torch's forward and backward alike, from the span of this name."""
-    span = SPANS[name]
-    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=span.max_len, max_k=span.max_len, is_causal=False,
-                scale=span.scale, window_size=[span.window, 0])               # keys seen before and after a query's own
+    attn_args = ATTENTION_ARGS[name]
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
+                is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, and for the backward the log-sum-exp and the state of a generator."""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, span))
+    return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
-    return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
+    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)  # any length will do
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, generator: Tensor, span: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
-                                                 **varlen_arguments(cu_seqlens, span))
+                    logsumexp: Tensor, generator: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                                                 **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
@@ -1210,13 +1253,13 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @first_order_only
     def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
 
-def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
+def attention_varlen(q, k, v, cu_seqlens, attn_args: AttentionArgs):
     """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, span.name)
+    return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
 
 # ---- Weight gradients. They accumulate in main_grad where they are produced, and autograd gets None.
@@ -1309,9 +1352,10 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 def run_deferred(deferred: list) -> None:
     """Compute deferred gradients into main_grad, or into .grad. Raises RunError if an input has changed since."""
     for weight, a, b, versions in deferred:
-        need(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
-             "an input or an output gradient of the matmul was changed in place after backward",
-             "the tensors as backward saw them", "call run_deferred before the change, or change a copy", RunError)
+        check(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
+              found="an input or an output gradient of the matmul was changed in place after backward",
+              expected="the tensors as backward saw them", hint="call run_deferred before the change, or change a copy",
+              error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
         if weight.main_grad is None:
@@ -1327,7 +1371,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
-    @first_order
+    @first_order_only
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1346,7 +1390,7 @@ class LinearFunction(torch.autograd.Function):
             a, b = scale * scaled_grad, None
         return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
-def linear(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
+def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
     """Multiply by a weight matrix: x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
@@ -1354,30 +1398,30 @@ def linear(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tens
 # ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
 # By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
 # shared memory, where backward needs room for squares.
-LARGE_TILE = dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)
-RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], COLUMNS=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
-DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
+LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
+RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
+TMA_ALIGN_BYTES = 16                     # descriptors want lines of a multiple of this
 
-def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
-                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares), for x a gradient and squares what forward returned.
     x (count, depth), w (columns, depth), out and squares (count, columns)."""
     # Each program takes many tiles, and loads for the next one while it stores. It stores a tile in two halves, which
     # leaves more shared memory to the loads. Descriptors address in 64 bits; beyond the edges they read 0.
-    HALF: tl.constexpr = COLUMNS // 2
-    x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
-    w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
-    squares_lines = tl.make_tensor_descriptor(squares, [count, columns], [columns, 1], [ROWS, HALF])
-    out_lines = tl.make_tensor_descriptor(out, [count, columns], [columns, 1], [ROWS, HALF])
-    across = tl.cdiv(columns, COLUMNS)
-    tiles = tl.cdiv(count, ROWS) * across
+    HALF: tl.constexpr = BLOCK_N // 2
+    x_lines = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    w_lines = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    squares_lines = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF])
+    out_lines = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF])
+    across = tl.cdiv(N, BLOCK_N)
+    tiles = tl.cdiv(M, BLOCK_M) * across
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row = tile // across * ROWS
-        column = tile % across * COLUMNS
-        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-        for at in range(0, depth, DEPTH):
+        row = tile // across * BLOCK_M
+        column = tile % across * BLOCK_N
+        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for at in range(0, K, BLOCK_K):
             product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
-        halves = tl.split(product.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+        halves = tl.split(product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
         for half in tl.static_range(2):
             left = column + half * HALF
             if BACKWARD:
@@ -1394,18 +1438,18 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     device = x.device
     card = torch.cuda.get_device_properties(device)
     tile, stages = RELU_SQ_TILES[card.major, card.minor]
-    count, depth = x.shape
-    columns = len(w)
-    out = x.new_empty(count, columns)
+    M, K = x.shape
+    N = len(w)
+    out = x.new_empty(M, N)
     backward = squares is not None
     read = squares.contiguous() if backward else out                          # forward reads none
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
-        x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    triton_jit(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), read, out, M, N, K, BACKWARD=backward,
         num_stages=stages[backward], **tile)
     return out
 
@@ -1417,7 +1461,7 @@ def fits_relu_sq(x, w):
     """True if relu_sq supports the device, dtype and shapes of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
+    described = all(length * x.element_size() % TMA_ALIGN_BYTES == 0 for length in (x.shape[1], len(w)))
     card = torch.cuda.get_device_properties(x.device)         # a constant in a compiled graph
     return described and (card.major, card.minor) in RELU_SQ_TILES
 
@@ -1435,7 +1479,7 @@ class ReluSqMLP(torch.autograd.Function):
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @first_order
+    @first_order_only
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -1462,17 +1506,17 @@ def softcap(logits):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-def row_chunks(logits, *arrays: Tensor):
+def logit_chunks(logits, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+        rows = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 def next_token_losses(y, w, targets):
     """Return -log softmax(softcap(y w))[target], without fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
-    for logits, ids in row_chunks(y @ w, targets[:, None]):
+    for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
         # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
@@ -1481,32 +1525,32 @@ def next_token_losses(y, w, targets):
 
 def mtp_targets(targets, weights):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
-    slots, length = targets.shape
-    position = torch.arange(length, device=targets.device)
+    B, T = targets.shape
+    position = torch.arange(T, device=targets.device)
     ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    inside = ahead < length
+    inside = ahead < T
     next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    token_weights = (inside * weights).expand(slots, -1, -1)
+    token_weights = (inside * weights).expand(B, -1, -1)
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
+def mtp_losses_and_grad(logits, ids, token_weights, grad, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
-        cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
-        s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
-        lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
+        cap_log2 = LOGIT_CAP * math.log2(math.e)          # of z / ln 2
+        sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2
         scaled = factor * LOGIT_CAP * token_weights
-        grad_z = (s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True)
+        grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
         columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
         for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
             grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
-        torch.mul(grad_z, s - s * s, out=grad)
-        return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
+        torch.mul(grad_z, sig - sig * sig, out=grad)
+        return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
     losses = []
-    for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
+    for block, block_ids, block_weights, out in logit_chunks(logits, ids, token_weights, grad):
         z = softcap(block.to(token_weights.dtype))
         probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
         nats = -probability.gather(1, block_ids).log()
@@ -1515,24 +1559,24 @@ def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
         grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
         for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
             grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
-        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
-        torch.mul(grad_z, slope, out=out)
+        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
+        torch.mul(grad_z, dz, out=out)
     return torch.cat(losses)
 
-def e4m3(x, scale: float):
+def quantize_e4m3(x, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
-                fast: bool = False):
+def fp8_matmul(a, b, scale, use_scaled_mm: bool, out_dtype: torch.dtype,
+                fast_accum: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Without such a device the product is one of numbers in out_dtype, which holds fp8 exactly.
-    if not native:
+    if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                                                # in columns, as the device wants it
     by_tensor = F.ScalingType.TensorWise
     return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
-                       output_dtype=out_dtype, use_fast_accum=fast)
+                       output_dtype=out_dtype, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (RECIPE 2.8).
@@ -1542,7 +1586,7 @@ class HeadLoss(torch.autograd.Function):
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
     loss_weight () is the seed of the backward. grad_target accumulates the gradient of w."""
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, grad_target):
+    def forward(ctx, y, w, targets, weights, loss_scale, precision, logits_dtype, grad_target):
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
@@ -1551,24 +1595,24 @@ class HeadLoss(torch.autograd.Function):
             logits = grad = y @ w
             factor = 1.0                                                      # backward divides by LOGIT_WIDTH
         else:
-            native = precision == "fp8"
-            product_dtype = logits_dtype if native else accum
+            use_scaled_mm = precision == "fp8"
+            product_dtype = logits_dtype if use_scaled_mm else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
-            y = e4m3(y, FP8_Y_SCALE)
-            w = e4m3(w, FP8_W_SCALE)
-            logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
+            y = quantize_e4m3(y, FP8_Y_SCALE)
+            w = quantize_e4m3(w, FP8_W_SCALE)
+            logits = fp8_matmul(y, w, scale, use_scaled_mm, product_dtype, fast_accum=True).to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
         next_ids, token_weights = mtp_targets(targets, weights.to(accum))
-        losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
-        ctx.save_for_backward(y, w, grad, loss_weight)
+        losses = mtp_losses_and_grad(logits, next_ids, token_weights, grad, factor)
+        ctx.save_for_backward(y, w, grad, loss_scale)
         return losses
 
     @staticmethod
-    @first_order
+    @first_order_only
     def backward(ctx, grad_losses):
-        y, w, grad, loss_weight = ctx.saved_tensors
+        y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
             grad_y = factor * (grad @ w.t())
@@ -1577,13 +1621,13 @@ class HeadLoss(torch.autograd.Function):
 
         # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
         # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
-        factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * FP8_GRAD_SCALE
-        native = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if native else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
+        factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
+        scale = loss_scale.double() * FP8_GRAD_SCALE
+        use_scaled_mm = ctx.precision == "fp8"
+        dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
+        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm, dtype_y)
         payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
-        product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
+        product = fp8_matmul(y.t().contiguous(), payload, scale * FP8_Y_SCALE, use_scaled_mm, factor.dtype)
         grad_w = ctx.grad_target.add_gradient(product, None)                  # scaled_mm cannot add to main_grad
         return grad_y, grad_w, *[None] * 6
 
@@ -1591,10 +1635,10 @@ class HeadLoss(torch.autograd.Function):
 # ---- Rows of tables
 def sign_vectors(width: int):
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
+    drawn = torch.randint(2, (NUM_SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+def add_rows_kernel(row_grads, rows, order, grad, count, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
     # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
     # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
@@ -1608,17 +1652,17 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         inside = column < width
         target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
         total = tl.load(target, mask=inside, other=0)
-        line = first + tl.arange(0, LINES)
+        line = first + tl.arange(0, BLOCK_ROWS)
         same = tl.load(rows + line, mask=line < count, other=-1) == row
         source = tl.load(order + line, mask=line < count, other=0)
         more = 1
         while more == 1:
-            line = line + LINES
+            line = line + BLOCK_ROWS
             next_same = tl.load(rows + line, mask=line < count, other=-1) == row
             next_source = tl.load(order + line, mask=line < count, other=0)
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
-            total += tl.sum(part.to(total.dtype), axis=0)
+            grads = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
+            total += tl.sum(grads.to(total.dtype), axis=0)
             more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
             same = next_same
             source = next_source
@@ -1634,8 +1678,8 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         return
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
-    launch = jitted(add_rows_kernel)[(count,)]
-    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
+    launch = triton_jit(add_rows_kernel)[(count,)]
+    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, WIDTH=1 << (width - 1).bit_length())  # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
 class RowLookup(torch.autograd.Function):
@@ -1647,14 +1691,14 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
-    @first_order
+    @first_order_only
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
 
 
-# ====== Room 5: Rows ==================================================================================================
+# ====== Section 5: Rows ===============================================================================================
 # A step looks up a small fraction of the rows of an embedding table. Global row r is local row r // W of rank r % W,
 # its owner, which stores and updates it. With W = 1 a dense table is read in place. Otherwise a row plan lists the rows
 # that a rank fetches from their owners before a cycle of steps. Their gradients return to the owners after the cycle.
@@ -1705,7 +1749,7 @@ class TableSpec(NamedTuple):
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
     V = cfg.padded_vocab
-    first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]
+    first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
     def value_rows(tokens: np.ndarray) -> np.ndarray:
         """Return one row per token and value embedding; value_embed stacks the value embeddings."""
@@ -1715,16 +1759,17 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
     specs = [
         TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=every),
-        TableSpec("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows, update_every=every),
+        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every),
         TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every)]       # row = token id
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
         sign_ids = None
         if ngram.signs:
-            sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=SIGN_VECTORS, no_ngram=SIGN_VECTORS)
-        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.home,
-                               update_every=ngram.cadence, sign_ids=sign_ids))
+            sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
+                                         no_ngram=NUM_SIGN_VECTORS)
+        specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.location,
+                               update_every=ngram.update_every, sign_ids=sign_ids))
     return tuple(specs)
 
 
@@ -1772,7 +1817,7 @@ class RowPlan:
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
-def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
+def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan the rows of one table for one cycle, from the global rows that each step looks up.
 
@@ -1781,7 +1826,7 @@ def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step
     """
     # Frequent tokens have nearby ids, so dealing rows round-robin balances the load of their owners. Numbering rows by
     # owner first makes each owner's rows contiguous in the sorted list, as the all-to-all needs them.
-    W = fabric.world
+    W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
     local_rows = global_rows.astype(np.int64) // W
@@ -1799,13 +1844,13 @@ def plan_rows(table: TableSpec, fabric: Fabric, tag: dict[str, Any], ids_by_step
     counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
     head_columns = None
     if tied:
-        head_columns = fabric.host_tensor(rows_to_fetch % C * W + rows_to_fetch // C)      # back to global rows
-    rows_to_fetch = fabric.host_tensor(rows_to_fetch)
+        head_columns = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
+    rows_to_fetch = comm.pinned(rows_to_fetch)
     plan = RowPlan(tag, C, rows_to_fetch, counts, rows_to_fetch, counts, head_columns)
     return plan, index_by_step
 
-def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
-    W, rank = fabric.world, fabric.rank
+def _all_to_all_requests(comm: Communicator, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
+    W, rank = comm.world_size, comm.rank
     # For each table, the local rows that this rank fetches from each owner. Tied tables fetch none.
     requests, counts, tags = [], [], []
     for label, plan in plans.items():
@@ -1819,8 +1864,8 @@ def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: 
     dist.all_gather_object(by_reader, (tags, counts), group=process_group)
     for reader, (reader_tags, _) in enumerate(by_reader):
         for found, expected in itertools.zip_longest(reader_tags, tags):
-            need(found == expected, f"row plans of ranks {reader} and {rank}", found, expected,
-                 "start every rank with the same flags", RunError)
+            check(found == expected, f"row plans of ranks {reader} and {rank}", found=found, expected=expected,
+                  hint="start every rank with the same flags", error=RunError)
 
     # Send all requests in one message, grouped by owner. They arrive grouped by reader, then by table.
     sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
@@ -1836,26 +1881,26 @@ def _all_to_all_requests(fabric: Fabric, process_group: Any, dtype: str, plans: 
         by_reader = chunks[table_idx::len(plans)]
         for reader, local_rows in enumerate(by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
-            need(ascending, f"rows of {label} that rank {reader} requests", local_rows,
-                 f"ascending local rows below {plan.shard_rows}",
-                 "this is a bug in the trainer; please report it with the log", RunError)
-        plan.rows_to_serve = fabric.host_tensor(torch.cat(by_reader).long())
+            check(ascending, f"rows of {label} that rank {reader} requests", found=local_rows,
+                  expected=f"ascending local rows below {plan.shard_rows}",
+                  hint="this is a bug in the trainer; please report it with the log", error=RunError)
+        plan.rows_to_serve = comm.pinned(torch.cat(by_reader).long())
         plan.serve_counts = received_counts[:, table_idx].tolist()
 
-def exchange_row_requests(fabric: Fabric, process_group: Any, dtype: str, tables: Iterable[TableSpec],
+def exchange_row_requests(comm: Communicator, process_group: Any, dtype: str, tables: Iterable[TableSpec],
                           plans: dict[str, RowPlan]) -> None:
     """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
 
     process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
     """
-    if fabric.world > 1:
-        _all_to_all_requests(fabric, process_group, dtype, plans)
+    if comm.world_size > 1:
+        _all_to_all_requests(comm, process_group, dtype, plans)
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
             rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
-            plan.rows_to_update = fabric.host_tensor(rows_to_update)
-            plan.update_index = fabric.host_tensor(update_index)
+            plan.rows_to_update = comm.pinned(rows_to_update)
+            plan.update_index = comm.pinned(update_index)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
@@ -1899,22 +1944,22 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
     except TimeoutError:
         if future.done():                                 # the work itself raised it, for example a network disk
             raise
-        raise RunError(what, f"no result after {timeout_s} s", "a result within the timeout",
-                       "look at the disk and at the other ranks, or set a longer --comm_timeout") from None
+        raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
+                       hint="look at the disk and at the other ranks, or set a longer --comm_timeout") from None
 
 class DeviceRowStore:
     """Stores this rank's shard of a row-wise table, with its optimizer state, on the device.
 
     An update reads the rows it changes with `read_rows`, changes them in place, and stores them with `write_back`.
     """
-    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric):
-        self.fabric = fabric
-        C = table.shard_rows(fabric.world)
+    def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
+        self.comm = comm
+        C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
         # On the host, zeros take memory only once they are written, so a table may be larger than the memory.
         zeros = lazy_zeros
-        if fabric.on_cuda and table.location == "device":
-            zeros = functools.partial(torch.zeros, device=fabric.device)
+        if comm.on_cuda and table.location == "device":
+            zeros = functools.partial(torch.zeros, device=comm.device)
         self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         self.invalidate()
@@ -1937,7 +1982,7 @@ class DeviceRowStore:
         """Return the weights of these rows on the device, for evaluation."""
         self.wait_for_writes()
         weights = self.shard.rows
-        return weights.index_select(0, local_rows.to(weights.device)).to(self.fabric.device, non_blocking=True)
+        return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
         """Discard prefetched rows and byte counts. The shard is the truth from here on."""
@@ -1982,15 +2027,15 @@ class HostRowStore(DeviceRowStore):
         write_back(n)    main:   launch the copy of `active` to pinned host memory
         read_rows(n+1)   main:   take the prefetched rows; those that update n has changed are copied from `active`
     """
-    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric):
+    def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         # Two streams, because a copy to the host waits for an update, and the next copy to the device must not.
-        self.to_device_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
-        self.to_host_stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
-        self.worker = ThreadPoolExecutor(1, "row-store", initializer=fabric.enter_thread)
+        self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
+        self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
+        self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
         self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
         # What write_back left for the worker: local rows, their state on the host, the CUDA event after its copy.
         self.unstored: tuple[Tensor, RowState, Any] | None = None
-        super().__init__(table, cfg, fabric)
+        super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
         self.wait_for_writes()
@@ -2012,13 +2057,13 @@ class HostRowStore(DeviceRowStore):
         self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
         if copied is not None:                            # make the GPU wait for the copy, not this thread
-            compute_stream = torch.cuda.current_stream(self.fabric.device)
+            compute_stream = torch.cuda.current_stream(self.comm.device)
             compute_stream.wait_event(copied)
             for x in state:
                 x.record_stream(compute_stream)
 
         # Shapes do not depend on how many rows the two updates share, so this does not synchronize.
-        rows = plan.rows_to_update.to(self.fabric.device, non_blocking=True)
+        rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.active is not None and len(self.active[0]) > 0:
             active_rows, active = self.active
             index = torch.searchsorted(active_rows, rows).clamp(max=len(active_rows) - 1)
@@ -2037,7 +2082,7 @@ class HostRowStore(DeviceRowStore):
         on_host = changed
         if self.to_host_stream is not None:
             on_host = self._pinned_buffers(len(plan.rows_to_update))
-            self.to_host_stream.wait_stream(torch.cuda.current_stream(self.fabric.device))
+            self.to_host_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
             with torch.cuda.stream(self.to_host_stream):
                 for x, out in zip(changed, on_host):
                     out.copy_(x, non_blocking=True)
@@ -2049,12 +2094,12 @@ class HostRowStore(DeviceRowStore):
         if self.prefetched is not None:
             self._prefetched_state()
         if self.unstored is not None:
-            result_with_timeout(self.worker.submit(self._store, *self.unstored), self.fabric.timeout,
+            result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
                                 "copying table rows to host memory")
             self.unstored = None                          # after an error, the rows are stored by the next call
 
     def _prefetched_state(self) -> tuple[RowState, Any]:
-        return result_with_timeout(self.prefetched[1], self.fabric.timeout, "copying table rows from host memory")
+        return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, n: int) -> RowState:
         return RowState(*(torch.empty(n, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
@@ -2062,7 +2107,7 @@ class HostRowStore(DeviceRowStore):
     def _store(self, local_rows: Tensor, state: RowState, copied: Any) -> None:
         """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
         if copied is not None:
-            self.fabric.wait_for(copied)
+            self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
     def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[RowState, Any]:
@@ -2075,7 +2120,7 @@ class HostRowStore(DeviceRowStore):
         for x, out in zip(self.shard, buffers):
             torch.index_select(x, 0, local_rows, out=out)
         with torch.cuda.stream(self.to_device_stream):
-            return buffers.to(self.fabric.device), self.to_device_stream.record_event()
+            return buffers.to(self.comm.device), self.to_device_stream.record_event()
 
 ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 
@@ -2127,21 +2172,21 @@ class ExchangedTable:
     """
     store: DeviceRowStore | None = None
 
-    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric, shard: Tensor, max_tokens: int,
+    def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
         """shard (C, D). max_tokens: of this rank in a cycle. head (D, V): where the rows of `embed` are while tied."""
         self.table = table
-        self.fabric = fabric
+        self.comm = comm
         self.head = head
         self.debug = cfg.debug_rows
         self.shard = shard.detach()
         # Buffers fit the largest cycle, so that shapes and addresses never change.
         C, D = self.shard.shape
-        num_rows = fabric.world * C
+        num_rows = comm.world_size * C
         if table.rowwise or cfg.row_comms == "sparse":
             num_rows = min(num_rows, max_tokens * table.lookups_per_token)
-        self.cache = self.shard.new_zeros(num_rows, D, device=fabric.device).requires_grad_()
-        self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=fabric.device)
+        self.cache = self.shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
+        self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=comm.device)
         self.fetch_work = self.reduce_work = None         # of the all-to-all into the cache, and of that of gradients
         self.reset()
 
@@ -2172,15 +2217,15 @@ class ExchangedTable:
         """Launch the all-to-all of the plan's rows into the cache, with the results of the last update."""
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
-            plan.move_to(self.fabric.device)
+            plan.move_to(self.comm.device)
             self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.rows_to_change(plan))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError if gradients of another plan wait."""
-        need(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
-             self.pending_plan and self.pending_plan.tag, f"{plan.tag}: batches of one cycle",
-             "call optim_step on the last step of the cycle first", RunError)
+        check(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
+              found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}: batches of one cycle",
+              hint="call optim_step on the last step of the cycle first", error=RunError)
         self.pending_plan = plan
         self.fetch(plan)                                  # unless `fetch_rows` has done it
         wait_for_work(self.fetch_work)
@@ -2189,7 +2234,7 @@ class ExchangedTable:
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
         """Return the plan's rows in a new tensor."""
-        plan.move_to(self.fabric.device)
+        plan.move_to(self.comm.device)
         rows, index = self.shard, plan.rows_to_serve
         if self.store is not None:
             rows, index = self.store.read_weights(plan.rows_to_serve), None
@@ -2223,9 +2268,9 @@ class ExchangedTable:
         """Discard the gradients, and the cached rows, which the update has changed."""
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
-        need(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
-             "nonzero gradients in rows that were not planned", "zeros",
-             "this is a bug in the trainer; please report it with the log", RunError)
+        check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
+              found="nonzero gradients in rows that were not planned", expected="zeros",
+              hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
     def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> Any:
@@ -2246,8 +2291,8 @@ class ExchangedTable:
                     send_counts: list[int]) -> Any:
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
         if plan.tag["purpose"] == "train":                # a dense exchange sends the whole shard to every other rank
-            self.byte_totals["bytes_dense"] += (self.fabric.world - 1) * self.shard.nbytes
-        if self.fabric.world == 1:                        # a row-wise table
+            self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
+        if self.comm.world_size == 1:    # a row-wise table
             out.copy_(sent)
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
@@ -2255,15 +2300,15 @@ class ExchangedTable:
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
         """Count what an all-to-all of training exchanges with other ranks. Counts are items per rank."""
         if plan.tag["purpose"] == "train":
-            own = send_counts[self.fabric.rank]           # what a rank sends to itself it also receives
+            own = send_counts[self.comm.rank]             # what a rank sends to itself it also receives
             self.byte_totals["bytes_sent"] += (sum(send_counts) - own) * item_bytes
             self.byte_totals["bytes_received"] += (sum(recv_counts) - own) * item_bytes
 
 class RowwiseTable(ExchangedTable):
     """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
-    def __init__(self, table: TableSpec, cfg: Config, fabric: Fabric, max_tokens: int):
-        self.store = ROW_STORES[table.location](table, cfg, fabric)
-        super().__init__(table, cfg, fabric, self.store.shard.rows, max_tokens, head=None)
+    def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
+        self.store = ROW_STORES[table.location](table, cfg, comm)
+        super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
         super().reset()
@@ -2287,7 +2332,7 @@ class RowwiseTable(ExchangedTable):
         self.active = None                                # `fetch` reads those of the next update
 
 
-# ====== Room 6: Batches ===============================================================================================
+# ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
     """This rank's slots of one step, or of one micro-batch of it."""
     step: int
@@ -2307,54 +2352,54 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
-def collate(values: Values, tables: Iterable[TableSpec], slots: list[Slot]) -> Batch:
+def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """Stack this rank's slots of one step, as NumPy arrays. The row index of every table is its global row."""
-    tokens = np.stack([slot.tokens for slot in slots])
+    tokens = np.stack([seq.tokens for seq in seqs])
     # Slots contain different numbers of documents. Repeating T pads their bounds with empty documents.
-    bounds = [slot.cu_seqlens for slot in slots]
+    bounds = [seq.cu_seqlens for seq in seqs]
     K = max(map(len, bounds))
     cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in bounds])
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
     sign_ids = {table.label: table.sign_ids(inputs) for table in tables if table.sign_ids}
-    return Batch(values.step, {}, inputs, targets, cu_seqlens, row_index, sign_ids)
+    return Batch(step_cfg.step, {}, inputs, targets, cu_seqlens, row_index, sign_ids)
 
-def build_batches(cfg: Config, fabric: Fabric, process_group: Any, purpose: str, cycle: list[Values],
-                  slots_by_step: list[list[Slot]]) -> list[Batch]:
+def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: str, cycle: list[StepConfig],
+                  seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
     """Build one batch per step of a cycle from this rank's slots of each step, with the row plans of all tables.
 
     process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
     """
     tables = table_specs(cfg)
-    batches = [collate(values, tables, slots) for values, slots in zip(cycle, slots_by_step)]
+    batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
     # A plan covers the `update_every` steps up to its table's next update. The tables whose plans start at the same
     # step share one exchange.
-    planned = [table for table in tables if table.rowwise or fabric.world > 1]       # others are read in place
+    planned = [table for table in tables if table.rowwise or comm.world_size > 1]  # others are read in place
     plans = {}
     for first in range(0, len(cycle), cfg.adam_every):
-        values = cycle[first]
+        step_cfg = cycle[first]
         new_plans = {}
         for table in planned:
             if first % table.update_every == 0:
                 covered = batches[first:first + table.update_every]
-                tag = dict(purpose=purpose, cycle=values.step // table.update_every,
+                tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
-                tied = table.tied_to_head and values.tied     # the same for the whole cycle, because untying ends one
+                tied = table.tied_to_head and step_cfg.tied  # the same for the whole cycle, because untying ends one
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in covered]
-                plan, index_by_step = plan_rows(table, fabric, tag, ids_by_step, tied, fetch_all)
+                plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
                 for batch, index in zip(covered, index_by_step):
                     batch.row_index[table.label] = index
-        exchange_row_requests(fabric, process_group, cfg.dtype, tables, new_plans)
+        exchange_row_requests(comm, process_group, cfg.dtype, tables, new_plans)
         plans |= new_plans
         for batch in batches[first:first + cfg.adam_every]:
             batch.plans.update(plans)
-    return [batch.map(fabric.host_tensor) for batch in batches]
+    return [batch.map(comm.pinned) for batch in batches]
 
-class DataEnded(DataError):
+class OutOfData(DataError):
     """No shard has another batch. Raised on every rank in the same cycle."""
 
 class Loader:
@@ -2363,45 +2408,46 @@ class Loader:
     The caller passes the steps of each cycle, so the stream of batches never depends on timing, and every W gets the
     same one.
     """
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], purpose: str = "train"):
+    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         self.cfg = cfg
-        self.fabric = fabric
+        self.comm = comm
         self.headers = headers
         self.purpose = purpose
-        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._prefetch_shards()
-        self.shard = Shard(np.empty(0, np.uint16), 0)     # in use, from document `next_doc` on; the first one is empty
+        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use, from `next_doc` on; empty at first
         self.next_doc = 0
         self.ready: list[Batch] = []                      # batches of the current cycle that `next` has not returned
         self.next_cycle: Future | None = None             # the batches of the next one
 
-    def skip(self, steps: Iterable[Values]) -> None:
+    def skip(self, steps: Iterable[StepConfig]) -> None:
         """Skip the data of these steps, which a resumed run has trained on."""
-        for values in steps:
-            self._pack_batch(values)
+        for step_cfg in steps:
+            self._pack_batch(step_cfg)
 
-    def start(self, cycle: list[Values]) -> None:
+    def start(self, cycle: list[StepConfig]) -> None:
         """Build the batches of the first cycle, and wait for them."""
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
-    def advance(self, following: list[Values]) -> None:
+    def advance(self, following: list[StepConfig]) -> None:
         """Switch to the next cycle, and start to build the batches of the one that follows it. Raises DataEnded."""
         self.ready = self._wait_for_cycle()
         self.next_cycle = self.worker.submit(self._build_cycle, following)
 
-    def next(self, values: Values) -> Batch:
+    def next(self, step_cfg: StepConfig) -> Batch:
         """Return the batch of this step on the device."""
-        assert self.ready and self.ready[0].step == values.step, f"step {values.step} is not the next one of the loader"
+        is_next = self.ready and self.ready[0].step == step_cfg.step
+        assert is_next, f"step {step_cfg.step} is not the next one of the loader"
         batch = self.ready.pop(0)
-        return batch.to(self.fabric.device)
+        return batch.to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
         """Return the row plans of the next step, or {} at the end of training or data."""
         try:
             batches = self.ready or self._wait_for_cycle()
-        except DataEnded:                                 # `advance` raises it again
+        except OutOfData:                # `advance` raises it again
             return {}
         return batches[0].plans if batches else {}
 
@@ -2412,16 +2458,16 @@ class Loader:
     def _wait_for_cycle(self) -> list[Batch]:
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
-    def _build_cycle(self, cycle: list[Values]) -> list[Batch]:
+    def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
         """Build this rank's batches of a cycle. Runs on the loader thread. Collective."""
-        slots_by_step = []
-        for values in cycle:
-            shard, slots = self._pack_batch(values)
-            my_slots = slots[self.fabric.rank::self.fabric.world]
-            slots_by_step.append([make_slot(shard, starts, ends) for starts, ends in my_slots])
-        return build_batches(self.cfg, self.fabric, self.fabric.plan_group, self.purpose, cycle, slots_by_step)
+        seqs_by_step = []
+        for step_cfg in cycle:
+            shard, seqs = self._pack_batch(step_cfg)
+            my_seqs = seqs[self.comm.rank::self.comm.world_size]
+            seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
+        return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
-    def _prefetch_shards(self) -> Iterable[Shard]:
+    def _prefetch_shards(self) -> Iterable[TokenShard]:
         """Yield the shards of every pass, and read the next one on a second thread while one is in use."""
         passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
         coming = None
@@ -2432,79 +2478,82 @@ class Loader:
                     yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
         yield result_with_timeout(coming, self.cfg.comm_timeout, "reading a shard")
 
-    def _pack_batch(self, values: Values) -> tuple[Shard, list[tuple[np.ndarray, np.ndarray]]]:
+    def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
         """Pack the next S slots. Returns their shard, and for each slot the starts and ends of its pieces of it."""
         # All slots of a step come from one shard. Try the rest of the current one, which is empty at first, then each
         # shard from its start, the current one included.
         for _ in range(len(self.headers) + 1):
-            packed = pack_block(self.shard, self.next_doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
+            packed = pack_batch(self.shard, self.next_doc, self.cfg.seqs_per_step, step_cfg.seq_len,
+                                self.cfg.max_doc_len)
             if packed is not None:
-                slots, self.next_doc = packed
-                return self.shard, slots
+                seqs, self.next_doc = packed
+                return self.shard, seqs
             self.shard = next(self.shards, None)
             self.next_doc = 0
             if self.shard is None:
                 break
-        raise DataEnded("training data ended",
-                        f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
-                        f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
-                        f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
-                        "--epochs=0 to read them again and again, or fewer steps by --max_steps")
+        raise OutOfData("training data ended",
+                        found=f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {step_cfg.step} "
+                              "steps",
+                        expected=f"room for {self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at "
+                                 f"most {self.cfg.max_doc_len} of each document",
+                        hint="more or larger shards, a larger --max_doc_len, --epochs=0 to read them again and "
+                             "again, or fewer steps by --max_steps")
 
 class ValidationSet:
     """The validation slots, in memory, and statistics of their text."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], purpose: str = "validation"):
+    def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
         # Every rank keeps all slots, which are few, and takes its own in each validation.
         self.cfg = cfg
-        self.fabric = fabric
+        self.comm = comm
         self.purpose = purpose
-        slot_tokens = cfg.val_batch_tokens // cfg.num_slots
+        seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
         shards = map(load_shard, headers)                 # read only as far as they are needed
-        slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
-        self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
+        seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
+        self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
         # Entropy and bytes are those of exactly the tokens that are predicted.
-        targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
+        targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(frequencies * np.log(frequencies)).sum())
-        self.vocabulary = None
+        self.token_bytes = None
         name = headers[0].name
-        if not name.startswith(FORMULA):
-            self.vocabulary = read_vocabulary(Path(name).parent, cfg)
+        if not name.startswith(SYNTHETIC_PREFIX):
+            self.token_bytes = read_token_bytes(Path(name).parent, cfg)
         self.bytes_per_token = None
-        if self.vocabulary is not None:
-            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
+        if self.token_bytes is not None:
+            self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
-    def text_losses(self, loss: float) -> dict[str, float]:
+    def text_metrics(self, loss: float) -> dict[str, float]:
         """Return bits per byte of a loss in nats per token, and the unigram entropy; {} if bytes are not known."""
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
-    def batches(self, values: Values) -> Iterable[Batch]:
+    def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
         """Yield this rank's batches on the device, one per block of S slots. Collective."""
-        S = self.cfg.num_slots
-        for first in range(0, len(self.slots), S):
-            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
-            batch, = build_batches(self.cfg, self.fabric, None, self.purpose, [values], [my_slots])
-            yield batch.to(self.fabric.device)
+        S = self.cfg.seqs_per_step
+        for first in range(0, len(self.seqs), S):
+            my_seqs = self.seqs[first + self.comm.rank:first + S:self.comm.world_size]
+            batch, = build_batches(self.cfg, self.comm, None, self.purpose, [step_cfg], [my_seqs])
+            yield batch.to(self.comm.device)
 
 
-# ====== Room 7: Model =================================================================================================
-class Parameter(NamedTuple):
+# ====== Section 7: Model ==============================================================================================
+class ParameterSpec(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
     shape: tuple[int, ...]
     init: tuple[str, Any]                # distribution and its number, as initial_values draws it
-    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 5 keeps its rows
+    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": section Rows stores it
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
     # A parameter with one of these two is owned in shards; every rank updates all others alike.
-    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
-    rows: TableSpec | None = None        # of an embedding table
+    matrix_heights: tuple[int, ...] = ()  # heights of a layer's matrices in its main_grad; (): autograd's gradient
+    table: TableSpec | None = None       # of an embedding table
 
 SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
     "residual": (1.1,) * len(LAYERS),
@@ -2514,16 +2563,16 @@ SCALARS = {                              # name -> initial value of each of the 
     "backout": (0.5,),
     "skip": (-1.5,),
 }
-NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
-MLP_FACTOR = 4                           # F / D
-UP_AND_DOWN = 2                          # matrices of one MLP
+NGRAM_INIT_COEF = 0.1                    # initial share of a table of n-grams in the residual stream of each layer
+MLP_RATIO = 4                            # F / D
+MLP_MATRICES = 2                         # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
 QKV = 3                                  # of them, those before the attention
 
-def initial_values(row: Parameter, generator: torch.Generator):
+def init_parameter(spec: ParameterSpec, generator: torch.Generator):
     """Draw a parameter's initial values, f32 in logical order."""
-    kind, number = row.init
-    shape = row.shape
+    kind, number = spec.init
+    shape = spec.shape
     if kind == "constant":
         return torch.tensor(number).expand(shape)                             # one value for all, or each its own
     if kind == "normal":
@@ -2535,17 +2584,17 @@ def initial_values(row: Parameter, generator: torch.Generator):
         drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
     return drawn
 
-def scalar_values(cfg: Config):
+def initial_scalars(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
-    return SCALARS | {ngram.label: (NGRAM_MIX,) * len(LAYERS) for ngram in cfg.tables if ngram.place is None}
+    return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
-def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
+def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
-    value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)
+    L, A, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     bigrams, values, embed, *ngram_rows = table_specs(cfg)
-    scalars = sum(scalar_values(cfg).values(), ())
+    scalars = sum(initial_scalars(cfg).values(), ())
 
     # What several rows of the table have in common.
     zeros = "constant", 0.0
@@ -2554,67 +2603,68 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     table = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
-        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), "normuon", parts=(inside, inside)),
-        Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
-        Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
-        Parameter("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
-        Parameter("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
-        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
-        Parameter("bigram_embed", (bigrams.num_rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.num_rows, D), ("normal", 0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
-        Parameter("embed", (embed.num_rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
+        ParameterSpec("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
+        ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
+                      matrix_heights=(mlp_dim, mlp_dim)),
+        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **exact),
+        ParameterSpec("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
+        ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
+        ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        ParameterSpec("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
+        ParameterSpec("bigram_embed", (bigrams.num_rows, D), zeros, **table, table=bigrams),
+        ParameterSpec("value_embed", (values.num_rows, D), ("normal", 0.01), **table, table=values),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head, matrix_heights=(D,)),
+        ParameterSpec("embed", (embed.num_rows, D), zeros, **head, table=embed),  # lm_head^T while they are tied
         # The row-wise rule has no first moment.
-        *(Parameter(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                    rows=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
+        *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
+                    table=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
 
-AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
+AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]                        # by attention and window of a layer
 
-def spans_of(short: int, long: int, max_len: int, scale: float):
+def attention_args(short: int, long: int, max_len: int, scale: float):
     """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionSpan(per_token * max_len, window, scale, f"{attention} {name}")
+    return {(attention, name): AttentionArgs(per_token * max_len, window, scale, f"{attention} {name}")
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int):
     """Draw all weights but those of row-wise tables, which are zeros: yield (label, weight in logical order)."""
-    for row in parameter_table(cfg):
-        if row.optimizer == "rowwise":
+    for spec in parameter_specs(cfg):
+        if spec.optimizer == "rowwise":
             continue
         # Each label has a generator of its own, so that a parameter more or less changes no other.
-        digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
+        digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = initial_values(row, generator)
-        if not row.full_precision:
+        drawn = init_parameter(spec, generator)
+        if not spec.full_precision:
             drawn = drawn.bfloat16()                                          # the same numbers in any dtype
-        if row.label == "lm_head":
+        if spec.label == "lm_head":
             head = drawn
-        if row.label == "embed":
+        if spec.label == "embed":
             drawn = head.t()                                                  # one parameter at first
-        yield row.label, drawn
+        yield spec.label, drawn
 
-def gate_of(features: Tensor, weight: Tensor):
+def sigmoid_gate(features: Tensor, weight: Tensor):
     """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
 
 class GPT(nn.Module):
     """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
+    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
-        self.heads = cfg.num_heads
+        self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Rows of row-wise tables are no parameters: room 5 keeps them and hands them to `losses` as row buffers.
-        self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
-        self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
+        # Row-wise tables are not parameters. Section Rows stores them and passes their rows to `losses`.
+        self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
+        self.scalar_sizes = {name: len(value_embeds) for name, value_embeds in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
         dtype = getattr(torch, cfg.dtype)
-        for label, row in self.table.items():
-            rows, *rest = row.shape
-            row_dtype = accum_dtype(dtype) if row.full_precision else dtype
+        for label, spec in self.specs.items():
+            rows, *rest = spec.shape
+            row_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
@@ -2622,33 +2672,33 @@ class GPT(nn.Module):
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
-            self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.turning = {}                                     # frequencies -> angle per position of each channel
+            self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
+        self.channel_freqs = {}          # frequencies -> angle per position of each channel
 
     def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
         # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
-        if frequencies not in self.turning:
+        if frequencies not in self.channel_freqs:
             per_position = torch.tensor(frequencies, dtype=dtype, device=device)
             # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
             neighbours = torch.stack((per_position, -per_position), dim=-1).flatten()
-            self.turning[frequencies] = F.pad(neighbours, (0, len(neighbours)))
+            self.channel_freqs[frequencies] = F.pad(neighbours, (0, len(neighbours)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
-        angles = torch.outer(positions, self.turning[frequencies])
+        angles = torch.outer(positions, self.channel_freqs[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
-               row_buffers: dict):
+    def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
+               head_precision: str, row_buffers: dict):
         """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
-        y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
+        y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
-        return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+        return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
 
-    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict):
+    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: dict):
         """Return the normalised stream that enters the head, (B, T, D).
         row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
@@ -2656,76 +2706,76 @@ class GPT(nn.Module):
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
         x0_lambdas = self.x0_lambdas.unbind()
-        attn = matrices_by_layer(self.attn, self.table["attn"].parts)
-        mlp = matrices_by_layer(self.mlp, self.table["mlp"].parts)
+        attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
+        mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
         # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
-        slots, length = batch.tokens.shape
-        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32) * length
+        B, T = batch.tokens.shape
+        starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
         cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()           # what fills a row is the next one's start
 
-        x0, streams, values = self.inputs(batch, scalars, row_buffers)
+        x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
         x = x0
-        kept = {}                                # name -> stream after the layer that keeps it
-        for depth, layer in enumerate(LAYERS):
+        saved = {}                       # name -> stream after the layer that keeps it
+        for i, layer in enumerate(LAYERS):
             # A kept stream joins before the mix, which scales it too.
-            if layer.add:
-                gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
-                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * kept[layer.add]
-            x = residual[depth] * x + x0_lambdas[depth] * x0
-            for shares, rows in streams:
-                x = x + shares[depth] * rows
+            if layer.add_saved:
+                gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
+                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
+            x = residual[i] * x + x0_lambdas[i] * x0
+            for coefs, rows in residual_inputs:
+                x = x + coefs[i] * rows
 
             # A gate per head can close what attention found before it joins the stream.
             if layer.attention != "none":
-                at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
-                w_qkv, w_out = attn[at]
-                scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
+                attn_idx = ATTENTION_LAYERS.index(i)      # its place in the banks of attention
+                w_qkv, w_out = attn[attn_idx]
+                scale_in, scale_out = attention_scales[2 * i:2 * i + 2]
                 n = rms_norm(x)
-                qkv = linear(n, w_qkv, scale_in)
-                span = spans[layer.attention, layer.window]
-                y = self.attend(layer, n, qkv, values.get(depth, ()), cu_seqlens, span)
-                y = y * gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])[..., None]
-                x = x + linear(y.flatten(2), w_out, scale_out)
+                qkv = linear_main_grad(n, w_qkv, scale_in)
+                attn_args = attn_args_by_kind[layer.attention, layer.window]
+                y = self.attend(layer, n, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
+                y = y * sigmoid_gate(n[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
+                x = x + linear_main_grad(y.flatten(2), w_out, scale_out)
 
-            x = x + relu_sq_mlp(rms_norm(x), *mlp[depth])
-            if layer.keep_as:
-                kept[layer.keep_as] = x
+            x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
+            if layer.save_as:
+                saved[layer.save_as] = x
 
         # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
-        return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
+        return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
-    def inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
+    def embed_inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
         """Read the tables. Returns all that enters the layers, rows (B, T, D) each:
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
         values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
         # Each token's embedding gets a gated share of the one before it in the slot, over documents.
-        e, = self.rows_of("embed", batch, row_buffers)
-        gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
+        e, = self.lookup("embed", batch, row_buffers)
+        gate = scalars["smear"].type_as(e) * sigmoid_gate(e[:, 1:, :GATE_INPUTS], self.smear_gate)
         smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)
         x0 = rms_norm(smeared)
-        streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
-        value_rows = self.rows_of("value_embed", batch, row_buffers)
-        values = {}
-        for depth, layer in enumerate(LAYERS):
-            if layer.value is not None:
-                values[depth] = [(layer.value, value_rows[layer.value])]
+        residual_inputs = [(scalars["bigram"].unbind(), *self.lookup("bigram_embed", batch, row_buffers))]
+        value_rows = self.lookup("value_embed", batch, row_buffers)
+        value_embeds = {}
+        for i, layer in enumerate(LAYERS):
+            if layer.value_embed is not None:
+                value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
 
         # Gates of n-gram tables come after those of the value tables, in the order of the tables.
-        gate_number = NUM_VALUE_TABLES
+        gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
-            rows, = self.rows_of(ngram.label, batch, row_buffers)
+            rows, = self.lookup(ngram.label, batch, row_buffers)
             if ngram.signs:
                 rows = rows * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
-            if ngram.place is None:
-                streams.append((scalars[ngram.label].unbind(), rows))
+            if ngram.layer is None:
+                residual_inputs.append((scalars[ngram.label].unbind(), rows))
             else:
-                values.setdefault(ngram.place, []).append((gate_number, rows))
-                gate_number += 1
-        return x0, streams, values
+                value_embeds.setdefault(ngram.layer, []).append((gate_idx, rows))
+                gate_idx += 1
+        return x0, residual_inputs, value_embeds
 
-    def rows_of(self, label: str, batch: Batch, row_buffers: dict):
+    def lookup(self, label: str, batch: Batch, row_buffers: dict):
         """Look up rows by the batch's index, (B, T) or (B, lookups, T): one (B, T, D) per lookup."""
         index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
@@ -2734,20 +2784,20 @@ class GPT(nn.Module):
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
-               cu_seqlens: Tensor, span: AttentionSpan):
+               cu_seqlens: Tensor, attn_args: AttentionArgs):
         """Do one layer's attention, up to its gate and output matrix: qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
-        slots, length, _ = n.shape
-        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
+        B, T, _ = n.shape
+        q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
         # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
-        for number, rows in value_rows:
+        for gate_idx, rows in value_rows:
             features = n[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
-            gate = 2 * gate_of(features, self.ve_gate_bank[number])
+            gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
@@ -2757,21 +2807,21 @@ class GPT(nn.Module):
         if layer.attention == "paired":
             per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # alike for all heads
-        sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
-        by_position = (slots, length, self.heads // per_token, per_token, self.head_dim)
-        q = rotate(q.view(by_position), cos, sin)
-        k = rotate(k.view(by_position), cos, sin)
+        cos = self.rotary_cos[:per_token * T].view(T, 1, per_token, -1)           # alike for all heads
+        sin = self.rotary_sin[:per_token * T].view(T, 1, per_token, -1)
+        by_position = (B, T, self.num_heads // per_token, per_token, self.head_dim)
+        q = apply_rotary(q.view(by_position), cos, sin)
+        k = apply_rotary(k.view(by_position), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
-        if layer.key_shift:
-            turning, still = k.chunk(2, dim=-1)
-            shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
-            k = torch.cat((turning, shifted), dim=-1)
-        flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, span).view(v.shape)
+        if layer.key_offset:
+            rotated, unrotated = k.chunk(2, dim=-1)
+            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)     # a slot's first token keeps its own
+            k = torch.cat((rotated, shifted), dim=-1)
+        flat = [x.reshape(-1, self.num_heads // per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat, cu_seqlens, attn_args).view(v.shape)
 
 
-# ====== Room 8: Optimizer =============================================================================================
+# ====== Section 8: Optimizer ==========================================================================================
 # Reductions are launched, and updates computed, in two orders that may differ. NorMuon comes first, because it overlaps
 # the all-to-all of row gradients. N-gram tables are inserted before the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
@@ -2798,7 +2848,7 @@ def polar_express(x):
         x = torch.baddbmm(x, higher_terms, x, beta=a)
     return x.mT if tall else x
 
-def normuon_direction(grad, momentum, second, mu, beta2: float,
+def normuon_direction(grad, momentum, second_moment, mu, beta2: float,
                       polar_dtype: torch.dtype):
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
@@ -2807,10 +2857,10 @@ def normuon_direction(grad, momentum, second, mu, beta2: float,
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
     # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
-    axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
+    axis = -1 if second_moment.shape[-1] == 1 else -2     # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
-    second.lerp_(mean_square, 1 - beta2)
-    scale = second.clamp_min(1e-10).rsqrt()
+    second_moment.lerp_(mean_square, 1 - beta2)
+    scale = second_moment.clamp_min(1e-10).rsqrt()
 
     # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
     count = grad.shape[axis]                                                  # numbers in each mean
@@ -2825,12 +2875,12 @@ def with_mantissa(p, mantissa):
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
-def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
+def normuon_update(p, mantissa: Tensor | None, grad, momentum, second_moment,
                    grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
-    update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
+    update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     rates = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
@@ -2857,15 +2907,15 @@ def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
-def rowwise_update(rows, v, last, grad, grad_scale: float, number, beta2: float, eps: float, step_size, decay):
+def rowwise_update(rows, v, last, grad, grad_scale: float, update_num, beta2: float, eps: float, step_size, decay):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay."""
     grad = grad * grad_scale
     # v decays for all updates that a row missed, as if it had been in each; in f64, rounded once.
-    missed = torch.pow(beta2, (number - last).double()).to(v.dtype)
+    missed = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
-    last.copy_(number.expand_as(last))
+    last.copy_(update_num.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
@@ -2873,18 +2923,18 @@ def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
-def bank_matrices(row: Parameter, weight):
+def bank_matrices(spec: ParameterSpec, weight):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
-    if row.optimizer != "normuon":
+    if spec.optimizer != "normuon":
         return weight
-    return weight.view(-1, math.gcd(*row.parts), row.shape[-1])               # q, k and v are one part of three
+    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])        # q, k and v are one part of three
 
-def initial_state(row: Parameter, shard):
+def init_optimizer_state(spec: ParameterSpec, shard):
     """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
-    shard = bank_matrices(row, shard)
+    shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
-    if row.optimizer == "adam":
+    if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
     # NorMuon takes means of squares along rows, or along columns of wide matrices: the smaller state.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
@@ -2894,33 +2944,34 @@ def initial_state(row: Parameter, shard):
     return state
 
 
-def update_scalars(cfg: Config, spec: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
     """Return the number of an Adam or row-wise update, from 1, its step size and its weight decay."""
-    update_every = spec.rows.update_every if spec.rows else cfg.adam_every
-    update_num = (values.step + 1) // update_every
+    update_every = spec.table.update_every if spec.table else cfg.adam_every
+    update_num = (step_cfg.step + 1) // update_every
     beta1, beta2 = spec.betas
-    lr = values.adam_lr * spec.lr_mul
+    lr = step_cfg.adam_lr * spec.lr_mul
     bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
     decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in the schedule (RECIPE 3.3)
     return update_num, cpu_scalar(lr * bias_correction), cpu_scalar(decay)
 
-def apply_adam(update_fn: Callable, cfg: Config, spec: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor],
-               values: Values) -> None:
+def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
+               step_cfg: StepConfig) -> None:
     """Apply update_fn, `adam_update` or its compiled form, to a parameter or to this rank's shard of it."""
-    _, step_size, decay = update_scalars(cfg, spec, values)
-    update_fn(p, grad, state["m"], state["v"], 1 / cfg.num_slots, spec.betas, cfg.adam_eps, step_size, decay)
+    _, step_size, decay = update_scalars(cfg, spec, step_cfg)
+    update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
 # ---- Parameter groups. Each reduces its gradient, updates what this rank owns, and owns its optimizer state.
 class ReplicatedGroup:
     """All parameters that every rank updates in full. One all-reduce sums their gradients."""
-    def __init__(self, cfg: Config, fabric: Fabric, specs: list[Parameter], weights: list[Tensor], adam: Callable):
-        self.fabric = fabric
+    def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
+                 adam: Callable):
+        self.comm = comm
         self.specs = specs
         self.weights = weights
         self.adam = adam
         self.update_every = cfg.adam_every
-        self.state = {spec.label: initial_state(spec, p.data) for spec, p in zip(specs, weights)}
+        self.state = {spec.label: init_optimizer_state(spec, p.data) for spec, p in zip(specs, weights)}
 
     def has_gradient(self) -> bool:
         """Return whether every parameter has a gradient."""
@@ -2929,14 +2980,14 @@ class ReplicatedGroup:
     def launch_reduce(self) -> None:
         """Launch the all-reduce of all gradients in one message, in accum_dtype."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
-        self.work = self.fabric.launch(dist.all_reduce, self.grad)
+        self.work = self.comm.launch(dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> None:
+    def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, and update all parameters."""
         wait_for_work(self.work)
         grads = self.grad.split([p.numel() for p in self.weights])
         for spec, p, grad in zip(self.specs, self.weights, grads):
-            self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], values)
+            self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], step_cfg)
 
     def zero_grad(self) -> None:
         """Discard the gradients."""
@@ -2945,27 +2996,27 @@ class ReplicatedGroup:
 
 class ShardedGroup:
     """One parameter with a main_grad, of which each rank updates one of W shards and owns its optimizer state."""
-    def __init__(self, fabric: Fabric, spec: Parameter, weight: nn.Parameter, units: Tensor, num_matrices: int,
+    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, units: Tensor, num_matrices: int,
                  grad_dtype: torch.dtype):
         """units: the weight as the matrices or rows that are divided among ranks. num_matrices: of its main_grad."""
-        self.fabric = fabric
+        self.comm = comm
         self.spec = spec
         self.weight = weight
         # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they read padding.
         count = len(units)
-        self.shard_size = -(-count // fabric.world)
-        self.padded = units.new_zeros(self.shard_size * fabric.world, *units.shape[1:])
+        self.shard_size = -(-count // comm.world_size)
+        self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
         self.padded[:count] = units
         weight.data = self.padded[:count].view_as(weight)
-        first = fabric.rank * self.shard_size
+        first = comm.rank * self.shard_size
         self.slice = slice(first, first + self.shard_size)
         self.shard = self.padded[:count][self.slice]
-        self.state = {spec.label: initial_state(spec, self.shard)}
+        self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
         # Messages have the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
         self.comm_buffer = self.main_grad
-        if fabric.world > 1:
+        if comm.world_size > 1:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
         weight.main_grad = self.main_grad[:count].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
@@ -2978,10 +3029,10 @@ class ShardedGroup:
     def check_writes(self) -> None:
         """Raise RunError unless each backward pass has written every matrix of the main_grad once."""
         counts = self.weight.write_counts
-        need(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
-             f"its matrices were written {counts.tolist()} times",
-             f"{self.num_backwards} times each, once in every backward pass since the last update",
-             "a micro-batch was lost or ran twice: call drop_gradients, and repeat the step", RunError)
+        check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
+              found=f"its matrices were written {counts.tolist()} times",
+              expected=f"{self.num_backwards} times each, once in every backward pass since the last update",
+              hint="a micro-batch was lost or ran twice: call discard_grads, and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
         """Start a gradient of zeros unless there is one."""
@@ -2994,13 +3045,13 @@ class ShardedGroup:
         """Launch the reduce-scatter of the gradient."""
         self.comm_buffer.copy_(self.main_grad)                                # nothing to do if they are one tensor
         self.grad = self.comm_buffer[self.slice]
-        self.work = self.fabric.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
+        self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Any:
+    def update(self, step_cfg: StepConfig) -> Any:
         """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
         wait_for_work(self.work)
-        self.update_shard(self.grad[:len(self.shard)], values)
-        return self.fabric.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        self.update_shard(self.grad[:len(self.shard)], step_cfg)
+        return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
         """Discard the gradient. The next write overwrites main_grad, so it needs no clearing."""
@@ -3012,51 +3063,51 @@ class BankGroup(ShardedGroup):
     """A bank of matrices, updated by NorMuon on every step."""
     update_every = 1
 
-    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, weight: nn.Parameter, multiple_micro_batches: bool,
-                 normuon: Callable):
+    def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
+                 multiple_micro_batches: bool, normuon: Callable):
         """multiple_micro_batches: of a step on this rank; their gradients accumulate in f32."""
         self.cfg = cfg
         self.normuon = normuon
         units = bank_matrices(spec, weight.data)
         accum = accum_dtype(weight.dtype)
         grad_dtype = accum if multiple_micro_batches else weight.dtype
-        super().__init__(fabric, spec, weight, units, len(spec.parts) * len(weight), grad_dtype)
+        super().__init__(comm, spec, weight, units, len(spec.matrix_heights) * len(weight), grad_dtype)
 
         # Tall matrices take larger steps, by the square root of their aspect ratio; down matrices take twice as large.
         aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
         lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
         if spec.label == "mlp":
-            lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                            # up, down, up, down, ...
+            lr_muls[1::MLP_MATRICES] *= DOWN_LR_MUL       # up, down, up, down, ...
         self.lr_muls = lr_muls[self.slice]
 
-    def update_shard(self, grad: Tensor, values: Values) -> None:
+    def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
         state = self.state[self.spec.label]
-        lr = cpu_scalar(values.normuon_lr)
+        lr = cpu_scalar(step_cfg.normuon_lr)
         decay = lr * cfg.normuon_weight_decay             # the update multiplies by the learning rate once more
-        self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.num_slots,
-                     cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+        self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.seqs_per_step,
+                     cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
     """The head, updated by Adam. The gradients of its cycle accumulate in f32."""
-    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, weight: nn.Parameter, adam: Callable):
+    def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         self.update_every = cfg.adam_every
         self.adam = adam
-        super().__init__(fabric, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
+        super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
-    def update_shard(self, grad: Tensor, values: Values) -> None:
-        self.adam(self.spec, self.shard, grad, self.state[self.spec.label], values)
+    def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
     """A dense table: Adam updates every row of this rank's shard."""
-    def __init__(self, spec: Parameter, table: LocalTable | ExchangedTable, adam: Callable):
+    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
         self.spec = spec
         self.table = table
         self.adam = adam
-        self.update_every = spec.rows.update_every
-        self.state = {spec.label: initial_state(spec, table.shard)}
+        self.update_every = spec.table.update_every
+        self.state = {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
         """Return whether there was a backward pass since the last update."""
@@ -3066,10 +3117,10 @@ class TableGroup:
         """Launch the row gradients to the owners of the rows."""
         self.table.launch_reduce()
 
-    def update(self, values: Values) -> None:
+    def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, and update the shard."""
         grad = self.table.reduced_grads()
-        self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], values)
+        self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
         """Discard the gradients, and the cached rows, which the update has changed."""
@@ -3077,26 +3128,26 @@ class TableGroup:
 
 class RowwiseTableGroup(TableGroup):
     """A row-wise table: an update changes only the requested rows. The row store owns their state."""
-    def __init__(self, cfg: Config, fabric: Fabric, spec: Parameter, table: RowwiseTable, rowwise: Callable):
+    def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
         self.cfg = cfg
-        self.compiling = fabric.compiles(cfg)
+        self.compiling = comm.compiles(cfg)
         self.spec = spec
         self.table = table
         self.rowwise = rowwise
-        self.update_every = spec.rows.update_every
+        self.update_every = spec.table.update_every
         self.state = {}
 
-    def update(self, values: Values) -> None:
+    def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, update the requested rows, and store them."""
         grad = self.table.reduced_grads()
         active = self.table.active
-        update_num, step_size, decay = update_scalars(self.cfg, self.spec, values)
+        update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create the number on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.compiling:                                # one graph for any number of rows
             for x in (*active, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*active, grad, 1 / self.cfg.num_slots, update_num, self.spec.betas[1], self.cfg.adam_eps,
+        self.rowwise(*active, grad, 1 / self.cfg.seqs_per_step, update_num, self.spec.betas[1], self.cfg.adam_eps,
                      step_size, decay)
         self.table.store.write_back(self.table.pending_plan, active)
 
@@ -3105,30 +3156,31 @@ class Optimizer:
 
     Gradients are sums over slots and ranks; the updates scale them by 1 / S.
     """
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, tables: dict[str, Any], multiple_micro_batches: bool):
+    def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Any],
+                 multiple_micro_batches: bool):
         """tables: by label. multiple_micro_batches: of a step on this rank."""
-        self.fabric = fabric
+        self.comm = comm
         self.model = model
-        adam = functools.partial(apply_adam, compiled(adam_update, cfg, fabric), cfg)
-        normuon = compiled(normuon_update, cfg, fabric)
-        rowwise = compiled(rowwise_update, cfg, fabric)
+        adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
+        normuon = compile_fn(normuon_update, cfg, comm)
+        rowwise = compile_fn(rowwise_update, cfg, comm)
         self.groups = {}
         replicated = []
-        for spec in parameter_table(cfg):
+        for spec in parameter_specs(cfg):
             label = spec.label
             if spec.optimizer == "rowwise":
-                self.groups[label] = RowwiseTableGroup(cfg, fabric, spec, tables[label], rowwise)
-            elif spec.rows:
+                self.groups[label] = RowwiseTableGroup(cfg, comm, spec, tables[label], rowwise)
+            elif spec.table:
                 self.groups[label] = TableGroup(spec, tables[label], adam)
             elif spec.optimizer == "normuon":
                 weight = model.get_parameter(label)
-                self.groups[label] = BankGroup(cfg, fabric, spec, weight, multiple_micro_batches, normuon)
-            elif spec.parts:
-                self.groups[label] = HeadGroup(cfg, fabric, spec, model.get_parameter(label), adam)
+                self.groups[label] = BankGroup(cfg, comm, spec, weight, multiple_micro_batches, normuon)
+            elif spec.matrix_heights:
+                self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
                 replicated.append(spec)
         weights = [model.get_parameter(spec.label) for spec in replicated]
-        self.groups[REPLICATED] = ReplicatedGroup(cfg, fabric, replicated, weights, adam)
+        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # The optimizer state that this rank owns, by label. Snapshots and checkpoints use its names.
         self.state = {}
@@ -3149,23 +3201,23 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, values: Values) -> None:
+    def step(self, step_cfg: StepConfig) -> None:
         """Reduce gradients, update the parameters that are due, gather the results, and clear their gradients.
 
         Raises RunError if a gradient is missing, or if a main_grad was not written once in every backward pass.
         """
         # Check before anything is launched, while no weight has changed.
-        due = [label for label, group in self.groups.items() if (values.step + 1) % group.update_every == 0]
+        due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
         for label in due:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
         missing = sorted(label for label in due if not self.groups[label].has_gradient())
-        need(not missing, "optim_step", f"no gradient of {missing}", "a gradient of every parameter that is due",
-             "call forward_backward first", RunError)
+        check(not missing, "optim_step", found=f"no gradient of {missing}",
+              expected="a gradient of every parameter that is due", hint="call forward_backward first", error=RunError)
 
         # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
-        tied_update = values.tied and "embed" in due
+        tied_update = step_cfg.tied and "embed" in due
         if tied_update:
             self.groups["embed"].table.add_grads_to_head(head.main_grad)
             due.remove("embed")
@@ -3177,18 +3229,18 @@ class Optimizer:
         gathers = []
         for label in self.update_order:
             if label in due:
-                gathers.append(self.groups[label].update(values))
+                gathers.append(self.groups[label].update(step_cfg))
                 self.groups[label].zero_grad()
         for work in gathers:
             wait_for_work(work)
-        if tied_update and self.fabric.world == 1:        # with more ranks, its rows are read from the head
+        if tied_update and self.comm.world_size == 1:     # with more ranks, its rows are read from the head
             self.model.embed.copy_(head.t())
-        if values.untie:
+        if step_cfg.untie_after:
             self._untie()
 
     def _untie(self) -> None:
         """Make head and embedding two parameters. The embedding starts with the head's weights and moments."""
-        W = self.fabric.world
+        W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # The head's moments are sharded along D, and the embedding's along V: rank r owns rows r, r + W, ...
         for name, moment in self.state["embed"].items():
@@ -3198,114 +3250,116 @@ class Optimizer:
             padded = F.pad(owned, (0, W * C - head.shape[1], 0, padding))
             sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # grouped by owner
             received = sent.clone()
-            wait_for_work(self.fabric.launch(dist.all_to_all_single, received, sent))
+            wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
             moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
-        rows = head.t()[self.fabric.rank::W]
+        rows = head.t()[self.comm.rank::W]
         self.groups["embed"].table.shard[:len(rows)] = rows
 
 
-# ====== Room 9: Engine ================================================================================================
-EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
+# ====== Section 9: Engine =============================================================================================
+EVAL_CHUNK = 8192                        # rows of validation logits at a time: evaluation never decides the memory
 RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
 
-class Losses(NamedTuple):
+class StepLoss(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
-    slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
-    tokens: int
+    seq_sums: Tensor                     # (b,) f32 or f64: sum over the slot's positions
+    num_tokens: int
 
 class Engine:
     """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
 
-    Independent of the schedule, except for the `Values` of a step, and of logs.
+    Independent of the schedule, except for the `StepConfig` of a step, and of logs.
     """
-    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0):
-        """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. slots_at_once: 0 for all."""
+    def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
+                 micro_batch_size: int = 0):
+        """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. micro_batch_size: 0 for all."""
         self.cfg = cfg
-        self.fabric = fabric
-        self.precision = precision
+        self.comm = comm
+        self.head_precision = head_precision
         self.rotary = None                                # the Rotary whose angles the model has
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
-        self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
+        self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
         # Buffers fit the largest batch of the run, so that shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-        longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
+        max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
         self.num_rows = {spec.label: spec.num_rows for spec in specs}
-        self.shard_rows = {spec.label: spec.shard_rows(fabric.world) for spec in specs}
-        self.model = GPT(cfg, attention, longest_slot, self.shard_rows)
-        self.set_seed(cfg.seed)
-        self.model.to(fabric.device)
+        self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
+        self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
+        self.reseed(cfg.seed)
+        self.model.to(comm.device)
         self.tables = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
-            max_tokens = spec.update_every * largest_batch // fabric.world if precision else 0
+            max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
-                table = RowwiseTable(spec, cfg, fabric, max_tokens)
-            elif fabric.world == 1:
+                table = RowwiseTable(spec, cfg, comm, max_tokens)
+            elif comm.world_size == 1:
                 table = LocalTable(weights[spec.label])
             else:
-                table = ExchangedTable(spec, cfg, fabric, weights[spec.label], max_tokens, self.model.lm_head)
+                table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
             self.tables[spec.label] = table
 
         # Only what is called often, and with few sets of shapes, is compiled.
-        self.compiling = fabric.compiles(cfg)
+        self.compiling = comm.compiles(cfg)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        self.model_hidden = compiled(self.model.hidden, cfg, fabric)
-        self.model_losses = compiled(self.model.losses, cfg, fabric)
-        self.next_token_losses = compiled(next_token_losses, cfg, fabric)
-        if precision:
-            multiple_micro_batches = self.slots_at_once * fabric.world < cfg.num_slots
-            self.optimizer = Optimizer(cfg, fabric, self.model, self.tables, multiple_micro_batches)
+        self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
+        self.model_losses = compile_fn(self.model.losses, cfg, comm)
+        self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
+        if head_precision:
+            multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
+            self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
 
     @torch.no_grad()
-    def set_seed(self, seed: int):
+    def reseed(self, seed: int):
         """Give all weights their initial values."""
         for label, weight in initial_weights(self.cfg, seed):
-            self.model.get_parameter(label).copy_(self.shard(label, weight))
+            self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
-    def shard(self, name: str, whole: Tensor):
+    def local_part(self, name: str, whole: Tensor):
         """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded_groups:
             return whole[self.optimizer.sharded_groups[label].slice]
         if label not in self.shard_rows:
             return whole
-        rows = whole[self.fabric.rank::self.fabric.world]
+        rows = whole[self.comm.rank::self.comm.world_size]
         return F.pad(rows, (0, 0, 0, self.shard_rows[label] - len(rows)))
 
-    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
+    def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
+        """Add loss_scale * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
         A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
         # The rows of the tables were launched after the last update; wait for them here.
-        spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+        attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
         # Scalars are made on the device: a copy from the host would wait.
-        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
-        weights = torch.stack([scalar(weight) for weight in values.mtp_weights])
-        backward_seed = scalar(loss_weight)
+        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
+        weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
+        scale = scalar(loss_scale)
 
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
-        for part in self._micro_batches(batch):
-            slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
-            if loss_weight:
+        for micro_batch in self._micro_batches(batch):
+            losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
+                                       row_buffers)
+            seq_sums = losses.sum(dim=1)
+            if loss_scale:
                 for group in self.optimizer.sharded_groups.values():
                     group.num_backwards += 1
-                slot_sums.sum().backward(backward_seed)
+                seq_sums.sum().backward(scale)
             else:
                 self.optimizer.add_zero_grads()
-            sums.append(slot_sums.detach())
-        return Losses(torch.cat(sums), batch.tokens.numel())
+            sums.append(seq_sums.detach())
+        return StepLoss(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values):
+    def optim_step(self, step_cfg: StepConfig):
         """Update what this step updates with the gradients so far, and clear these."""
-        self.optimizer.step(values)
+        self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
         """Start to copy the rows of the next step from host memory to the device, before `optim_step`."""
@@ -3318,37 +3372,37 @@ class Engine:
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], values: Values):
+    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig):
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
         # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
-        total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         tokens = 0
         for batch in batches:
-            spans, row_buffers = self._for_reading(batch, values)
-            for part in self._micro_batches(batch):
-                rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
-                for y, targets in zip(rows.split(EVAL_ROWS), part.targets.flatten().split(EVAL_ROWS)):
+            attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
+            for micro_batch in self._micro_batches(batch):
+                rows = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
+                for y, targets in zip(rows.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
-            tokens += batch.targets.numel() * self.fabric.world
-        self.fabric.synchronize()                             # has a time limit, and float() has none
-        return sum(self.fabric.gather(float(total))) / tokens
+            tokens += batch.targets.numel() * self.comm.world_size
+        self.comm.synchronize()          # has a time limit, and float() has none
+        return sum(self.comm.all_gather(float(total))) / tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: list, values: Values):
+    def next_logits(self, tokens: list, step_cfg: StepConfig):
         """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
-        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
-        length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
+        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
+        length = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(length + 1, np.uint16)
         padded[:len(context)] = context
-        slot = Slot(padded, np.asarray([0, length], np.int32))
-        batch, = build_batches(self.cfg, self.fabric, None, "sample", [values], [[slot]])
-        batch = batch.to(self.fabric.device)
-        hidden = self.model.hidden(batch, *self._for_reading(batch, values))
-        return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
+        seq = PackedSeq(padded, np.asarray([0, length], np.int32))
+        batch, = build_batches(self.cfg, self.comm, None, "sample", [step_cfg], [[seq]])
+        batch = batch.to(self.comm.device)
+        hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
+        return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _for_reading(self, batch: Batch, values: Values):
+    def _eval_inputs(self, batch: Batch, step_cfg: StepConfig):
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3356,21 +3410,21 @@ class Engine:
             if self.compiling and label in batch.plans:       # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
-        return self._attention_of(values, batch.tokens.shape[1]), row_buffers
+        return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
-    def _attention_of(self, values: Values, longest: int):
+    def _set_attention(self, step_cfg: StepConfig, longest: int):
         """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
-        if values.rotary != self.rotary:
-            self.model.set_rotary(values.rotary.frequencies)
-            self.rotary = values.rotary
-        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        if step_cfg.rotary != self.rotary:
+            self.model.set_rotary(step_cfg.rotary.frequencies)
+            self.rotary = step_cfg.rotary
+        return attention_args(step_cfg.short_window, step_cfg.long_window, longest, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch):
-        for first in range(0, len(batch.tokens), self.slots_at_once):
-            part = batch.map(operator.itemgetter(slice(first, first + self.slots_at_once)))
+        for first in range(0, len(batch.tokens), self.micro_batch_size):
+            micro_batch = batch.map(operator.itemgetter(slice(first, first + self.micro_batch_size)))
             if self.compiling:                                # any number of documents, one graph
-                torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
-            yield part
+                torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
+            yield micro_batch
 
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self):
@@ -3394,12 +3448,12 @@ class Engine:
             for store, chunks in touched:
                 store.load(chunks)
             self.rotary = None                                # the next step makes its angles
-            self.drop_gradients()
+            self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
-    def drop_gradients(self):
+    def discard_grads(self):
         """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
@@ -3407,15 +3461,15 @@ class Engine:
             else:
                 group.zero_grad()
 
-    def _whole(self, name: str, x: Tensor):
+    def _gather_full(self, name: str, x: Tensor):
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(CHUNK_ROWS)]
-        if self.fabric.rank != 0:
+        pieces = [self.comm.all_gather(piece.cpu()) for piece in x.split(CHUNK_ROWS)]
+        if self.comm.rank != 0:
             return None
         if is_shard:
             return torch.cat(*pieces)                         # few matrices or rows: one piece
@@ -3423,13 +3477,13 @@ class Engine:
         rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
         return rows[:self.num_rows[label]]
 
-    def whole_state(self, values: Values, with_moments: bool):
+    def full_state(self, step_cfg: StepConfig, with_moments: bool):
         """Return weights, without row-wise tables, and optimizer state by name, whole and in logical order, on rank 0's
         host; elsewhere what is sharded is None. Equal at every W. Between cycles; collective.
         values: of the next step to train, which say whether the embedding is still the head."""
-        wholes = {name: self._whole(name, x) for name, x in self.state_tensors().items()
+        wholes = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                   if with_moments or "." not in name}
-        if values.tied:
+        if step_cfg.tied:
             wholes["embed"] = wholes["lm_head"].t().contiguous()
         return wholes
 
@@ -3437,40 +3491,40 @@ class Engine:
     def load_state(self, wholes: dict):
         """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
         for name, x in self.state_tensors().items():
-            x.copy_(self.shard(name, wholes[name]))
-        self.drop_gradients()
+            x.copy_(self.local_part(name, wholes[name]))
+        self.discard_grads()
 
-    def traffic(self) -> dict[str, Counter]:
+    def traffic_totals(self) -> dict[str, Counter]:
         """Return by table the bytes that training has exchanged, summed over ranks. Collective."""
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
             between_host_and_device = table.store.traffic if table.store else {}
-            for totals in self.fabric.gather({**table.byte_totals, **between_host_and_device}):
+            for totals in self.comm.all_gather({**table.byte_totals, **between_host_and_device}):
                 result[label].update(totals)
         return result
 
 
 # ---- Memory: an estimate before anything is built
-MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
+USABLE_MEMORY = 0.9                      # of a device: the rest is for its driver, NCCL, the allocator, the compiler
+HOST_TABLES = "tables on the host"       # the part that takes memory row by row, as rows are updated
 # What a step keeps per token at its peak, in the head: compiled (counted by tests/rehearse.py), or in plain PyTorch.
-SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
-SAVED_ROWS_PLAIN = 26
+SAVED_VECTORS = 17                       # of width D, in each layer: 183 in 11 layers, and statistics in f32
+SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
-LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
+LOGIT_COPIES_EAGER = 6                   # the same in f32 or f64
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
+def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int):
     """Return the most memory that a rank takes, bytes by part: activations by the constants above, all else counted."""
-    W = fabric.world
+    W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
     accum_item = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts = Counter()
-    for row in parameter_table(cfg):
-        table = row.rows
-        kept = math.prod(row.shape)                           # numbers that have a gradient here
+    for spec in parameter_specs(cfg):
+        table = spec.table
+        kept = math.prod(spec.shape)     # numbers that have a gradient here
         gradient = accum_item                                 # bytes of each
         if table:
             # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
@@ -3479,67 +3533,68 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
             read = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
             cache = min(kept, read // W) if table.rowwise or cfg.row_comms == "sparse" else kept
             if table.rowwise:
-                home = ON_HOST if table.location == "host" or not fabric.on_cuda else "weights"
+                home = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
                 parts[home] += shard * item
                 parts["weights"] += min(shard, read) * item * (2 if table.location == "host" else 1)
                 kept = cache
             elif W > 1:
                 kept = shard + cache
-        elif row.optimizer == "normuon" and slots_at_once * W >= cfg.num_slots:
+        elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
             gradient = item                                   # written once, and sent as it is
         elif W > 1 and accum_item > item:
             gradient += item                                  # the copy that is sent
         parts["weights"] += kept * item
         parts["gradients"] += kept * gradient
-        if row.optimizer != "rowwise":
-            state = initial_state(row, torch.empty(row.shape, dtype=dtype, device="meta"))
-            owners = W if row.rows or row.parts else 1
+        if spec.optimizer != "rowwise":
+            state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
+            owners = W if spec.table or spec.matrix_heights else 1
             parts["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Activations of a step of the largest stage. Evaluation, whose logits come in chunks, and updates of rows take
     # less, unless slots are many and short.
-    saved_rows = SAVED_ROWS
+    saved_rows = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item
-    if kernel is not attention_varlen:
-        saved_rows = SAVED_ROWS_PLAIN
-        logit_bytes = LOGIT_COPIES_PLAIN * accum_item
+    if attention is not attention_varlen:
+        saved_rows = SAVED_VECTORS_EAGER
+        logit_bytes = LOGIT_COPIES_EAGER * accum_item
     token_bytes = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
-    parts["working"] = slots_at_once * largest_batch * token_bytes // cfg.num_slots
+    parts["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
     return parts
 
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
+def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable):
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
-    local = cfg.num_slots // fabric.world
+    local = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if fabric.on_cuda:
-        total = torch.cuda.mem_get_info(fabric.device)[1]
-    room = MEMORY_SHARE * min(fabric.gather(total))
+    if comm.on_cuda:
+        total = torch.cuda.mem_get_info(comm.device)[1]
+    available = USABLE_MEMORY * min(comm.all_gather(total))
     choices = [m for m in range(local, 0, -1) if local % m == 0]
-    if cfg.slots_per_micro_batch:
-        choices = [min(cfg.slots_per_micro_batch, local)]
+    if cfg.micro_batch_size:
+        choices = [min(cfg.micro_batch_size, local)]
     # As many slots as fit: products are larger then, and graphs run less often.
-    for slots_at_once in choices:
-        estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        if estimate.total() - estimate[ON_HOST] <= room:
-            return slots_at_once, estimate
+    for micro_batch_size in choices:
+        estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
+        if estimate.total() - estimate[HOST_TABLES] <= available:
+            return micro_batch_size, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
-                   "more ranks, a larger device, more and shorter slots (--num_slots=32), --slots_per_micro_batch=1, "
-                   "smaller batches in --stages, fewer rows in --tables or home host there, a smaller model")
+    raise RunError("memory", found=f"{available / 2**30:.1f} GiB to use", expected=f"room for {parts}",
+                   hint="more ranks, a larger device, more and shorter slots (--seqs_per_step=32), "
+                        "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
+                        "there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
-CHECKPOINTS = "checkpoints"              # folder in the run directory
+CHECKPOINT_DIR = "checkpoints"           # folder in the run directory
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
-UNFINISHED = set()                       # folders that this process writes and has not named: its end removes them
+PARTIAL_DIRS = set()                     # folders that this process writes and has not named: its end removes them
 
 def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
-def sync_to_disk(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
     # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
     try:
@@ -3553,16 +3608,16 @@ def sync_to_disk(path: Path) -> None:
             raise
 
 @contextlib.contextmanager
-def refused(path: Path, kind=RunError):
+def write_errors(path: Path, error_type: type[TrainerError] = RunError):
     """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
+        raise error_type(f"writing {path}", error.__context__ or error, "room, and the right to write there",
                    "free some, or name another folder") from None
 
 @contextlib.contextmanager
-def damaged(path: Path):
+def read_errors(path: Path):
     """Turn any error in the body, other than our own, into a DataError that names the path."""
     try:
         yield
@@ -3570,30 +3625,30 @@ def damaged(path: Path):
         raise
     except Exception as error:           # without torch's text, which advises to let a file run its code
         found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
-        raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
-                        "trainer that wrote it") from None
+        raise DataError(path, found=found, expected="content as this trainer writes it",
+                        hint="take another, write it again, or use the trainer that wrote it") from None
 
-def part_of(folder: Path, run_id: str):
+def partial_path(directory: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
-    return folder.with_name(f"{folder.name}.{run_id}.part")
+    return directory.with_name(f"{directory.name}.{run_id}.part")
 
-def row_files(engine: Engine):
+def touched_row_files(engine: Engine):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
-    fabric = engine.fabric
+    comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
             # In pieces, for a table may be larger than the memory that is left.
             for number, (local_rows, state) in enumerate(table.store.touched_state()):
-                name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
-                yield name, dict(state._asdict(), ids=local_rows * fabric.world + fabric.rank)
+                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{number}.pt"
+                yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
-def write_folder(folder: Path, run_id: str, files: dict, engine: Engine):
+def write_directory(folder: Path, run_id: str, files: dict, engine: Engine):
     """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
     give it its name. Raises RunError. Collective."""
-    fabric = engine.fabric
-    part = part_of(folder, run_id)
-    contents = row_files(engine)                            # each made when the one before it is on the disk
-    if fabric.rank == 0:
+    comm = engine.comm
+    part = partial_path(folder, run_id)
+    contents = touched_row_files(engine)                  # each made when the one before it is on the disk
+    if comm.rank == 0:
         contents = itertools.chain(files.items(), contents)
 
     def write(name: str, content):
@@ -3603,148 +3658,153 @@ def write_folder(folder: Path, run_id: str, files: dict, engine: Engine):
                 file.write(content)
             else:
                 torch.save(content, file)
-        sync_to_disk(path)
+        fsync_path(path)
         return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
-    UNFINISHED.add(part)
+    PARTIAL_DIRS.add(part)
     try:
-        with fabric.failing_together(), refused(part):
-            if fabric.rank == 0:
+        with comm.raise_together(), write_errors(part):
+            if comm.rank == 0:
                 part.mkdir(parents=True)
-        with fabric.failing_together(), refused(part):
+        with comm.raise_together(), write_errors(part):
             facts = {name: write(name, content) for name, content in contents}
         # The name comes last, when every byte under it is on the disk.
-        facts = functools.reduce(operator.or_, fabric.gather(facts))
-        with fabric.failing_together(), refused(folder):
-            if fabric.rank == 0:
-                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
-                sync_to_disk(part)
+        facts = functools.reduce(operator.or_, comm.all_gather(facts))
+        with comm.raise_together(), write_errors(folder):
+            if comm.rank == 0:
+                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
+                fsync_path(part)
                 part.rename(folder)                           # fails if another run has taken the name
-                sync_to_disk(folder.parent)
+                fsync_path(folder.parent)
     finally:
-        UNFINISHED.discard(part)
-        if fabric.rank == 0:
+        PARTIAL_DIRS.discard(part)
+        if comm.rank == 0:
             shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
-    with damaged(path):
-        need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
-             "than its manifest says", "the file as it was written", "name a folder that --save made; if this is "
-             "one, it is damaged: copy it again", DataError)
+    with read_errors(path):
+        check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
+              found="no such file, or another content than its manifest says", expected="the file as it was written",
+              hint="name a folder that --save made; if this is one, it is damaged: copy it again", error=DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
     """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
-    for row in parameter_table(cfg):
-        if row.optimizer != "rowwise":
-            own_dtype = accum_dtype(dtype) if row.full_precision else dtype
-            weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
+    for spec in parameter_specs(cfg):
+        if spec.optimizer != "rowwise":
+            own_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=own_dtype, device="meta")
             if with_moments:
-                state = initial_state(row, weight)
-                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
+                state = init_optimizer_state(spec, weight)
+                tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
-    with damaged(path):
+    with read_errors(path):
         found = {name: (x.dtype, *x.shape) for name, x in found.items()}
     for name in expected | found:
-        need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
-             expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
+        check(found.get(name) == expected.get(name), f"{name} in {path}", found=found.get(name, "no such tensor"),
+              expected=expected.get(name, "no such tensor"), hint="use the trainer and settings of that run",
+              error=DataError)
 
 def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
-    fabric = engine.fabric
+    comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
             table.store.clear()
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(folder / name, manifest)
-                    with damaged(folder / name):              # rows of another width, dtype or table
-                        owned = content["ids"] % fabric.world == fabric.rank
+                    with read_errors(folder / name):      # rows of another width, dtype or table
+                        owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
                         state = RowState(rows.to(table.shard.dtype), v, last)
-                        table.store.load_chunk(content["ids"][owned] // fabric.world, state)
+                        table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
 def settings_json(cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
-    return json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
+    return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
-def save(folder: Path, run_id: str, cfg: Config, engine: Engine, values: Values, vocabulary: list[bytes] | None):
+def save_weights(folder: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
+                 token_bytes: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = {"weights.pt": engine.whole_state(values, with_moments=False), SETTINGS: settings_json(cfg)}
-    if vocabulary is not None:
-        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files[VOCABULARY] = b"".join(lines)
-    write_folder(folder, run_id, files, engine)
+    files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
+    if token_bytes is not None:
+        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(token_bytes) if piece]
+        files[VOCAB_FILE] = b"".join(lines)
+    write_directory(folder, run_id, files, engine)
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Engine, values: Values):
+def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Engine, step_cfg: StepConfig):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
     # A checkpoint that cannot be written ends nothing: the next may be.
-    fabric = engine.fabric
-    folder = run_dir / CHECKPOINTS
-    name = f"step-{values.step:07d}"
-    files = {"run.pt": dict(content, state=engine.whole_state(values, with_moments=True))}
+    comm = engine.comm
+    folder = run_dir / CHECKPOINT_DIR
+    name = f"step-{step_cfg.step:07d}"
+    files = {"run.pt": dict(content, state=engine.full_state(step_cfg, with_moments=True))}
     try:
-        write_folder(folder / name, run_id, files, engine)
+        write_directory(folder / name, run_id, files, engine)
     except RunError as error:
-        fabric.say(f"{error}\nthe run goes on without this checkpoint")
+        comm.print0(f"{error}\nthe run goes on without this checkpoint")
         return
-    if fabric.rank == 0:
+    if comm.rank == 0:
         before = sorted(path for path in folder.glob("step-???????") if path.name < name)
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
-    fabric = engine.fabric
-    newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
-    fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
+    comm = engine.comm
+    newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
+    comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     # What one rank cannot read nobody takes: all ranks go on from the same step.
     for path in newest_first:
         run = path / "run.pt"
         try:
-            with fabric.failing_together(), damaged(run):
+            with comm.raise_together(), read_errors(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
                 wholes = content.pop("state")
-                need("moments" not in wholes, run, "a checkpoint of an older trainer", "one of this trainer",
-                     "resume it with the train_gpt.py in that run directory", DataError)
+                check("moments" not in wholes, run, found="a checkpoint of an older trainer",
+                      expected="one of this trainer", hint="resume it with the train_gpt.py in that run directory",
+                      error=DataError)
                 check_tensors(run, engine.cfg, wholes, with_moments=True)
                 engine.load_state(wholes)
                 load_rows(path, manifest, engine)
                 return content
         except DataError as error:
-            fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
-    raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
-                    "--resume the run before it, if it was itself resumed; or start anew, with --checkpoint_every=100")
+            comm.print0(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
+    raise DataError(f"checkpoints in {run_dir}", found=[path.name for path in newest_first],
+                    expected="a whole one of this trainer",
+                    hint="--resume the run before it, if it was itself resumed; or start anew, with "
+                         "--checkpoint_every=100")
 
 
-# ====== Room 10: Loop =================================================================================================
-LOGS = ("log.txt", "log.jsonl")
+# ====== Section 10: Loop ==============================================================================================
+LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
-NEW_LOG = dict(tokens=0, done=0, last_good="none", lines={})     # `Log.state` of a run that begins
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a run that begins
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
-    def __init__(self, fabric: Fabric, before: float = 0.0):
-        self.fabric = fabric
-        self.before = before             # ms up to the last stop
+    def __init__(self, comm: Communicator, initial_ms: float = 0.0):
+        self.comm = comm
+        self.initial_ms = initial_ms     # ms up to the last stop
         self.since = None                # s of the start; None: it stands still
-        self.cycle_began = before        # ms at the last `next_cycle_ms`
+        self.cycle_began = initial_ms    # ms at the last `next_cycle_ms`
 
     @property
     def ms(self):
-        return self.before if self.since is None else self.before + (time.perf_counter() - self.since) * 1000
+        return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
 
     def start(self):
-        self.fabric.synchronize()
+        self.comm.synchronize()
         self.since = time.perf_counter()
 
     def stop(self):
-        self.fabric.synchronize()
-        self.before = self.ms
+        self.comm.synchronize()
+        self.initial_ms = self.ms
         self.since = None
 
     def next_cycle_ms(self):
@@ -3758,42 +3818,43 @@ class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
     content of further files of the run directory; earlier: what `state` gave to a checkpoint."""
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict, earlier: dict = NEW_LOG):
+    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict,
+                 resumed: dict = EMPTY_LOG_STATE):
         self.run_dir = run_dir
-        self.fabric = fabric
+        self.comm = comm
         self.schedule = schedule
-        self.total = schedule.total_steps                     # steps of the run; a forecast if there is a time budget
-        self.tokens = earlier["tokens"]
-        self.done = earlier["done"]      # steps
-        self.last_good = earlier["last_good"]                 # validation, in words
+        self.total_steps = schedule.planned_steps         # steps of the run; a forecast if there is a time budget
+        self.tokens = resumed["tokens"]
+        self.steps_done = resumed["steps_done"]           # steps
+        self.last_val = resumed["last_val"]               # validation, in words
         self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
         self.files = {}
-        self.is_tty = fabric.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()           # None if it is closed
-        if fabric.rank == 0:
+        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
+        if comm.rank == 0:
             # An existing log is another run's. Without buffers a killed run leaves every line.
-            with refused(run_dir):
+            with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in LOGS:
+                for name in LOG_FILES:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-                for name, content in beside.items():
+                for name, content in files.items():
                     (run_dir / name).write_bytes(content)
-        for name, text in earlier["lines"].items():
-            self._write(name, text.encode())
+        for name, info in resumed["lines"].items():
+            self._write(name, info.encode())
 
     def state(self):
         """Return what a checkpoint needs to go on with this log."""
         self.flush()
-        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
+        return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def text(self, line: str):
+    def info(self, line: str):
         """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
-        self.fabric.say(line)
+        self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
         """Replace the last line of a terminal by this text. The next line overwrites it."""
@@ -3805,7 +3866,7 @@ class Log:
     def _write(self, name: str, data: bytes):
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
-            with refused(self.run_dir / name):
+            with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
                     raise OSError("no room for a whole line")
 
@@ -3816,24 +3877,24 @@ class Log:
         yield
         ms = (time.perf_counter() - began) * 1000
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
-        self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
+        self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: Losses, ms: float):
+    def step(self, losses: StepLoss, ms: float):
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        self.done += 1
-        self.tokens += losses.tokens * self.fabric.world
-        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        self.steps_done += 1
+        self.tokens += losses.num_tokens * self.comm.world_size
+        fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
         if self.schedule.cfg.time_budget:
-            place = self.schedule.place(self.done - 1)
-            fields["place"] = place
-            self.total = round(self.schedule.total_steps * self.done / max(place, 1))
+            progress = self.schedule.progress(self.steps_done - 1)
+            fields["progress"] = progress
+            self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums = losses.slot_sums
+        sums = losses.seq_sums
         copied = None
         if sums.is_cuda:
             sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
-            copied = self.fabric.record_event()
-        self.pending.append((fields, sums, losses.tokens, copied))
+            copied = self.comm.record_event()
+        self.pending.append((fields, sums, losses.num_tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0):
@@ -3841,39 +3902,41 @@ class Log:
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
-                self.fabric.wait_for(copied)
+                self.comm.wait_for(copied)
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
-            self.check(loss, f"training loss of step {step - 1}")
+            self.check_finite(loss, f"training loss of step {step - 1}")
             self.event("step", **fields, train_loss=loss)
-            line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
-            seconds_left = (min(self.total, self.schedule.end_step) - step) * ms / step / 1000
+            seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
             more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
-            self.show_progress(f"step:{step}/{self.total} {more}")
-            if not self.is_tty and step % -(-self.total // CONSOLE_STEP_LINES) == 0:
-                self.fabric.say(f"{line} {more}")
+            self.show_progress(f"step:{step}/{self.total_steps} {more}")
+            if not self.is_tty and step % -(-self.total_steps // CONSOLE_STEP_LINES) == 0:
+                self.comm.print0(f"{line} {more}")
 
-    def check(self, loss: float, what: str):
+    def check_finite(self, loss: float, what: str):
         """Raise RunError unless a loss is finite."""
-        need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
-             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
+        check(math.isfinite(loss), what, found=loss,
+              expected=f"a finite number (last good validation: {self.last_val})",
+              hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
+              error=RunError)
 
     def validation(self, loss: float, ms: float, data: ValidationSet):
         """Write the loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
-        self.check(loss, f"validation loss at step {self.done}")
-        self.last_good = f"{loss:.4f} at step {self.done}"
-        self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
-                  f"step_avg:{ms / max(self.done, 1):.2f}ms")
+        self.check_finite(loss, f"validation loss at step {self.steps_done}")
+        self.last_val = f"{loss:.4f} at step {self.steps_done}"
+        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_metrics(loss))
+        self.info(f"step:{self.steps_done}/{self.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+                  f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
-    def aborted(self, cause: str):
+    def write_aborted(self, cause: str):
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
         # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
-        last = {"log.txt": f"aborted after step {self.done}: {' '.join(cause.split())}\n",
-                "log.jsonl": json.dumps(dict(type="aborted", step=self.done, cause=cause)) + "\n"}
+        last = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
+                "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
         for name, file in files.items():
             with contextlib.suppress(Exception):
                 file.write(last[name].encode("utf-8", "replace"))
@@ -3884,217 +3947,224 @@ class Log:
         self.files = {}
         self.show_progress("")
 
-def train_step(engine: Engine, loader: Loader, values: Values) -> Losses:
+def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
     """Run one training step, and fetch the table rows of the next one."""
-    losses = engine.forward_backward(loader.next(values), values)
+    losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
     next_plans = loader.next_plans()     # waits for the loader at the end of a cycle; the GPU keeps computing
     engine.prefetch_rows(next_plans)     # rows in host memory start their way to the device
-    engine.optim_step(values)
+    engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
-def warm_up(cfg: Config, fabric: Fabric, engine: Engine, log: Log):
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = engine.snapshot()
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
-                  comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
+                  comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
-    headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
-    validation = ValidationSet(cfg, fabric, headers, "warm-up")
+    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)  # long documents are cut to max_doc_len
+    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
+    validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    cycles = [steps[first:first + schedule.cycle] for first in range(0, len(steps), schedule.cycle)]
+    cycles = [steps[first:first + schedule.cycle_steps] for first in range(0, len(steps), schedule.cycle_steps)]
 
     # One phase a cycle, so that a slow compiler is seen at work.
-    loader = Loader(cfg, fabric, headers, "warm-up")
+    loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
     for cycle, following in zip(cycles, [*cycles[1:], []]):
         loader.advance(following)
         with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
-            for values in cycle:
-                train_step(engine, loader, values)
+            for step_cfg in cycle:
+                train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
         # Attention's spans differ by stage, and once more at the end.
-        last_of_stage = {values.stage: values for values in steps}
-        for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
-            engine.evaluate(validation.batches(values), values)
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in steps}
+        for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
+            engine.evaluate(validation.batches(step_cfg), step_cfg)
     loader.close()
     restore()
 
-def cycle_from(first: int, schedule: Schedule, clock: Clock) -> list[Values]:
-    """Return the Values of the cycle that begins at step `first`, or [] at the end of training. Collective.
+def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
+    """Return the StepConfigs of the cycle that begins at step `first`, or [] at the end of training. Collective.
 
     With --time_budget the clock of rank 0 decides, one cycle ahead, where in the plan the cycle begins.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
-    if budget_ms and len(schedule.places) <= first // schedule.cycle:         # a checkpoint has the places of its run
-        fraction = clock.fabric.gather(clock.next_cycle_ms())[0] / budget_ms
-        previous = schedule.places[-1] if schedule.places else 0.0
-        schedule.places.append(max(previous, fraction * schedule.total_steps))
+    if budget_ms and len(schedule.cycle_progress) <= first // schedule.cycle_steps:
+        fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
+        previous = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
+        schedule.cycle_progress.append(max(previous, fraction * schedule.planned_steps))
     if first >= schedule.end_step:
         return []
-    return [schedule.at(step) for step in range(first, min(first + schedule.cycle, schedule.end_step))]
+    return [schedule.at(step) for step in range(first, min(first + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
     """What the logs and checkpoints of this process record about its runs."""
     run_id: str
     source: bytes                        # of this file
-    given: Config                        # from flags and preset, before the shard headers decide sizes
-    attention: str                       # name and version of the kernel
+    raw_cfg: Config                      # from flags and preset, before the shard headers decide sizes
+    attention_name: str                  # name and version of the kernel
     fingerprint: dict[str, str]          # settings, hashes and versions on which the results of a run depend
     resumed: dict[str, Any]              # what `check_resumed` returns; {} for a new run
 
-def race(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
-         profiler: torch.profiler.profile | None = None) -> tuple[float, DataEnded | None]:
+def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
+         profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the end of the schedule or of the data. Collective.
 
     Returns the final validation loss in nats per token, and the error if the data ended early. On the clock: reading,
     packing, row plans, steps, logging. Off the clock: checkpoints and validations.
     """
     schedule = log.schedule
-    first = log.done
-    data_ended = None
+    first_step = log.steps_done
+    out_of_data = None
     clock.start()
     with log.phase("first batch", timed=True):
-        loader.start(cycle_from(first, schedule, clock))
+        loader.start(schedule_cycle(first_step, schedule, clock))
     try:
-        while log.done < schedule.end_step:
-            values = schedule.at(log.done)
-            if values.checkpoint and values.step > first:
+        while log.steps_done < schedule.end_step:
+            step_cfg = schedule.at(log.steps_done)
+            if step_cfg.checkpoint and step_cfg.step > first_step:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.state(), train_time_ms=clock.ms, places=schedule.places,
-                                   facts=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
-                    write_checkpoint(log.run_dir, info.run_id, content, engine, values)
+                    content = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
+                                   fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, content, engine, step_cfg)
                 clock.start()
-            if profiler and values.step > first:
+            if profiler and step_cfg.step > first_step:
                 profiler.step()
-            if values.validate:
+            if step_cfg.validate:
                 clock.stop()
-                log.validation(engine.evaluate(validation.batches(values), values), clock.ms, validation)
+                log.validation(engine.evaluate(validation.batches(step_cfg), step_cfg), clock.ms, validation)
                 clock.start()
-            if values.begins_cycle:
-                loader.advance(cycle_from(values.step + schedule.cycle, schedule, clock))
-            log.step(train_step(engine, loader, values), clock.ms)
-    except DataEnded as error:           # the steps so far count
-        data_ended = error
+            if step_cfg.begins_cycle:
+                loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
+            log.step(train_step(engine, loader, step_cfg), clock.ms)
+    except OutOfData as error:           # the steps so far count
+        out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now. If the schedule was completed, these Values have the wider
-    # window of the final validation.
+    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider window of
+    # the final validation.
     log.flush()
     if schedule.cfg.time_budget:
-        log.total = log.done
-        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
-    end = schedule.at(log.done)
+        log.total_steps = log.steps_done
+        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
+    end = schedule.at(log.steps_done)
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
-    return loss, data_ended
+    return loss, out_of_data
 
-def generate(cfg: Config, engine: Engine, values: Values, pieces: list[bytes] | None,
+def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt=()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
-    tokens = [cfg.document_start, *prompt]
+    tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
         # Columns after the vocabulary are padding, which is never drawn.
-        logits = engine.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
-        need(logits.isfinite().all(), "sample", "logits that are not finite", "weights of a run that ended well",
-             "sample from another save, or train again at a lower learning rate", RunError)
+        logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
+        check(logits.isfinite().all(), "sample", found="logits that are not finite",
+              expected="weights of a run that ended well",
+              hint="sample from another save, or train again at a lower learning rate", error=RunError)
 
         probability = torch.softmax(logits / cfg.temperature, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(engine.fabric.gather(int(drawn)))                       # one text, however each rank rounds
-        if token == cfg.document_start:
+        token = min(engine.comm.all_gather(int(drawn)))   # one text, however each rank rounds
+        if token == cfg.bos_id:
             break
         tokens.append(token)
     tokens = tokens[1 + len(prompt):]
-    if not pieces:
+    if not token_bytes:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
-    return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
+    return b"".join(token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
-# ====== Room 11: Main =================================================================================================
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
-BUSY_CORES = 0.3                         # in use by other processes during set-up: the log warns above this
-OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
-END_PATIENCE = 5.0                       # s that an end may take
-LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
-FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
+# ====== Section 11: Main ==============================================================================================
+EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STORE_TIMEOUT_S = 2.0                    # s for the store at which ranks met to say whether another one ended first
+BUSY_CORES_WARN = 0.3                    # in use by other processes during set-up: the log warns above this
+ALL_RANKS_TIMEOUT_S = 1.0                # s for all ranks to hear of a signal that is meant for all
+EXIT_TIMEOUT_S = 5.0                     # s that an end may take
+LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
+POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
+FALLBACK_SAVE_DIR = "save"               # folder in the run directory, of weights that --save could not take
 
-def within(seconds, call):
+def call_with_timeout(seconds, call):
     """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
-def make_fabric(cfg: Config) -> Fabric:
+def init_distributed(cfg: Config) -> Communicator:
     """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
     # The launch: each rank has to know all of it, or would train alone beside the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    given = {name: env.get(name, text) for name, text in defaults.items()}
-    rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
+    launch_env = {name: env.get(name, text) for name, text in defaults.items()}
+    numbers = (int(text) if text.isdecimal() else -1 for text in launch_env.values())
+    rank, local_rank, world_size, local_world_size = numbers
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
     tasks = env.get("SLURM_NTASKS", "1")
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
-         "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
-         "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    usable = max(w for w in range(1, min(world, cfg.num_slots) + 1) if cfg.num_slots % w == 0)
-    need(usable == world, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}",
-         f"torchrun --nproc_per_node={usable} train_gpt.py ...")
+    check(0 <= rank < world_size and local_rank >= 0 and not missing, "launch", found=f"{launch_env} without {missing}",
+          expected="all that torchrun sets, with 0 <= RANK < WORLD_SIZE",
+          hint=f"torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ..., or unset WORLD_SIZE "
+               "for a single process")
+    check("WORLD_SIZE" in env or tasks == "1", "launch", found=f"{tasks} tasks of Slurm, and no WORLD_SIZE",
+          expected="ranks that know each other",
+          hint="srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
+    usable = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    check(usable == world_size, "number of ranks", found=world_size,
+          expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
+          hint=f"torchrun --nproc_per_node={usable} train_gpt.py ...")
 
     # The device: a GPU for each rank, or the CPU for all.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
-    need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
-         "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
-         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"--nproc_per_node={gpus} for torchrun")
-    fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
-    fabric.enter_thread()
+    check(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
+          expected="an NVIDIA GPU and torch for CUDA", hint="--preset=pocket trains on a CPU in about two minutes")
+    check(not cuda or max(local_rank + 1, local_world_size) <= gpus, "more ranks than devices",
+          found=f"{local_world_size} ranks, {gpus} GPUs", expected="one GPU for each rank",
+          hint=f"--nproc_per_node={gpus} for torchrun")
+    comm = Communicator(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world_size)
+    comm.set_thread_device()
     # glibc would give memory back after each step, and get it again page by page with a fault for each.
     if not cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD of malloc.h: never
         libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: the most bytes of a block that every glibc takes for it
-    if world == 1:
-        return fabric
+    if world_size == 1:
+        return comm
 
     # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
     def join():
         patience = timedelta(seconds=cfg.comm_timeout)
-        fabric.enter_thread()
+        comm.set_thread_device()
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
     try:
-        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
+        return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
-                          f"{world} ranks in {cfg.comm_timeout} s",
-                          "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
+                          expected=f"{world_size} ranks in {cfg.comm_timeout} s",
+                          hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
-def hardware(fabric: Fabric):
-    if fabric.on_cuda:
-        return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
+def describe_hardware(comm: Communicator):
+    if comm.on_cuda:
+        return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
     with contextlib.suppress(OSError, TypeError):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-def head_precision(cfg: Config, fabric: Fabric):
+def resolve_head_precision(cfg: Config, comm: Communicator):
     """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
-    native = fits and fabric.on_cuda and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
-    need(native or cfg.head != "fp8", "--head=fp8", f"{cfg.dtype} on {hardware(fabric)}",
-         "bfloat16 on CUDA capability 8.9 and up", "--head=auto or plain, or --head=emulated for the same numbers")
+    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
+    native = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(native or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
+          expected="bfloat16 on CUDA capability 8.9 and up",
+          hint="--head=auto or plain, or --head=emulated for the same numbers")
     if cfg.head == "auto":
         return "fp8" if native else "plain"
     return cfg.head
@@ -4102,57 +4172,57 @@ def head_precision(cfg: Config, fabric: Fabric):
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
 # FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
 # maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
-ATTENTION_BY_CARD = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
+ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
-CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
-CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
-CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
+CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)
+CHECK_WINDOWS = (2, 128, 300, 1000)      # the last is longer than any document
+CHECK_LOGIT_STD = 4.0                    # of the logits: so large that one key too many or too few shows
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
 
-def check_attention(cfg: Config, fabric: Fabric, name: str) -> None:
+def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
     Raises RunError if the kernel of this name does not return."""
     dtype = getattr(torch, cfg.dtype)
-    device = fabric.device
+    device = comm.device
     generator = torch.Generator(device).manual_seed(0)
-    bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    bounds = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
-    for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
-        positions = per_token * CHECKED_BOUNDS[-1]
+    for window, (per_token, heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
+        positions = per_token * CHECK_CU_SEQLENS[-1]
         inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
         if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
             v = torch.cat((q, k, v), dim=1)[:, -heads:]
-        span = AttentionSpan(positions, window, CHECKED_SPREAD / cfg.head_dim**0.5)
+        attn_args = AttentionArgs(positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
         for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
             qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
-            out = attend(*qkv, per_token * bounds, span)
+            out = attend(*qkv, per_token * bounds, attn_args)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
         # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
-        need(happens_within(CHECK_TIMEOUT, fabric.record_event()), f"attention kernel {name}, window {window}",
-             f"no result after {CHECK_TIMEOUT} s", "results within a second", "leave it out: --attention="
-             f"{'reference' if name == 'varlen' else 'varlen'}", RunError)
+        check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
+              found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
+              hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(
                 found.float(), exact, rtol=0, atol=most,
                 msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
 
-def version_of(package):
+def package_version(package):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
-def choose_attention(cfg: Config, fabric: Fabric):
+def choose_attention(cfg: Config, comm: Communicator):
     """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
-    if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
+    if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
     names = (cfg.attention,)
     if cfg.attention == "auto":
-        capability, _ = torch.cuda.get_device_capability(fabric.device)
-        names = ATTENTION_BY_CARD.get(capability, ("varlen",))
+        capability, _ = torch.cuda.get_device_capability(comm.device)
+        names = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
 
     # All ranks take the same kernel: ranks with different ones would not train the same model.
     refusal = ""
@@ -4163,51 +4233,53 @@ def choose_attention(cfg: Config, fabric: Fabric):
                 torch.nn.attention.activate_flash_attention_impl(name)
             elif torch.nn.attention.current_flash_attention_impl():
                 torch.nn.attention.restore_flash_attention_impl()
-            check_attention(cfg, fabric, name)
+            check_attention(cfg, comm, name)
         except RunError:
             raise
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(comm.all_gather(why)) if why), "")
         if not refusal:
             package = ATTENTION_PACKAGES[name]
-            return attention_varlen, f"{name} ({package} {version_of(package)})"
-        fabric.say(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
-    need(cfg.attention == "auto" and not cfg.preset.startswith("record"),
-         f"--attention={cfg.attention} of preset {cfg.preset}", refusal, "a kernel that runs and agrees with the "
-         "reference", "pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with "
-         "the windows")
-    fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+            return attention_varlen, f"{name} ({package} {package_version(package)})"
+        comm.print0(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
+    check(cfg.attention == "auto" and not cfg.preset.startswith("record"),
+          f"--attention={cfg.attention} of preset {cfg.preset}", found=refusal,
+          expected="a kernel that runs and agrees with the reference",
+          hint="pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with the "
+               "windows")
+    comm.print0("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
-def slow_attention(attention: str, fabric: Fabric) -> str:
+def slow_attention(attention: str, comm: Communicator) -> str:
     """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
-    if not fabric.on_cuda:
+    if not comm.on_cuda:
         return ""
-    major, minor = torch.cuda.get_device_capability(fabric.device)
-    *faster, _ = ATTENTION_BY_CARD.get(major, ("varlen",))
+    major, minor = torch.cuda.get_device_capability(comm.device)
+    *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
     name = attention.partition(" ")[0]
     if not faster or name in faster:
         return ""
     return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
             "can run: requirements-gpu.txt names packages")
 
-def seconds_of_others(fabric: Fabric):
+def other_cpu_seconds(comm: Communicator):
     """Return s of this machine's cores that other processes have used so far; negative where it does not say.
     Collective."""
     busy = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
         busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(fabric.gather(time.process_time()))
+    return busy - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
     """Write the first lines of a run: settings, versions, hardware, sizes."""
     # What another needs to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
-    fabric = log.fabric
+    comm = log.comm
     of_preset = vars(make_config(dict(preset=cfg.preset)))
-    changed = {name: flag_text(value) for name, value in vars(replace(info.given, seed=cfg.seed, run_dir="")).items()
+    flags = vars(replace(info.raw_cfg, seed=cfg.seed, run_dir=""))
+    changed = {name: format_value(value) for name, value in flags.items()
                if value != of_preset[name]}
     config = {name: [vars(row) for row in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
@@ -4219,15 +4291,16 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
     # All parameters, and those that one token uses: of a table only the rows that it looks up.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
-    params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
+    params_total = sum(math.prod(row.shape) for row in parameter_specs(cfg))
     rows_unread = sum(table.num_rows - table.lookups_per_token for table in tables)
     facts = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"),
-        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
+        python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
         git_commit=commit, source_sha256=info.fingerprint["source_sha256"], data_sha256=info.fingerprint["data_sha256"],
-        hardware=hardware(fabric), world_size=fabric.world, attention=info.attention, head=engine.precision,
-        grad_accum_steps=-(-cfg.num_slots // fabric.world // engine.slots_at_once),
+        hardware=describe_hardware(comm), world_size=comm.world_size, attention=info.attention_name,
+        head=engine.head_precision,
+        grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
@@ -4237,419 +4310,427 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             "=" * 100,
             f"Running Python {facts['python']}",
             f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
-            f"with world_size {fabric.world}",
-            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention}, "
-            f"products of the head in {engine.precision} precision, seed {cfg.seed}",
+            f"with world_size {comm.world_size}",
+            f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention_name}, "
+            f"products of the head in {engine.head_precision} precision, seed {cfg.seed}",
             f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
             f"logs in {log.run_dir}",
-            slow_attention(info.attention, fabric)):
+            slow_attention(info.attention_name, comm)):
         if line:
-            log.text(line)
+            log.info(line)
     if info.resumed:
-        log.text(f"goes on after step {log.done} of {info.resumed['source']}, whose lines stand above in the log")
+        log.info(f"goes on after step {log.steps_done} of {info.resumed['source']}, whose lines stand above in the log")
         for name, (then, now) in info.resumed["differs"].items():
-            log.text(f"resumed with another {name}: {then} then, {now} now")
+            log.info(f"resumed with another {name}: {then} then, {now} now")
 
-def open_log(folder: Path, info: RunInfo, schedule: Schedule, engine: Engine, earlier: dict = NEW_LOG) -> Log:
+def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, resumed: dict = EMPTY_LOG_STATE) -> Log:
     """Open the log of one run, next to its source and settings. earlier: what `Log.state` gave to a checkpoint."""
-    settings = replace(info.given, seed=schedule.cfg.seed, slots_per_micro_batch=engine.slots_at_once)
-    beside = {Path(__file__).name: info.source, SETTINGS: settings_json(settings)}
-    log = Log(folder, engine.fabric, schedule, beside, earlier)
+    settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
+    files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
+    log = Log(run_dir, engine.comm, schedule, files, resumed)
     write_header(log, info, engine)
     return log
 
-def open_data(given: Config, fabric: Fabric, source: bytes):
+def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
     """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
     what decides a run's numbers: {flag or fact: text}, with hashes of data and source. Raises TrainerError."""
-    train_shards = find_shards(given.train_files)
-    val_shards = find_shards(given.val_files)
-    content = dict(data_sha256=scan_shards(train_shards + val_shards), torch=str(torch.__version__),
+    train_headers = read_shard_headers(raw_cfg.train_files)
+    val_headers = read_shard_headers(raw_cfg.val_files)
+    content = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
                    source_sha256=hashlib.sha256(source).hexdigest())
-    fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(given).items()} | content)
-    cfg = resolve(given, train_shards, val_shards)
-    check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
+    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | content)
+    cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
+    check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
     # Links are followed: it is the same text under any name.
-    validated = {os.path.realpath(header.name) for header in val_shards}
-    shared = validated.intersection(os.path.realpath(header.name) for header in train_shards)
+    validated = {os.path.realpath(header.name) for header in val_headers}
+    shared = validated.intersection(os.path.realpath(header.name) for header in train_headers)
     if shared:
-        fabric.say(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
+        comm.print0(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
                    "other text")
-    return cfg, train_shards, val_shards, decisive_settings(given) | content
+    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | content
 
-def check_compilers(cfg: Config, fabric: Fabric) -> None:
+def check_compilers(cfg: Config, comm: Communicator) -> None:
     """Raise ConfigError unless torch.compile and Triton find what they compile with."""
     others = f"g++ {os.environ.get('CC', 'gcc')} clang"
     compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
-    need(not fabric.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", "no C++ compiler",
-         "g++ or another that torch.compile finds", "install one (apt install g++), or --compile=0")
-    if not fabric.on_cuda:
+    check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
+          expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
+    if not comm.on_cuda:
         return
 
     # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    need(any(map(shutil.which, compilers)), "compiling kernels for the GPU", f"no C compiler, {' or '.join(compilers)}",
-         "gcc, clang, or the one that CC names", "install one (apt install gcc)")
+    check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
+          found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
+          hint="install one (apt install gcc)")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
     headers = sysconfig.get_paths(scheme)["include"]
     searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
-    need(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
-         "compiling kernels for the GPU", f"no Python.h in {headers}", "the headers of this Python", "apt install "
-         "python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+    check(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
+          "compiling kernels for the GPU", found=f"no Python.h in {headers}", expected="the headers of this Python",
+          hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
 
-def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
+def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
-    with fabric.failing_together():
-        check_compilers(cfg, fabric)
-        if fabric.rank > 0:
+    with comm.raise_together():
+        check_compilers(cfg, comm)
+        if comm.rank > 0:
             return
 
-        for folder in folders:
-            need(not any(os.path.lexists(folder / name) for name in LOGS), f"run directory {folder}", "the log of a "
-                 "run", "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
+        for folder in run_dirs:
+            check(not any(os.path.lexists(folder / name) for name in LOG_FILES), f"run directory {folder}",
+                  found="the log of a run", expected="a folder without one",
+                  hint="another --run_dir, or remove what an earlier start has left", error=RunError)
         if cfg.save:
             folder = Path(cfg.save)
-            need(not os.path.lexists(folder), f"--save={cfg.save}", "a name that is taken", "a free name",
-                 "another name; nothing is overwritten")
-            with refused(folder, ConfigError):
-                part_of(folder, run_id).mkdir(parents=True)
-                part_of(folder, run_id).rmdir()
+            check(not os.path.lexists(folder), f"--save={cfg.save}", found="a name that is taken",
+                  expected="a free name", hint="another name; nothing is overwritten")
+            with write_errors(folder, ConfigError):
+                partial_path(folder, run_id).mkdir(parents=True)
+                partial_path(folder, run_id).rmdir()
 
-def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
+def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
     """Return dict(step, source, differs). differs: facts that have changed since the checkpoint, name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
-    before = earlier["facts"]
-    need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
-         f"shards of hash {facts['data_sha256'][:16]}...", f"those of the run, of hash {before['data_sha256'][:16]}...",
-         "leave --train_files and --val_files out, or name the same shards in another place", DataError)
-    done = earlier["log"]["done"]
-    need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
-         f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
+    before = resumed["fingerprint"]
+    check(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
+          found=f"shards of hash {facts['data_sha256'][:16]}...",
+          expected=f"those of the run, of hash {before['data_sha256'][:16]}...",
+          hint="leave --train_files and --val_files out, or name the same shards in another place", error=DataError)
+    done = resumed["log"]["steps_done"]
+    check(done <= end_step, f"--max_steps with --resume={cfg.resume}",
+          found=f"{cfg.max_steps}: the run would end at step {end_step}",
+          expected=f"{done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
     differs = {name: (before.get(name), facts.get(name)) for name in before | facts
                if before.get(name) != facts.get(name)}
     return dict(step=done, source=cfg.resume, differs=differs)
 
-def finish(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, ms: float, loss: float, graphs: int):
+def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
+               num_graphs: int):
     """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
     Returns the result, and the error of --save or None."""
     cfg = log.schedule.cfg
-    fabric = log.fabric
-    if fabric.on_cuda:                                                        # since the race began
+    comm = log.comm
+    if comm.on_cuda:                     # since the race began
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
     else:                                                                     # of the process; KiB, on macOS bytes
         unit = 20 if sys.platform == "darwin" else 10
         peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
-    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
-                  run_dir=str(log.run_dir), **validation.text_losses(loss))
+    result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
+                  peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
-        log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
+        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
 
     # Facts without which the training time would mislead.
-    recompiled = sum(fabric.gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs))
+    recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
-        log.text(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
-    slow = slow_attention(info.attention, fabric)
+        log.info(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
+    slow = slow_attention(info.attention_name, comm)
     if slow:
         result["slow_attention"] = slow
     if cfg.profile:
         result["void"] = "profiled"
-    elif log.done < log.schedule.end_step:
+    elif log.steps_done < log.schedule.end_step:
         result["void"] = "the data ended early"
     if "void" in result:
-        log.text(f"this time does not count: {result['void']}")
+        log.info(f"this time does not count: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
-    log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens")
-    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
+    log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
+    log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
-    result["comms"] = engine.traffic()
-    touched = {label: sum(fabric.gather(sum(map(len, table.store.touched_rows()))))
+    result["comms"] = engine.traffic_totals()
+    touched = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
                for label, table in engine.tables.items() if table.store}
     if touched:
         result["touched_rows"] = touched
 
     # Weights go where --save says, else into the run directory.
-    failure = None
+    save_error = None
     if cfg.save:
         fate = "lost"
-        for folder in (Path(cfg.save), log.run_dir / FALLBACK):
+        for folder in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
             try:
-                save(folder, info.run_id, cfg, engine, log.schedule.at(log.done), validation.vocabulary)
+                save_weights(folder, info.run_id, cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
                 fate = f"in {folder}"
                 break
             except RunError as error:
-                failure = failure or error
-        log.text(f"weights {fate}")
+                save_error = save_error or error
+        log.info(f"weights {fate}")
     log.event("result", **result)
     log.close()
-    return result, failure
+    return result, save_error
 
-def report(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
+def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
     """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
-        sample = generate(cfg, engine, log.schedule.at(log.done), validation.vocabulary)
-        engine.fabric.say(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
+        sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
+        engine.comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
     loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
     last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
-    if engine.fabric.rank == 0:
-        print_result(json.dumps(last))
+    if engine.comm.rank == 0:
+        print_stdout(json.dumps(last))
 
-def make_profile(cfg: Config, first: int, end_step: float):
+def make_profiler(cfg: Config, first: int, end_step: float):
     """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
-    need(first < start and stop < end_step, f"--profile={cfg.profile}", f"steps {first} to {end_step}",
-         f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
-         f"--profile={first + 1}:{first + 3}")
+    check(first < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first} to {end_step}",
+          expected=f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
+          hint=f"--profile={first + 1}:{first + 3}")
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
     """Write a trace of each rank, and a table of the most expensive operations into the log."""
-    trace = log.run_dir / f"trace_rank{log.fabric.rank}.json.gz"
-    with refused(trace):
+    trace = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
+    with write_errors(trace):
         profiler.export_chrome_trace(str(trace))
-    sort_by = f"self_{log.fabric.device.type}_time_total"
-    log.text(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
+    sort_by = f"self_{log.comm.device.type}_time_total"
+    log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
-def describe(error: BaseException | signal.Signals):
+def describe_exit(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
     first_line = str(error).partition("\n")[0]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
+        error = RunError("out of memory", found=first_line, expected="less at once",
+                         hint="--micro_batch_size=1, or more --seqs_per_step")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION, first_line):
-        error = lost_rank(first_line)
+        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a file to use",
+                          hint="look at disk and rights")
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION_RE, first_line):
+        error = lost_rank_error(first_line)
     if isinstance(error, TrainerError):
-        return error.status, f"{type(error).__name__}: {error}"
+        return error.exit_status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def first_cause(cause: str, alone: str):
+def agree_on_cause(cause: str, if_alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
     alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_PATIENCE))
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended():
-        deadline = time.monotonic() + OTHERS_PATIENCE
+        deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.02)
         return True
 
-    if cause != alone and not all_ended():
-        cause = alone
+    if cause != if_alone and not all_ended():
+        cause = if_alone
     my_cause = f"{env['RANK']}\n{cause}"
     first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()                                                           # the store ends with this process
     return first.partition("\n")[2], first == my_cause
 
-class Ending:
+class ExitHandler:
     """The one end of this process, by an error or a signal, and bounded in time."""
     # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
     def __init__(self):
         self.log = None                                                       # of the run that is going on
-        self.begun = threading.Lock()                                         # taken by whoever ends the process
-        self.bell, self.listener = socket.socketpair()
-        self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
-        signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
-        for number in ENDING_SIGNALS:
+        self.exiting = threading.Lock()  # taken by whoever ends the process
+        self.wakeup_send, self.wakeup_recv = socket.socketpair()
+        self.wakeup_send.setblocking(False)               # as set_wakeup_fd wants it
+        signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
+        for number in EXIT_SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:                    # ignored: by nohup
                 signal.signal(number, lambda *_: None)                        # the thread reads its number
-        threading.Thread(target=lambda: self.end(signal.Signals(self.listener.recv(1)[0])), daemon=True).start()
+        threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error):
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
-        self.begun.acquire()                                                  # the second waits here for the end
-        status, cause = describe(error)
-        threading.Timer(END_PATIENCE, os._exit, [status]).start()             # if a dead disk, say, holds this up
-        speaks = True
+        self.exiting.acquire()           # the second waits here for the end
+        status, cause = describe_exit(error)
+        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()               # if a dead disk, say, holds this up
+        prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.
-            alone = f"RunError: {lost_rank(cause)}" if isinstance(error, signal.Signals) else cause
+            if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                meet = functools.partial(first_cause, cause, alone)
-                cause, speaks = within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, meet)
+                meet = functools.partial(agree_on_cause, cause, if_alone)
+                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, meet)
             except Exception:                                                 # a stopped launcher answers nothing
-                cause = alone
-        if speaks:
+                cause = if_alone
+        if prints:
             with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
                 erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # the line of progress
-                within(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
+                call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
-            self.log.aborted(cause)
-        for part in tuple(UNFINISHED):
+            self.log.write_aborted(cause)
+        for part in tuple(PARTIAL_DIRS):
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
-def train(given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
+def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # Check first what would end the run after hours of work, before data are read and anything is written.
-    began = time.perf_counter()
-    before = seconds_of_others(fabric)
-    run_id = fabric.gather(os.urandom(4).hex())[0]
+    start = time.perf_counter()
+    before = other_cpu_seconds(comm)
+    run_id = comm.all_gather(os.urandom(4).hex())[0]
     # One name for all ranks, whose clocks may differ.
-    root = Path(fabric.gather(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{given.preset}-{run_id}")[0])
-    seeds = range(given.seed, given.seed + given.runs)
-    folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
-    check_start(given, run_id, folders, fabric)
+    default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
+    root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
+    seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
+    run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
+    preflight(raw_cfg, run_id, run_dirs, comm)
 
     # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
-    cfg, train_shards, val_shards, fingerprint = open_data(given, fabric, source)
-    precision = head_precision(cfg, fabric)
+    cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
+    head_precision = resolve_head_precision(cfg, comm)
 
     # Memory depends on the attention kernel, and the micro-batch on memory. Attention packages may compile now, which
     # takes ranks different times.
-    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
-    kernel, attention = choose_attention(cfg, fabric)
-    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    engine = Engine(cfg, fabric, kernel, precision, slots_at_once)
+    comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
+    attention, attention_name = choose_attention(cfg, comm)
+    micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
+    engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
     # A resumed run continues with the state, log, clock and places of its last checkpoint.
-    earlier = dict(log=NEW_LOG, places=(), train_time_ms=0.0)
+    resumed = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
     if cfg.resume:
-        earlier = load_checkpoint(Path(cfg.resume), engine)
-    schedule = Schedule(cfg, earlier["places"])
-    resumed = check_resumed(cfg, earlier, fingerprint, schedule.end_step) if cfg.resume else {}
-    first = earlier["log"]["done"]
-    profiler = make_profile(cfg, first, schedule.end_step)
+        resumed = load_checkpoint(Path(cfg.resume), engine)
+    schedule = Schedule(cfg, resumed["cycle_progress"])
+    resume_facts = check_resume(cfg, resumed, fingerprint, schedule.end_step) if cfg.resume else {}
+    first_step = resumed["log"]["steps_done"]
+    profiler = make_profiler(cfg, first_step, schedule.end_step)
 
     # The log of the first run contains set-up and warm-up.
-    info = RunInfo(run_id, source, given, attention, fingerprint, resumed)
-    seconds = time.perf_counter() - began
-    busy = (seconds_of_others(fabric) - before) / seconds
-    log = ending.log = open_log(folders[0], info, schedule, engine, earlier["log"])
-    if busy > BUSY_CORES:
-        log.text(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
-    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
+    info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
+    seconds = time.perf_counter() - start
+    busy = (other_cpu_seconds(comm) - before) / seconds
+    log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
+    if busy > BUSY_CORES_WARN:
+        log.info(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
+    log.info("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
 
     # The warm-up compiles and runs every graph, and then restores the state. After it, a rank that is silent is lost.
     with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, val_shards)
+        validation = ValidationSet(cfg, comm, val_headers)
     with log.phase("warm-up"):
-        warm_up(cfg, fabric, engine, log)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        warm_up(cfg, comm, engine, log)
+    num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
-        log.event("compiled", graphs=graphs)
+        log.event("compiled", graphs=num_graphs)
     # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
     # be slow.
-    if not cfg.checkpoint_every and not cfg.save and fabric.world > 1:
-        fabric.set_timeout(cfg.comm_timeout)
+    if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
+        comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
-    results = []
-    problem = None
-    for seed, folder in zip(seeds, folders):
+    results, problem = [], None
+    for seed, run_dir in zip(seeds, run_dirs):
         # Further runs start from the same state, but with the initial values of their seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
-            log = ending.log = open_log(folder, info, schedule, engine)
+            log = exit_handler.log = open_log(run_dir, info, schedule, engine)
             with log.phase("reset"):
                 restore()
-                engine.set_seed(seed)
+                engine.reseed(seed)
 
-        clock = Clock(fabric, earlier["train_time_ms"])
-        loader = Loader(cfg, fabric, train_shards)
-        loader.skip(map(schedule.at, range(first)))
+        clock = Clock(comm, resumed["train_time_ms"])
+        loader = Loader(cfg, comm, train_headers)
+        loader.skip(map(schedule.at, range(first_step)))
 
         # Models and graphs are many objects, which the garbage collector need not visit in every step.
         gc.collect()
         gc.freeze()
-        if fabric.on_cuda:
+        if comm.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         with profiler or contextlib.nullcontext():
-            loss, data_ended = race(info, loader, engine, validation, clock, log, profiler)
+            loss, out_of_data = train_loop(info, loader, engine, validation, clock, log, profiler)
         gc.unfreeze()
         loader.close()
         if profiler and profiler.profiler:                # else the data ended before the profiled steps
             write_trace(profiler, log)
 
         # The result is the last line of a log. After it, only the sample can fail.
-        result, failure = finish(log, info, engine, validation, clock.ms, loss, graphs)
+        result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
-        problem = problem or data_ended or failure
+        problem = problem or out_of_data or save_error
 
-    report(log, engine, validation, results)
+    report_results(log, engine, validation, results)
     if problem:
         raise problem
 
-def sample_saved(flags: Config):
+def sample_from_save(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
     weights = folder / "weights.pt"
     saved = read_settings(folder)
-    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
+    check_manifest(folder / SETTINGS_FILE, (folder / SETTINGS_FILE).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
     check_tensors(weights, saved, tensors)
 
     # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
-    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
+    comm = init_distributed(replace(saved, seqs_per_step=1, device=flags.device))
     dtype = saved.dtype
-    if dtype == "bfloat16" and not fabric.on_cuda:
+    if dtype == "bfloat16" and not comm.on_cuda:
         dtype = "float32"
-    tables = tuple(replace(table, home="host") for table in saved.tables)
+    tables = tuple(replace(table, location="host") for table in saved.tables)
     cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
-    pieces = read_vocabulary(folder, cfg)
+    token_bytes = read_token_bytes(folder, cfg)
     try:
-        if pieces is None and cfg.vocab_size == GPT2_VOCAB:
+        if token_bytes is None and cfg.vocab_size == GPT2_VOCAB:
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
+            token_bytes = [encoding.decode_single_token_bytes(token) for token in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
             # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
-            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
-            words = POCKET_PIECE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
-            known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-            prompt = [ids[piece] for piece in itertools.chain(*known)]
+            ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
+            words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
+            known_pieces = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [ids[piece] for piece in itertools.chain(*known_pieces)]
     except Exception as error:           # no package, no network, bytes that no token has
-        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
-                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
-                        "leave it out, use other words, or install tiktoken") from None
-    engine = Engine(cfg, fabric, attention_reference, precision=None)
-    with damaged(weights):
+        raise DataError("prompt", found=f"{type(error).__name__}: {error}",
+                        expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
+                                 "them from the network or from TIKTOKEN_CACHE_DIR",
+                        hint="leave it out, use other words, or install tiktoken") from None
+    engine = Engine(cfg, comm, attention_reference, head_precision=None)
+    with read_errors(weights):
         engine.model.load_state_dict(tensors)
     load_rows(folder, manifest, engine)
 
     schedule = Schedule(cfg)
-    sample = generate(cfg, engine, schedule.at(schedule.end_step), pieces, prompt)
-    print_result(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
+    sample = generate(cfg, engine, schedule.at(schedule.end_step), token_bytes, prompt)
+    print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
     source: text of this file; None: as it is now."""
-    ending = Ending()
+    exit_handler = ExitHandler()
     try:
         if source is None:
             source = Path(__file__).read_bytes()
         if sys.stdout:                                                        # None if it is closed
             sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        cfg = parse_flags(argv)
+        cfg = load_config(argv)
         if cfg.sample:
-            sample_saved(cfg)
+            sample_from_save(cfg)
         else:
-            train(cfg, make_fabric(cfg), ending, source)
+            train(cfg, init_distributed(cfg), exit_handler, source)
     except SystemExit:                                                        # --help was shown
         pass
     except BaseException as error:
-        ending.end(error)
-    ending.begun.acquire()                                                    # a signal that came before has its end
+        exit_handler.end(error)
+    exit_handler.exiting.acquire()       # a signal that came before has its end
     os._exit(0)                                                               # even if a thread is stuck in a read
 
 

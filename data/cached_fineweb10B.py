@@ -23,7 +23,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_ba
 from tqdm import tqdm
 
 from shard_files import (SHARD_START, DataError, as_program, check_content, describe, errors_in_words, folder_name,
-                         kind_of, locked, need, note, read_header, read_manifest, regular_file, say, starts_as_shard,
+                         kind_of, locked, check, note, read_header, read_manifest, regular_file, say, starts_as_shard,
                          write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
@@ -53,13 +53,14 @@ def hub_in_words(url: str) -> Iterator[None]:
         yield
     except Exception as error:               # also those of the library's HTTP client, which have no name in its own
         found = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise DataError(url, repr(found), "the shard",
-                        f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
+        raise DataError(url, found=repr(found), expected="the shard",
+                        hint=f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
 
 def check_own(path: Path, entries: dict[str, dict]) -> None:
     """Raise DataError if a file that a download would replace is neither in the manifest nor a piece of a shard."""
     if path.exists():
-        need(path.name in entries or starts_as_shard(path), path, "a file that is no token shard", "a shard", MOVE)
+        check(path.name in entries or starts_as_shard(path), path, found="a file that is no token shard",
+              expected="a shard", hint=MOVE)
 
 def open_no_link(name: str, flags: int) -> int:
     """Open a file without following a link and, if it is a named pipe, without waiting."""
@@ -73,13 +74,15 @@ def unfinished_shard(path: Path) -> Iterator[FileIO]:
         file = open(path, "a+b", buffering=0, opener=open_no_link)
     except OSError as error:
         found = "a link" if path.is_symlink() else kind_of(path) or repr(error.strerror)
-        raise DataError(path, found, expected, MOVE) from None
+        raise DataError(path, found=found, expected=expected, hint=MOVE) from None
     with file:
         about = os.fstat(file.fileno())
-        need(stat.S_ISREG(about.st_mode), path, kind_of(path), expected, MOVE)
-        need(about.st_nlink == 1, path, f"a file with {about.st_nlink} names (hard links)", expected, MOVE)
+        check(stat.S_ISREG(about.st_mode), path, found=kind_of(path), expected=expected, hint=MOVE)
+        check(about.st_nlink == 1, path, found=f"a file with {about.st_nlink} names (hard links)", expected=expected,
+              hint=MOVE)
         first = os.pread(file.fileno(), len(SHARD_START), 0)
-        need(SHARD_START.startswith(first), path, f"a file that begins with {first!r}", expected, MOVE)
+        check(SHARD_START.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
+              hint=MOVE)
         yield file
 
 def append(file: FileIO, block: bytes) -> None:
@@ -88,7 +91,8 @@ def append(file: FileIO, block: bytes) -> None:
         while block:
             block = block[file.write(block):]
     except OSError as error:
-        raise DataError(file.name, repr(error.strerror), "room for the shard", f"make room; {LATER}") from None
+        raise DataError(file.name, found=repr(error.strerror), expected="room for the shard",
+                        hint=f"make room; {LATER}") from None
 
 def receive(url: str, path: Path) -> str:
     """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
@@ -97,7 +101,7 @@ def receive(url: str, path: Path) -> str:
     """
     with hub_in_words(url):
         about = get_hf_file_metadata(url, retry_on_errors=True)
-    need(about.size, url, "no size", "that of the shard", "look at HF_ENDPOINT")
+    check(about.size, url, found="no size", expected="that of the shard", hint="look at HF_ENDPOINT")
     with (unfinished_shard(path) as file,
           tqdm(initial=file.tell(), total=about.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
         while file.tell() < about.size:
@@ -106,7 +110,7 @@ def receive(url: str, path: Path) -> str:
             with hub_in_words(url):
                 answer = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
                 hf_raise_for_status(answer)
-            need(answer.content, url, "an empty answer", "the shard", LATER)
+            check(answer.content, url, found="an empty answer", expected="the shard", hint=LATER)
             append(file, answer.content)
             bar.update(len(answer.content))
         os.fsync(file.fileno())
@@ -128,7 +132,7 @@ def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
             return entry
         path.unlink()
         note(f"{wrong}: removed")
-    raise DataError(url, repr(wrong), "a whole shard", "try again later, or another --endpoint")
+    raise DataError(url, found=repr(wrong), expected="a whole shard", hint="try again later, or another --endpoint")
 
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""

@@ -14,20 +14,21 @@ from pathlib import Path
 
 import numpy as np
 
-from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words, need, read_header, say
+from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words, check, read_header, say
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # brackets may also be just that
-    need(names, pattern, "no file", "token shards", "give a file, or a pattern in quotes, as --help has it")
+    check(names, pattern, found="no file", expected="token shards",
+          hint="give a file, or a pattern in quotes, as --help has it")
     paths = [Path(name) for name in sorted(names)]
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})
-    need(len(sizes) == 1, pattern, f"vocabulary sizes {sizes}", "one", "narrow the pattern")
+    check(len(sizes) == 1, pattern, found=f"vocabulary sizes {sizes}", expected="one", hint="narrow the pattern")
     have = sum(tokens for tokens, _ in headers)
     wanted = have if count is None else count
-    need(2 <= wanted <= have, pattern, f"{have:,} tokens, asked for {wanted:,}", "at least 2",
-         f"ask for 2 to {have:,} or add shards")
+    check(2 <= wanted <= have, pattern, found=f"{have:,} tokens, asked for {wanted:,}", expected="at least 2",
+          hint=f"ask for 2 to {have:,} or add shards")
     parts = []
     for path in paths:
         if wanted > 0:
@@ -35,7 +36,8 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
             parts.append(np.fromfile(path, "<u2", wanted, offset=HEADER_BYTES))
             wanted -= len(parts[-1])
     tokens = np.concatenate(parts).astype(np.int64)
-    need(tokens.max() < sizes[0], pattern, f"token id {tokens.max()}", f"below {sizes[0]}", "make the shards again")
+    check(tokens.max() < sizes[0], pattern, found=f"token id {tokens.max()}", expected=f"below {sizes[0]}",
+          hint="make the shards again")
     return tokens, sizes[0]
 
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -83,8 +85,8 @@ def main(argv: list[str] | None = None) -> None:
     train, vocab_size = read_stream(args.train, args.train_tokens)
     val_count = None if args.val_tokens is None else args.val_tokens + 1
     val, val_vocab_size = read_stream(args.val, val_count)
-    need(vocab_size == val_vocab_size, args.val, f"vocabulary size {val_vocab_size}", f"{vocab_size} as in --train",
-         "use shards of one data set")
+    check(vocab_size == val_vocab_size, args.val, found=f"vocabulary size {val_vocab_size}",
+          expected=f"{vocab_size} as in --train", hint="use shards of one data set")
 
     share = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
     entropy = float(-(share * np.log(share)).sum())           # the best loss if nothing but frequencies is known

@@ -21,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 from shard_files import (ALL_BYTES, REPORT, TRAIN, VAL, VOCABULARY, DataError, as_program, check_content,
-                         errors_in_words, folder_name, locked, need, new_data_set, read_manifest, say,
+                         errors_in_words, folder_name, locked, check, new_data_set, read_manifest, say,
                          write_file, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
@@ -102,8 +102,8 @@ def made_before(out: Path, made_by: dict) -> bool:
 
 def make(root: Path, folder: Path, made_by: dict) -> list[str]:
     """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
-    need((root / "os.py").is_file(), root, "no os.py", "the library's source there", "run this with a Python that is "
-         "neither zipped nor frozen")
+    check((root / "os.py").is_file(), root, found="no os.py", expected="the library's source there",
+          hint="run this with a Python that is neither zipped nor frozen")
     texts = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
         texts[split_of(name)].append(text)
@@ -112,7 +112,8 @@ def make(root: Path, folder: Path, made_by: dict) -> list[str]:
         for part in cut(text):
             seen.update(piece for piece in PIECE.findall(part) if len(piece) > 1)
     ids = make_vocabulary(seen, DOC_START)
-    need(len(ids) == DOC_START, root, f"{len(ids):,} different pieces", f"{DOC_START:,}", "use a complete Python")
+    check(len(ids) == DOC_START, root, found=f"{len(ids):,} different pieces", expected=f"{DOC_START:,}",
+          hint="use a complete Python")
     report = dict(made_by)
     lines = []
     for split, shard in SHARDS.items():
@@ -122,8 +123,9 @@ def make(root: Path, folder: Path, made_by: dict) -> list[str]:
         random.Random(0).shuffle(docs)       # else a run shorter than the data would know only the first files
         counts = {"files": len(texts[split]), "documents": len(docs), "tokens": sum(map(len, docs)),
                   "bytes": sum(map(len, texts[split]))}
-        need(split == TRAIN or counts["tokens"] >= MIN_VAL_TOKENS, root, f"{counts['tokens']:,} validation tokens",
-             f"at least {MIN_VAL_TOKENS:,}", "use a complete Python")
+        check(split == TRAIN or counts["tokens"] >= MIN_VAL_TOKENS, root,
+              found=f"{counts['tokens']:,} validation tokens", expected=f"at least {MIN_VAL_TOKENS:,}",
+              hint="use a complete Python")
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -146,8 +148,8 @@ def main(argv: list[str] | None = None) -> None:
                         help="default: data/pocket_made")
     parser.add_argument("--force", action="store_true", help="make it again, and replace what others left there")
     args = parser.parse_args(argv)
-    need(not args.out.is_relative_to(SHIPPED), args.out, "the shipped data", "a folder of its own",
-         "give another --out; git restores data/pocket")
+    check(not args.out.is_relative_to(SHIPPED), args.out, found="the shipped data", expected="a folder of its own",
+          hint="give another --out; git restores data/pocket")
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with locked(args.out.parent):

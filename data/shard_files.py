@@ -39,12 +39,13 @@ MARK = "unfinished.txt"                      # in a folder of unfinished output;
 class DataError(Exception):
     """What was found, what was expected, and what to do about it."""
 
-    def __init__(self, what: object, found: object, expected: str, do: str) -> None:
-        super().__init__(f"{what}: found {found}, expected {expected}; {do}")
+    def __init__(self, what: object, found: object, expected: str, hint: str) -> None:
+        super().__init__(f"{what}: found {found}, expected {expected}; {hint}")
 
-def need(ok: object, what: object, found: object, expected: str, do: str) -> None:
+def check(ok: object, what: object, *, found: object, expected: str, hint: str) -> None:
+    """Raise DataError unless `ok`."""
     if not ok:
-        raise DataError(what, found, expected, do)
+        raise DataError(what, found=found, expected=expected, hint=hint)
 
 def folder_name(text: str) -> Path:
     """Return the folder that --out names. An empty name, of an unset variable say, would mean the current folder."""
@@ -61,21 +62,21 @@ def kind_of(path: Path) -> str:
         return "a directory" if path.is_dir() else "a pipe or a device"
     return "a link that leads nowhere" if path.is_symlink() else "no file"
 
-def regular_file(path: Path, expected: str, do: str) -> None:
+def regular_file(path: Path, expected: str, hint: str) -> None:
     """Raise DataError if no regular file is there: to open a named pipe would wait."""
-    need(not kind_of(path), path, kind_of(path), expected, do)
+    check(not kind_of(path), path, found=kind_of(path), expected=expected, hint=hint)
 
 def read_header(path: Path) -> tuple[int, int]:
     """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
     regular_file(path, "a shard", "remove it, or give another one")
     with path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
-    need((magic, version) == (MAGIC, VERSION), path, f"header words {magic} and {version}", f"{MAGIC} and {VERSION}",
-         "give a token shard, or make this one again")
+    check((magic, version) == (MAGIC, VERSION), path, found=f"header words {magic} and {version}",
+          expected=f"{MAGIC} and {VERSION}", hint="give a token shard, or make this one again")
     size = path.stat().st_size
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
-    need(size == expected and tokens > 0, path, f"{size:,} bytes",
-         f"{expected:,} for the {tokens:,} tokens of its header", "make the file again")
+    check(size == expected and tokens > 0, path, found=f"{size:,} bytes",
+          expected=f"{expected:,} for the {tokens:,} tokens of its header", hint="make the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def starts_as_shard(path: Path) -> bool:
@@ -104,21 +105,22 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
                 for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DataError(path, "nothing that a data tool wrote", expected, do) from None
+        raise DataError(path, found="nothing that a data tool wrote", expected=expected, hint=do) from None
 
 def check_content(path: Path) -> None:
     """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
     entry = read_manifest(path.parent).get(path.name)
-    need(entry in (None, describe(path)), path, f"other content than {MANIFEST} names",
-         "what was written with the files beside it", "it is damaged or of another call, so make the data again")
+    check(entry in (None, describe(path)), path, found=f"other content than {MANIFEST} names",
+          expected="what was written with the files beside it",
+          hint="it is damaged or of another call, so make the data again")
 
 def write_file(path: Path, *pieces: bytes) -> None:
     """Write a new file and flush it to the disk. Raises DataError, also if the name is taken by a file or a link."""
     try:
         file = path.open("xb")
     except OSError as error:
-        raise DataError(path, repr(error.strerror), "a free name in a folder to write into",
-                        "move away what is there, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="a free name in a folder to write into",
+                        hint="move away what is there, or give another --out") from None
     try:
         with file:
             file.writelines(pieces)
@@ -126,7 +128,8 @@ def write_file(path: Path, *pieces: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise DataError(path, repr(error.strerror), "room for the file", "make room, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="room for the file",
+                        hint="make room, or give another --out") from None
 
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write header and tokens; the document start is the last id of the vocabulary. Raises DataError."""
@@ -223,14 +226,15 @@ def check_free(folder: Path, stem: str, replace: bool) -> None:
     """Raise DataError if the folder has files that may not be replaced."""
     if not os.path.lexists(folder):
         return
-    need(not os.path.ismount(folder), folder, "a mount point", "a folder that can be renamed", "give one below it")
+    check(not os.path.ismount(folder), folder, found="a mount point", expected="a folder that can be renamed",
+          hint="give one below it")
     own = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCABULARY}|{MANIFEST}|{REPORT}")
     paths = sorted(folder.iterdir())
     for path in paths:
-        need(not kind_of(path) and own.fullmatch(path.name), folder, path.name,
-             f"a new folder, or one with nothing but a data set named {stem}", "give another --out")
-    need(replace or not paths, folder, [path.name for path in paths], "a new folder or an empty one",
-         "give another --out, or --force to replace what is there")
+        check(not kind_of(path) and own.fullmatch(path.name), folder, found=path.name,
+              expected=f"a new folder, or one with nothing but a data set named {stem}", hint="give another --out")
+    check(replace or not paths, folder, found=[path.name for path in paths], expected="a new folder or an empty one",
+          hint="give another --out, or --force to replace what is there")
 
 def say(*lines: str) -> None:
     """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
@@ -239,8 +243,8 @@ def say(*lines: str) -> None:
         print(*lines, sep="\n", flush=True)
     except (OSError, AttributeError) as error:                # Python has None where stdout is closed
         sys.stdout = None                    # else it tries again at its end
-        raise DataError("stdout", repr(str(error)), "to print the result there", "all else is done: give the output "
-                        "another place, and run this again to see it") from None
+        raise DataError("stdout", found=repr(str(error)), expected="to print the result there",
+                        hint="all else is done: give the output another place, and run this again to see it") from None
 
 def note(text: str) -> None:
     """Tell the user on stderr; where that cannot be written, the work goes on without."""

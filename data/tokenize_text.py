@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from pocket import MAX_DOC_LEN, PIECE, make_vocabulary, spell
 from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, as_program, errors_in_words, folder_name, kind_of, locked,
-                         need, new_data_set, regular_file, say, unfinished, write_shard, write_vocabulary)
+                         check, new_data_set, regular_file, say, unfinished, write_shard, write_vocabulary)
 
 MAX_VOCAB = 65_535
 MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
@@ -58,7 +58,7 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
     counts = f"{passed_over.total():,} files passed over"
     if passed_over:
         counts += ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
-    need(files, " ".join(args.inputs), f"no text ({counts})", "some", "name other files")
+    check(files, " ".join(args.inputs), found=f"no text ({counts})", expected="some", hint="name other files")
     return files, f"{len(files):,} files read, {counts}"
 
 def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter) -> Iterator[Path]:
@@ -74,8 +74,9 @@ def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter
         once = {os.path.realpath(below): below for below in sorted(found, reverse=True) if not below.is_dir()}
         for below in sorted(once.values()):  # once: links lead round
             why = reason_to_pass(below, path, args)
-            need(not why or below != path, path, why, "text, .jsonl, .ndjson, .parquet, a folder or a pattern",
-                 "unpack it, convert it to UTF-8, or give another path")
+            check(not why or below != path, path, found=why,
+                  expected="text, .jsonl, .ndjson, .parquet, a folder or a pattern",
+                  hint="unpack it, convert it to UTF-8, or give another path")
             if why:
                 passed_over[why] += 1
             else:
@@ -116,9 +117,10 @@ def read_pieces(path: Path) -> dict[bytes, int]:
             code, number = line.split()
             ids[base64.b64decode(code, validate=True)] = int(number)
     except ValueError as error:
-        raise DataError(path, error, expected, "give another file") from None
-    need(sorted(ids.values()) == list(range(len(ids))) and ids.keys() >= set(ALL_BYTES), path, f"{len(ids):,} pieces",
-         "all 256 bytes among them and ids from 0 without a gap", "give another file")
+        raise DataError(path, found=error, expected=expected, hint="give another file") from None
+    check(sorted(ids.values()) == list(range(len(ids))) and ids.keys() >= set(ALL_BYTES), path,
+          found=f"{len(ids):,} pieces", expected="all 256 bytes among them and ids from 0 without a gap",
+          hint="give another file")
     return ids
 
 def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[bytes], Any]]:
@@ -127,13 +129,14 @@ def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[byte
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2") if not ranks else None
     except (ImportError, OSError) as error:
-        raise DataError("--tokenizer=gpt2", repr(f"{error}".split(";")[0]), "tiktoken, and its ranks from the network",
-                        "python -m pip install tiktoken, or give --vocab=FILE") from None
+        raise DataError("--tokenizer=gpt2", found=repr(f"{error}".split(";")[0]),
+                        expected="tiktoken, and its ranks from the network",
+                        hint="python -m pip install tiktoken, or give --vocab=FILE") from None
     if ranks:
         ids = read_pieces(ranks)
         encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
-        need(len(ids) == GPT2_PIECES and encoding.encode_ordinary("Hello world") == [15496, 995], ranks,
-             f"{len(ids):,} other pieces", f"GPT-2's {GPT2_PIECES:,}", "give another file")
+        check(len(ids) == GPT2_PIECES and encoding.encode_ordinary("Hello world") == [15496, 995], ranks,
+              found=f"{len(ids):,} other pieces", expected=f"GPT-2's {GPT2_PIECES:,}", hint="give another file")
     else:
         ids = {encoding.decode_single_token_bytes(n): n for n in range(GPT2_PIECES)}
 
@@ -174,8 +177,9 @@ def plain_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                raise DataError(path, f"byte 0x{text[error.start]:02x} at byte {done + error.start:,}", "UTF-8",
-                                "convert it (iconv -f LATIN1 -t UTF-8) or leave it out") from None
+                raise DataError(path, found=f"byte 0x{text[error.start]:02x} at byte {done + error.start:,}",
+                                expected="UTF-8",
+                                hint="convert it (iconv -f LATIN1 -t UTF-8) or leave it out") from None
             yield text
             size = len(text) + len(found)
             done += size
@@ -195,7 +199,8 @@ def text_of(record: Any, key: str, place: str) -> bytes:
     """Return a record's text. null is blank; half a surrogate pair, which JSON can write, a "?". Raises DataError."""
     value = record.get(key, record) if isinstance(record, dict) else record
     if not isinstance(record, dict) or not isinstance(value, str | None):
-        raise DataError(place, reprlib.repr(record), f"text under {key!r}", "give another --text_key")
+        raise DataError(place, found=reprlib.repr(record), expected=f"text under {key!r}",
+                        hint="give another --text_key")
     return (value or "").encode(errors="replace")
 
 def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
@@ -208,8 +213,8 @@ def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:     # no UTF-8, nested too deeply, a number of 5,000 digits
-                raise DataError(place, repr(f"{error}".split(";")[0]), "an object",
-                                "mend the line, or leave it out") from None
+                raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="an object",
+                                hint="mend the line, or leave it out") from None
             yield text_of(record, args.text_key, place)
 
 def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
@@ -221,8 +226,8 @@ def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield text_of(row, args.text_key, f"{path}: a row")
     except (ImportError, OSError, ValueError) as error:       # a damaged column may be any of the latter two
-        raise DataError(path, repr(f"{error}".split(";")[0]), "a Parquet file, and pyarrow to read it",
-                        "write it again, or python -m pip install pyarrow") from None
+        raise DataError(path, found=repr(f"{error}".split(";")[0]), expected="a Parquet file, and pyarrow to read it",
+                        hint="write it again, or python -m pip install pyarrow") from None
 
 def drawn_split(text: bytes, val_share: float) -> str:
     """Draw by a hash of the text alone, so that neither order nor other documents change it."""
@@ -320,7 +325,8 @@ def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str])
     """Read, encode and write. files: as `input_files` returns them. Returns the lines to print. Raises DataError."""
     ids, encode = tokenizer(args, documents(files, args))
     start = len(ids)
-    need(start < MAX_VOCAB, args.vocab, f"{start:,} pieces", f"at most {MAX_VOCAB - 1:,}", "give a smaller vocabulary")
+    check(start < MAX_VOCAB, args.vocab, found=f"{start:,} pieces", expected=f"at most {MAX_VOCAB - 1:,}",
+          hint="give a smaller vocabulary")
     write_vocabulary(folder, ids)
     shards = {split: Shards(folder, args.out / f"{args.out.name}_{split}", start + 1) for split in (TRAIN, VAL)}
     with tqdm(unit="B", unit_scale=True, disable=None) as bar:
@@ -335,8 +341,8 @@ def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str])
     size = sum(shards[split].totals["bytes"] for split in shards)
     for split in splits:
         shards[split].flush()
-        need(shards[split].sizes, "text", f"no {split} document in {size:,} bytes", "one", "give more or smaller "
-             "documents (--document_separator), --val_files, or --val_share=0")
+        check(shards[split].sizes, "text", found=f"no {split} document in {size:,} bytes", expected="one",
+              hint="give more or smaller documents (--document_separator), --val_files, or --val_share=0")
     return [*(shards[split].summary() for split in splits), training_line(shards[TRAIN], shards[VAL])]
 
 @errors_in_words()

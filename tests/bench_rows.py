@@ -57,10 +57,10 @@ def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.RowPla
     Returns the plans of each cycle, and for each table the time to plan each cycle's rows, in ms. The ranks exchange no
     requests.
     """
-    headers = tg.find_shards(tokens())
-    cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
+    headers = tg.read_shard_headers(tokens())
+    cfg = tg.resolve_sizes(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
-    values = replace(schedule.at(schedule.starts[stage]), tied=False)         # the embedding has rows of its own
+    values = replace(schedule.at(schedule.stage_starts[stage]), tied=False)       # the embedding has rows of its own
     steps = [replace(values, step=step, begins_cycle=step % 2 == 0) for step in range(2 * most)]
     plans = []
     times_ms = defaultdict(list)
@@ -76,8 +76,8 @@ def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.RowPla
     with MonkeyPatch.context() as patch:
         patch.setattr(tg, "plan_rows", timed_plan)
         patch.setattr(tg, "exchange_row_requests", lambda *_: None)
-        loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers)
-        with contextlib.closing(loader), contextlib.suppress(tg.DataEnded):
+        loader = tg.Loader(cfg, tg.Communicator(torch.device("cpu"), rank, RANKS), headers)
+        with contextlib.closing(loader), contextlib.suppress(tg.OutOfData):
             loader.start(steps[:2])
             for batch in batches_of(loader, steps):
                 plans.append(batch.plans)
@@ -122,16 +122,16 @@ class Timed:
     """Cycles of one table, part by part."""
     parts = ("plan and exchange", "rows there", "gradients back", "update")
 
-    def __init__(self, spec: tg.TableSpec, fabric: tg.Fabric, width: int, max_lookups: int) -> None:
+    def __init__(self, spec: tg.TableSpec, comm: tg.Communicator, width: int, max_lookups: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
         self.spec = spec
-        self.fabric = fabric
+        self.comm = comm
         self.moments = []
         if spec.rowwise:
-            self.table = tg.RowwiseTable(spec, cfg, fabric, max_lookups)
+            self.table = tg.RowwiseTable(spec, cfg, comm, max_lookups)
         else:
-            shard = torch.zeros(spec.shard_rows(fabric.world), width)
-            self.table = tg.ExchangedTable(spec, cfg, fabric, shard, max_lookups, head=None)
+            shard = torch.zeros(spec.shard_rows(comm.world_size), width)
+            self.table = tg.ExchangedTable(spec, cfg, comm, shard, max_lookups, head=None)
             self.moments = [torch.zeros_like(shard), torch.zeros_like(shard)]
         self.number = 0
 
@@ -140,9 +140,9 @@ class Timed:
         table = self.table
         self.number += 1
         times = [time.perf_counter()]
-        plan, _ = plan_of(self.spec, self.fabric, [ids[None]], cycle=self.number)
-        if self.fabric.world > 1:                            # with one rank, `plan_of` does it
-            tg.exchange_row_requests(self.fabric, None, "float32", [self.spec], {self.spec.label: plan})
+        plan, _ = plan_of(self.spec, self.comm, [ids[None]], cycle=self.number)
+        if self.comm.world_size > 1:     # with one rank, `plan_of` does it
+            tg.exchange_row_requests(self.comm, None, "float32", [self.spec], {self.spec.label: plan})
         table.prefetch(plan)
         times.append(time.perf_counter())
         table.rows_for_forward(plan)
@@ -168,19 +168,19 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    fabric = tg.Fabric(torch.device("cpu"), rank, world)
+    comm = tg.Communicator(torch.device("cpu"), rank, world)
     sides = {}
     reads = {}
     for rows in sizes:
         spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=bool(home), location=home or "device")
-        sides[rows] = Timed(spec, fabric, width, ids)
+        sides[rows] = Timed(spec, comm, width, ids)
         reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
     found = {rows: [] for rows in sizes}
     for turn in range(ROUNDS):
         for rows in sizes[::(-1) ** turn]:
-            fabric.gather(rows)                                      # a barrier
-            found[rows].append(sides[rows].cycle(reads[rows][turn % 2]))
-    fabric.gather(rank)
+            comm.all_gather(rows)        # a barrier
+            found[rows].append(sides[rows].cycle_steps(reads[rows][turn % 2]))
+    comm.all_gather(rank)
     if rank == 0:
         print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
               f"interleaved rounds\n")

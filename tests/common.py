@@ -73,7 +73,7 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     signature = types | dict.fromkeys(constants, "constexpr")
-    source = ASTSource(tg.jitted(kernel), signature, constants, attrs)
+    source = ASTSource(tg.triton_jit(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
 def resources(cubin: Path) -> dict[str, int]:
@@ -96,16 +96,16 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     rows = plan.rows_to_fetch[rows]
     return rows % plan.shard_rows * len(plan.fetch_counts) + rows // plan.shard_rows
 
-def fabric(rank: int = 0, world: int = 1) -> tg.Fabric:
+def comm(rank: int = 0, world: int = 1) -> tg.Communicator:
     """A rank of a world without a process group: enough for all that communicates nothing."""
-    return tg.Fabric(torch.device("cpu"), rank, world)
+    return tg.Communicator(torch.device("cpu"), rank, world)
 
-def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511, **changes) -> tg.Config:
+def preset(name: str = "tiny", vocab_size: int = 512, bos_id: int = 511, **changes) -> tg.Config:
     """A checked preset with the sizes filled in that a shard's header would decide."""
     cfg = tg.Config(preset=name, **tg.PRESETS[name] | changes)
     tg.check_config(cfg)
-    header = [tg.ShardHeader("shard", 1, vocab_size, document_start)]
-    return tg.resolve(cfg, header, header)
+    header = [tg.ShardHeader("shard", 1, vocab_size, bos_id)]
+    return tg.resolve_sizes(cfg, header, header)
 
 def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
     """The stages of `tiny`, of which another one unties, or none."""
@@ -114,7 +114,7 @@ def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"
 def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
-    return preset(vocab_size=60, document_start=59, **fields | changes)
+    return preset(vocab_size=60, bos_id=59, **fields | changes)
 
 def exact_array(x: Tensor) -> np.ndarray:
     """numpy has no bf16; f32 holds every bf16 number."""
@@ -124,30 +124,30 @@ def exact_array(x: Tensor) -> np.ndarray:
 @contextlib.contextmanager
 def few_layers() -> Iterator[None]:
     """Three layers: 8 attention matrices, 6 of the MLP, 2 value tables."""
-    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
-              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
+    layers = (tg.Layer("paired", value_embed=0, save_as=tg.SKIP), tg.Layer("none", add_saved=tg.SKIP),
+              tg.Layer("plain", "long", value_embed=1, key_offset=True, save_as=tg.BACKOUT))
     counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "LAYERS", layers)
         patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
-        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
+        patch.setattr(tg, "NUM_VALUE_EMBEDS", 2)
         patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
         yield
 
-def write_shard(path: Path, tokens, vocab_size: int = 0, document_start: int = 0, magic: int = 20240520,
+def write_shard(path: Path, tokens, vocab_size: int = 0, bos_id: int = 0, magic: int = 20240520,
                 version: int = 1, count: int | None = None) -> Path:
     """A shard as the format says; words 3 and 4 stay 0 unless given, as in files that mean GPT-2."""
     header = np.zeros(256, "<i4")
-    header[:5] = magic, version, len(tokens) if count is None else count, vocab_size, document_start
+    header[:5] = magic, version, len(tokens) if count is None else count, vocab_size, bos_id
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
     return path
 
-def random_stream(seed: int, count: int, vocab_size: int, document_start: int, mean: int = 6) -> np.ndarray:
+def random_stream(seed: int, count: int, vocab_size: int, bos_id: int, mean: int = 6) -> np.ndarray:
     """Tokens in random documents, the first at 0; some documents are a single token."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab_size, count)
-    tokens[tokens == document_start] = (document_start + 1) % vocab_size
-    tokens[(rng.random(count) < 1 / mean) | (np.arange(count) == 0)] = document_start
+    tokens[tokens == bos_id] = (bos_id + 1) % vocab_size
+    tokens[(rng.random(count) < 1 / mean) | (np.arange(count) == 0)] = bos_id
     return tokens
 
 def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
@@ -170,10 +170,10 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
 
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
     """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
-    values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
+    values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_EMBEDS)], dim=1)
     return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=values, embed=tokens))
 
-def plan_of(table: tg.TableSpec, where: tg.Fabric, ids_by_step: Sequence[np.ndarray], tied: bool = False,
+def plan_of(table: tg.TableSpec, where: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
             fetch_all: bool = False, **tag: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
     """Plan these global rows of each step, (b, n) or (b, lookups, n). Returns the plan, and each lookup's index in it.
 
@@ -181,7 +181,7 @@ def plan_of(table: tg.TableSpec, where: tg.Fabric, ids_by_step: Sequence[np.ndar
     """
     known = dict(purpose="test", cycle=0, tokens=sum(ids.shape[-1] for ids in ids_by_step))
     plan, index_by_step = tg.plan_rows(table, where, known | tag, ids_by_step, tied, fetch_all)
-    if where.world == 1:
+    if where.world_size == 1:
         tg.exchange_row_requests(where, None, "float64", [table], {table.label: plan})
     return plan, index_by_step
 
@@ -190,51 +190,52 @@ def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     plans, row_index = {}, dict(batch.row_index)
     for table in tg.table_specs(cfg):
         if table.rowwise:
-            plans[table.label], (found,) = plan_of(table, fabric(), [batch.row_index[table.label].numpy()])
+            plans[table.label], (found,) = plan_of(table, comm(), [batch.row_index[table.label].numpy()])
             row_index[table.label] = torch.from_numpy(found)
     return batch._replace(plans=plans, row_index=row_index)
 
 @contextlib.contextmanager
-def started_loader(cfg: tg.Config, where: tg.Fabric, steps: int) -> Iterator[tuple[tg.Loader, list[tg.Values]]]:
+def started_loader(cfg: tg.Config, where: tg.Communicator,
+                   steps: int) -> Iterator[tuple[tg.Loader, list[tg.StepConfig]]]:
     """A loader that is ready for `next` of the first of these steps, and the Values of the steps."""
     schedule = tg.Schedule(cfg)
     values = [schedule.at(step) for step in range(steps)]
-    loader = tg.Loader(cfg, where, tg.find_shards(cfg.train_files))
+    loader = tg.Loader(cfg, where, tg.read_shard_headers(cfg.train_files))
     with contextlib.closing(loader):
-        loader.start(values[:schedule.cycle])
+        loader.start(values[:schedule.cycle_steps])
         yield loader, values
 
-def steps_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Values]:
+def steps_of(loader: tg.Loader, values: Sequence[tg.StepConfig]) -> Iterator[tg.StepConfig]:
     """Yield these steps, and advance the loader where a cycle begins, as the training loop does."""
-    cycle = tg.Schedule(loader.cfg).cycle
+    cycle = tg.Schedule(loader.cfg).cycle_steps
     for step in values:
         if step.begins_cycle:
             first = step.step - values[0].step + cycle
             loader.advance(list(values[first:first + cycle]))
         yield step
 
-def batches_of(loader: tg.Loader, values: Sequence[tg.Values]) -> Iterator[tg.Batch]:
+def batches_of(loader: tg.Loader, values: Sequence[tg.StepConfig]) -> Iterator[tg.Batch]:
     """Yield the batches of these steps, as the training loop takes them."""
     return map(loader.next, steps_of(loader, values))
 
-def owned(x: Tensor, where: tg.Fabric) -> Tensor:
+def owned(x: Tensor, where: tg.Communicator) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
-    rows = x[where.rank::where.world]
-    mine = torch.zeros(-(-len(x) // where.world), *x.shape[1:], dtype=x.dtype)
+    rows = x[where.rank::where.world_size]
+    mine = torch.zeros(-(-len(x) // where.world_size), *x.shape[1:], dtype=x.dtype)
     mine[:len(rows)] = rows
     return mine
 
 @torch.no_grad()
-def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, Tensor]:
+def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Communicator | None = None) -> dict[str, Tensor]:
     """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
     Every rank draws the same; returned are whole parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
     whole = {}
-    for row in model.table.values():
+    for row in model.specs.values():
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
         whole[row.label] = noise * spread.get(row.label, 0.7) + (0.6 if row.label == "scalars" else 0.0)
-        mine = owned(whole[row.label], where) if row.rows and where else whole[row.label]
+        mine = owned(whole[row.label], where) if row.table and where else whole[row.label]
         model.get_parameter(row.label).copy_(mine)
     return whole
 
@@ -245,7 +246,7 @@ def angles_by_channel(angles: Tensor) -> Tensor:
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
-    tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
+    tables = {label: model.get_parameter(label) for label, row in model.specs.items() if row.table}
     return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
@@ -262,7 +263,7 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     if isinstance(table, tg.LocalTable):
         return table.grad
     plan = table.pending_plan
-    world, (C, D) = table.fabric.world, table.shard.shape
+    world, (C, D) = table.comm.world_size, table.shard.shape
     by_owner = table.row_grads.new_zeros(world * C, D)
     by_owner[plan.rows_to_fetch] = table.row_grads[:len(plan.rows_to_fetch)]
     return torch.cat([by_owner[local_row::C] for local_row in range(C)])[:table.table.num_rows]
@@ -280,7 +281,7 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     group.num_backwards = 1
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.Values) -> None:
+def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.StepConfig) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.TableGroup):
@@ -312,13 +313,13 @@ def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
     return found
 
 def engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
-    return tg.Engine(cfg, fabric(rank, world), tg.attention_reference, precision)
+    return tg.Engine(cfg, comm(rank, world), tg.attention_reference, precision)
 
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""
     first, *lines = str(error).split("\n")
     named = [line.partition(":")[::2] for line in lines[:3]]
-    assert first and [name for name, _ in named] == ["  found", "  expected", "  do"], str(error)
+    assert first and [name for name, _ in named] == ["  found", "  expected", "  hint"], str(error)
     assert all(text.strip() for _, text in named), f"an empty part in: {error}"
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
@@ -473,14 +474,14 @@ def full_disk(*_: object) -> None:
 
 def before_flush(monkeypatch, act: Callable[[Path], object], folder: str = "") -> None:
     """Let this be done with a path, if its folder's name begins so, before it is flushed to the disk."""
-    sync = tg.sync_to_disk
+    sync = tg.fsync_path
 
     def acting(path: Path) -> None:
         if path.parent.name.startswith(folder):
             act(path)
         sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", acting)
+    monkeypatch.setattr(tg, "fsync_path", acting)
 
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""

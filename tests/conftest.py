@@ -53,12 +53,12 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
-        items.sort(key=place_of)
+        items.sort(key=parse_layer)
     for item in items:
         if item.get_closest_marker("all") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
-def place_of(item: pytest.Item) -> int:
+def parse_layer(item: pytest.Item) -> int:
     """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 

@@ -85,7 +85,7 @@ def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, 
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
         if folders:
             os.chdir(folders[rank])
-        for patience in ("STORE_PATIENCE", "OTHERS_PATIENCE", "END_PATIENCE"):
+        for patience in ("STORE_TIMEOUT_S", "ALL_RANKS_TIMEOUT_S", "EXIT_TIMEOUT_S"):
             setattr(tg, patience, PATIENT * getattr(tg, patience))
         if faults and "warm-up" not in str(faults):
             tg.warm_up = lambda *_: None                                      # half of the time, and nothing to see
@@ -126,10 +126,10 @@ def hold_store(port: int, _: list[str]) -> None:
 # Name -> a function of the trainer; and "once": at its first call, or in the race from FAULT_STEP on: "before" its
 # call, "after" it, or before it and in a "thread" of its own.
 PLACES: dict[str, tuple[Any, str, str]] = {
-    "the start": (tg, "parse_flags", "once"),
+    "the start": (tg, "load_config", "once"),
     "joining": (dist, "init_process_group", "once"),
-    "the data check": (tg, "scan_shards", "once"),
-    "set-up": (tg, "fit_memory", "once"),
+    "the data check": (tg, "verify_shards", "once"),
+    "set-up": (tg, "choose_micro_batch_size", "once"),
     "warm-up": (tg, "relu_sq_mlp", "once"),
     "forward": (tg, "relu_sq_mlp", "before"),
     "a reduction": (dist, "reduce_scatter_tensor", "after"),
@@ -137,7 +137,7 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "the gradients' return": (tg.ExchangedTable, "launch_reduce", "before"),
     "the fetch": (tg.ExchangedTable, "fetch", "before"),
     "the exchange": (tg, "exchange_row_requests", "thread"),
-    "the loader": (tg, "pack_block", "thread"),
+    "the loader": (tg, "pack_batch", "thread"),
     "the reader": (tg.np, "fromfile", "thread"),
     "validation": (tg, "next_token_losses", "before"),
     "the sample": (tg, "generate", "once"),
@@ -194,7 +194,7 @@ def signal_when_stuck(number: int) -> None:
     wait_in_c()
 
 def bug_and_stuck_end() -> None:
-    tg.Log.aborted = wait_in_c
+    tg.Log.write_aborted = wait_in_c
     fail()
 
 def bug_and_full_pipe() -> None:
@@ -206,14 +206,14 @@ def bug_and_full_pipe() -> None:
 
 def bug_and_late_signal() -> None:
     """SIGTERM comes when the end has begun."""
-    describe = tg.describe
+    describe = tg.describe_exit
 
     def late(error: BaseException) -> tuple[int, str]:
         if isinstance(error, ZeroDivisionError):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
         return describe(error)
-    tg.describe = late
+    tg.describe_exit = late
     fail()
 
 def break_weights() -> None:
@@ -224,10 +224,10 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
     """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
     plan_rows = tg.plan_rows
 
-    def changed(table: tg.TableSpec, fabric: tg.Fabric, tag: dict, ids: list, tied: bool, fetch_all: bool) -> Any:
+    def changed(table: tg.TableSpec, comm: tg.Communicator, tag: dict, ids: list, tied: bool, fetch_all: bool) -> Any:
         if untied and table.label == "embed":
             tied = not tied
-        return plan_rows(table, fabric, tag | {key: tag[key] + by}, ids, tied, fetch_all)
+        return plan_rows(table, comm, tag | {key: tag[key] + by}, ids, tied, fetch_all)
     tg.plan_rows = changed
 
 def spoil_shards(size: int | None) -> None:

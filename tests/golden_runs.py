@@ -55,7 +55,7 @@ def all_cases() -> dict[str, Case]:
     cases = {
         "mixed-f64-w1": Case(1, tiny("f64", **MIXED)),
         "mixed-f64-w2": Case(2, tiny("f64", **MIXED)),
-        "mixed-bf16-w2": Case(2, tiny("bf16", slots_per_micro_batch=2, **MIXED)),
+        "mixed-bf16-w2": Case(2, tiny("bf16", micro_batch_size=2, **MIXED)),
         "adam1-fp32-w1": Case(1, tiny(adam_every=1)),
         "adam1-fp32-w2": Case(2, tiny(adam_every=1)),
         "dense-fp32-w2": Case(2, tiny(row_comms="dense")),
@@ -79,7 +79,7 @@ def all_cases() -> dict[str, Case]:
         cases[f"tables-{location}-fp32-w2"] = Case(2, tiny(**two_tables(location)))
         cases[f"every1-{location}-f64-w2"] = Case(2, tiny("f64", adam_every=1, **two_tables(location, 1)))
         cases[f"every4-{location}-f64-w2"] = Case(2, tiny("f64", **two_tables(location, 4)))
-        cases[f"tables-{location}-bf16-w1"] = Case(1, tiny("bf16", slots_per_micro_batch=4, **two_tables(location)))
+        cases[f"tables-{location}-bf16-w1"] = Case(1, tiny("bf16", micro_batch_size=4, **two_tables(location)))
     return cases
 
 

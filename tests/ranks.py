@@ -26,12 +26,13 @@ class Rank:
     world: int
     folder: Path                         # of this call
 
-    def fabric(self, cfg: tg.Config | None = None) -> tg.Fabric:
+    def comm(self, cfg: tg.Config | None = None) -> tg.Communicator:
         """As the trainer makes it, but that ranks meet in a file."""
         meeting = dict(init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.world)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
-            return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
+            default = tg.Config(device="cpu", seqs_per_step=self.world, comm_timeout=COMM_TIMEOUT)
+            return tg.init_distributed(cfg or default)
 
     def work(self, run: Callable, given: dict[str, Any], _: object) -> None:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)

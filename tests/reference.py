@@ -29,7 +29,7 @@ POLAR = ((8.156554524902461, -22.48329292557795, 15.878769915207462),           
 DOWN_RATE = 2.0                          # of down matrices of the MLP, times the rate of up matrices
 # Of the fp8 head, each rounded to f32 as the products take it.
 Y_SCALE, W_SCALE, GRAD_SCALE = (float(np.float32(largest / 448)) for largest in (100, 1.6, 0.75))
-SIGN_VECTORS = 8192
+NUM_SIGN_VECTORS = 8192
 
 
 # ---- Model
@@ -44,7 +44,7 @@ def rotated(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tenso
     turned = torch.view_as_real(pairs * torch.exp(-1j * angles)).flatten(-2)
     return torch.cat((turned, still), dim=-1)
 
-def gate_of(features: Tensor, weight: Tensor) -> Tensor:
+def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
     """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
     return torch.sigmoid(features[:, :GATE] @ weight.t())
 
@@ -83,7 +83,7 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     preferred = (distance == nearest) * (2 - (words & 1).double())
     return numbers[preferred.argmax(dim=-1)].copysign(x)
 
-def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
+def fp8_head(y, w, targets, weights, loss_scale, rows, logits_dtype=F64) -> dict[str, Tensor]:
     """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds. y (N, D), w (D, V),
     targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor. logits_dtype: None
     rounds nothing at all."""
@@ -102,9 +102,9 @@ def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dic
     losses = torch.cat([next_token_losses(*slot, weights) for slot in zip(slots, targets)])
     grad, = torch.autograd.grad(losses.sum(), logits)
     payload = rounded(grad / GRAD_SCALE, torch.float8_e5m2)
-    factor = (rows / loss_weight)[:, None]                            # of each position, besides the loss weight
+    factor = (rows / loss_scale)[:, None]                 # of each position, besides the loss weight
     scaled = rounded(factor * payload, torch.float8_e5m2)
-    scale = loss_weight * GRAD_SCALE
+    scale = loss_scale * GRAD_SCALE
     grad_y = scale * W_SCALE * factor * (payload @ w8.t())
     grad_w = scale * Y_SCALE * (y8.t() @ scaled)
     found = dict(y8=y8, w8=w8, logits=logits, losses=losses, payload=payload, grad_y=grad_y, grad_w=grad_w)
@@ -148,14 +148,14 @@ class Reference:
     def __init__(self, cfg: tg.Config, weights: dict[str, Tensor]) -> None:
         """weights: of all parameters, or for `optim_step` alone of some."""
         self.cfg = cfg
-        self.rows = {row.label: row for row in tg.parameter_table(cfg)}
+        self.rows = {row.label: row for row in tg.parameter_specs(cfg)}
         self.p = {label: x.detach().double().clone() for label, x in weights.items()}
         self.ngrams = {}
         for line in cfg.tables:
             self.ngrams[line.label] = NaiveTable(line.label, line.rows, cfg.model_dim, line.beta2, cfg.adam_eps)
         self.state = {label: self.zero_state(label, p) for label, p in self.p.items()}
         self.updates = dict.fromkeys(self.p, 0)                               # by Adam
-        self.drop_gradients()
+        self.discard_grads()
 
     def zero_state(self, label: str, p: Tensor) -> dict[str, Tensor]:
         if self.rows[label].optimizer == "adam":
@@ -169,7 +169,7 @@ class Reference:
         width = x.shape[-1]
         return x.reshape(-1, width if label == "attn" else x.shape[-2], width)
 
-    def drop_gradients(self) -> None:
+    def discard_grads(self) -> None:
         self.grads = {label: torch.zeros_like(p) for label, p in self.p.items()}
         self.ngram_grads = {label: np.zeros_like(table.p) for label, table in self.ngrams.items()}
         self.asked = {label: np.zeros(table.rows, bool) for label, table in self.ngrams.items()}
@@ -192,10 +192,10 @@ class Reference:
         """Puts into `seen` what enters the head, and all before it."""
         cfg = self.cfg
         tokens = batch.tokens[slot].long()
-        sizes = {name: len(values) for name, values in tg.scalar_values(cfg).items()}
+        sizes = {name: len(values) for name, values in tg.initial_scalars(cfg).items()}
         scalars = dict(zip(sizes, p["scalars"].split([*sizes.values()])))
         e = p["embed"][tokens]
-        gate = scalars["smear"] * gate_of(e[1:], p["smear_gate"])
+        gate = scalars["smear"] * sigmoid_gate(e[1:], p["smear_gate"])
         u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = norm(u)
         bigrams = p["bigram_embed"][batch.row_index["bigram_embed"][slot].long()]
@@ -203,23 +203,23 @@ class Reference:
         streams = [(scalars["bigram"], bigrams)]
         values_of = {}
         for depth, layer in enumerate(tg.LAYERS):
-            if layer.value is not None:
-                rows = layer.value * cfg.padded_vocab + tokens
-                values_of[depth] = [(layer.value, p["value_embed"][rows])]
-        gates = tg.NUM_VALUE_TABLES
+            if layer.value_embed is not None:
+                rows = layer.value_embed * cfg.padded_vocab + tokens
+                values_of[depth] = [(layer.value_embed, p["value_embed"][rows])]
+        gates = tg.NUM_VALUE_EMBEDS
         for line in cfg.tables:
             found = self.ngram_rows_of(line, p[line.label], batch.tokens[slot].numpy())
-            if line.place is None:
+            if line.layer is None:
                 streams.append((scalars[line.label], found))
             else:
-                values_of.setdefault(line.place, []).append((gates, found))
+                values_of.setdefault(line.layer, []).append((gates, found))
                 gates += 1
 
         kept = {}
         for depth, layer in enumerate(tg.LAYERS):
-            if layer.add:
-                gate = torch.sigmoid(scalars["skip"]) * 2 * gate_of(x0, p["skip_gate"])
-                x = x + gate * kept[layer.add]
+            if layer.add_saved:
+                gate = torch.sigmoid(scalars["skip"]) * 2 * sigmoid_gate(x0, p["skip_gate"])
+                x = x + gate * kept[layer.add_saved]
                 seen.update(skip_gate_out=gate, after_skip=x)
             x = scalars["residual"][depth] * x + p["x0_lambdas"][depth] * x0
             x = x + sum(share[depth] * rows for share, rows in streams)
@@ -233,7 +233,7 @@ class Reference:
             up, down = p["mlp"][depth]
             seen[f"mlp{depth}"] = torch.relu(norm(x) @ up.t()).square() @ down
             x = x + seen[f"mlp{depth}"]
-            kept[layer.keep_as] = x
+            kept[layer.save_as] = x
         seen["after_backout"] = x - scalars["backout"] * kept[tg.BACKOUT]
         seen["final_norm"] = norm(seen["after_backout"])
 
@@ -252,7 +252,7 @@ class Reference:
         for place, rows in value_rows:
             half = GATE // 2
             features = n if paired else torch.cat((n[:, :half], rows[:, :half]), dim=1)
-            gate = 2 * gate_of(features, p["ve_gate_bank"][place])
+            gate = 2 * sigmoid_gate(features, p["ve_gate_bank"][place])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Heads j and j + H/2 of a paired layer share a sequence of 2T positions; their angles take turns by head.
@@ -262,7 +262,7 @@ class Reference:
             per_token = 2
             positions = 2 * positions + torch.arange(H) % 2
         q, k = (rotated(x, positions, values.rotary.frequencies) for x in (q, k))
-        if layer.key_shift:
+        if layer.key_offset:
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:1], still[:-1]))
             k = torch.cat((turning, shifted), dim=-1)
@@ -276,7 +276,7 @@ class Reference:
         q, k, v = map(in_sequence, (q, k, v))
         y = attention(q, k, v, per_token * borders, window, values.rotary.attn_scale)
         y = y.reshape(length, H, -1)
-        gated = y * gate_of(n, p["attn_gate_bank"][at])[..., None]
+        gated = y * sigmoid_gate(n, p["attn_gate_bank"][at])[..., None]
         seen.update({f"q{depth}": q, f"k{depth}": k, f"v{depth}": v, f"y{depth}": y, f"yg{depth}": gated})
         return gated.flatten(1) @ (scales[1] * out).t()
 
@@ -286,10 +286,10 @@ class Reference:
         self.asked[line.label][rows] = True
         found = table[rows]
         if line.signs:
-            found = found * tg.sign_vectors(found.shape[1])[ngram_rows(tokens, sign_factors, SIGN_VECTORS + 1)]
+            found = found * tg.sign_vectors(found.shape[1])[ngram_rows(tokens, sign_factors, NUM_SIGN_VECTORS + 1)]
         return found
 
-    def forward_backward(self, batch: tg.Batch, values: tg.Values) -> tg.Losses:
+    def forward_backward(self, batch: tg.Batch, values: tg.StepConfig) -> tg.StepLoss:
         """Add the gradient of the sum of the slots' losses; `batch` is of one rank, with rows of whole tables."""
         leaves = self.leaves()
         sums = []
@@ -302,9 +302,9 @@ class Reference:
                 self.grads[label] += leaf.grad
             else:
                 self.ngram_grads[label] += leaf.grad.numpy()
-        return tg.Losses(torch.stack(sums), batch.tokens.numel())
+        return tg.StepLoss(torch.stack(sums), batch.tokens.numel())
 
-    def optim_step(self, values: tg.Values) -> None:
+    def optim_step(self, values: tg.StepConfig) -> None:
         """Banks at every step, a table of n-grams at its cadence, all else at the end of an Adam cycle."""
         cfg = self.cfg
         for label in self.p:
@@ -312,37 +312,37 @@ class Reference:
             if row.optimizer == "normuon":
                 self.p[label] = self.moved_bank(label, values)
                 self.grads[label].zero_()
-            elif values.adam_step and not (label == "embed" and values.tied):
+            elif values.update_adam and not (label == "embed" and values.tied):
                 g = self.grads[label]
                 if label == "lm_head" and values.tied:
                     g = g + self.grads["embed"].t()
                 self.updates[label] += 1
                 lr = values.adam_lr * row.lr_mul
                 decay = cfg.adam_weight_decay * row.wd_mul
-                self.p[label] = adam(self.p[label], g / cfg.num_slots, self.state[label], self.updates[label],
+                self.p[label] = adam(self.p[label], g / cfg.seqs_per_step, self.state[label], self.updates[label],
                                      row.betas, cfg.adam_eps, lr, decay)
         for line in cfg.tables:
-            if (values.step + 1) % line.cadence == 0:
+            if (values.step + 1) % line.update_every == 0:
                 asked = self.asked[line.label]
                 grad = self.ngram_grads[line.label]
                 lr = values.adam_lr * line.lr_mul
                 decay = cfg.adam_weight_decay * line.wd_mul
-                self.ngrams[line.label].update(asked, [grad], cfg.num_slots, lr, decay)
+                self.ngrams[line.label].update(asked, [grad], cfg.seqs_per_step, lr, decay)
                 asked[:] = False
                 grad[:] = 0
-        if values.adam_step:
+        if values.update_adam:
             for label, grad in self.grads.items():
                 if self.rows[label].optimizer == "adam":
                     grad.zero_()
             if values.tied:
                 self.p["embed"] = self.p["lm_head"].t().clone()
-        if values.untie:
+        if values.untie_after:
             self.state["embed"] = {name: x.t().clone() for name, x in self.state["lm_head"].items()}
             self.updates["embed"] = self.updates["lm_head"]
 
-    def moved_bank(self, label: str, values: tg.Values) -> Tensor:
+    def moved_bank(self, label: str, values: tg.StepConfig) -> Tensor:
         p = self.matrices(label, self.p[label])
-        g = self.matrices(label, self.grads[label]) / self.cfg.num_slots
+        g = self.matrices(label, self.grads[label]) / self.cfg.seqs_per_step
         aspect = max(1.0, p.shape[1] / p.shape[2])
         muls = torch.full((len(p), 1, 1), math.sqrt(aspect), dtype=F64)
         if label == "mlp":
@@ -352,7 +352,7 @@ class Reference:
         return moved.view_as(self.p[label])
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[tg.Batch], values: tg.Values) -> float:
+    def evaluate(self, batches: Iterable[tg.Batch], values: tg.StepConfig) -> float:
         """Mean loss per token of the next token."""
         leaves = self.leaves()
         found = []
@@ -360,7 +360,7 @@ class Reference:
             found += [self.losses(leaves, batch, slot, values, (1.0,)) for slot in range(len(batch.tokens))]
         return float(torch.cat(found).mean())
 
-    def whole_state(self, values: tg.Values, with_moments: bool) -> dict[str, Tensor]:
+    def full_state(self, values: tg.StepConfig, with_moments: bool) -> dict[str, Tensor]:
         """Return weights and moments by name, as `tg.Engine.whole_state` does."""
         moments = {f"{label}.{name}": x for label, state in self.state.items() for name, x in state.items()}
         return self.p | moments if with_moments else self.p
@@ -421,13 +421,14 @@ class NaiveTable:
         self.last = np.zeros(self.rows, int)
         self.updates = 0
 
-    def update(self, asked: np.ndarray, sums: Sequence[np.ndarray], num_slots: int, lr: float, decay: float) -> None:
+    def update(self, asked: np.ndarray, sums: Sequence[np.ndarray], seqs_per_step: int, lr: float,
+               decay: float) -> None:
         """asked (rows,) bool: by any rank in this cycle. sums: of each rank, in rank order, (rows, width)."""
         self.updates += 1
         g = np.zeros_like(self.p)
         for of_rank in sums:
             g += to_bf16(of_rank) if self.bf16 else of_rank
-        g *= self.dtype(1 / num_slots)
+        g *= self.dtype(1 / seqs_per_step)
 
         self.v *= self.dtype(self.beta2)
         self.v[asked] += self.dtype(1 - self.beta2) * np.square(g[asked]).mean(axis=1)

@@ -122,9 +122,9 @@ class EmptyingStore(StagedStore):
 class Trial:
     tables: tuple[tuple[str, int], ...]  # pattern of reads, rows
     mode: str = "sparse"                 # of dense-Adam tables
-    home: str = ""                       # of row-wise tables; "": tables have dense Adam
+    location: str = ""                       # of row-wise tables; "": tables have dense Adam
     dtype: str = "float64"
-    cadence: int = 2
+    update_every: int = 2
     updates: int = 7
 
     @property
@@ -176,7 +176,7 @@ def learning_rate(update: int) -> float:
 def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
     """Zeros of row-wise tables, and where a row may never be read."""
     values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-    if trial.home or pattern == "once":
+    if trial.location or pattern == "once":
         values.zero_()
     return values.to(getattr(torch, trial.dtype))
 
@@ -184,9 +184,9 @@ def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 class TableOptimizer(tg.Optimizer):
     """The trainer's optimizer with table groups only."""
-    def __init__(self, cfg: tg.Config, fabric: tg.Fabric, trial: Trial, specs: list[tg.TableSpec],
+    def __init__(self, cfg: tg.Config, comm: tg.Communicator, trial: Trial, specs: list[tg.TableSpec],
                  tables: dict[str, Any]) -> None:
-        self.fabric = fabric
+        self.comm = comm
         self.model = SimpleNamespace(lm_head=None)
         self.sharded_groups = {}
         self.groups = {}
@@ -194,12 +194,12 @@ class TableOptimizer(tg.Optimizer):
         adam = functools.partial(tg.apply_adam, tg.adam_update, cfg)
         for spec in specs:
             shape = spec.num_rows, WIDTH
-            betas = BETA1 * (not trial.home), trial.beta2
-            parameter = tg.Parameter(spec.label, shape, None, "rowwise" if trial.home else "adam", lr_mul=LR_MUL,
-                                     wd_mul=WD_MUL, betas=betas, rows=spec)
+            betas = BETA1 * (not trial.location), trial.beta2
+            parameter = tg.ParameterSpec(spec.label, shape, None, "rowwise" if trial.location else "adam", lr_mul=LR_MUL,
+                                     wd_mul=WD_MUL, betas=betas, table=spec)
             table = tables[spec.label]
-            if trial.home:
-                group = tg.RowwiseTableGroup(cfg, fabric, parameter, table, tg.rowwise_update)
+            if trial.location:
+                group = tg.RowwiseTableGroup(cfg, comm, parameter, table, tg.rowwise_update)
             else:
                 group = tg.TableGroup(parameter, table, adam)
             self.groups[spec.label] = group
@@ -208,31 +208,31 @@ class TableOptimizer(tg.Optimizer):
 
 class Cycles:
     """A trial on one rank: plans one cycle ahead, as the loader makes them, and steps as `train_step` makes them."""
-    def __init__(self, fabric: tg.Fabric, trial: Trial, in_place: bool) -> None:
+    def __init__(self, comm: tg.Communicator, trial: Trial, in_place: bool) -> None:
         """in_place: a dense table with one rank is read in place, as in the trainer; else it is an ExchangedTable."""
-        self.fabric = fabric
+        self.comm = comm
         self.trial = trial
-        self.slots = range(fabric.rank, SLOTS, fabric.world)
-        settings = dict(dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, row_comms=trial.mode,
+        self.slots = range(comm.rank, SLOTS, comm.world_size)
+        settings = dict(dtype=trial.dtype, model_dim=WIDTH, seqs_per_step=SLOTS, adam_eps=EPS, row_comms=trial.mode,
                         adam_every=1, adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
         self.patterns, self.specs, self.tables = {}, {}, {}
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
-            spec = tg.TableSpec(label, rows, 1, None, rowwise=bool(trial.home), location=trial.home or "device",
-                                update_every=trial.cadence)
+            spec = tg.TableSpec(label, rows, 1, None, rowwise=bool(trial.location), location=trial.location or "device",
+                                update_every=trial.update_every)
             self.specs[label] = spec
-            max_tokens = SLOTS * trial.cadence * max(8, rows)
-            if trial.home:
-                table = tg.RowwiseTable(spec, cfg, fabric, max_tokens)
+            max_tokens = SLOTS * trial.update_every * max(8, rows)
+            if trial.location:
+                table = tg.RowwiseTable(spec, cfg, comm, max_tokens)
             else:
-                weight = torch.nn.Parameter(owned(initial(trial, pattern, rows), fabric))
-                table = tg.ExchangedTable(spec, cfg, fabric, weight, max_tokens, head=None)
-                if fabric.world == 1 and in_place:
+                weight = torch.nn.Parameter(owned(initial(trial, pattern, rows), comm))
+                table = tg.ExchangedTable(spec, cfg, comm, weight, max_tokens, head=None)
+                if comm.world_size == 1 and in_place:
                     table = tg.LocalTable(weight)
             self.tables[label] = table
-        self.optimizer = TableOptimizer(cfg, fabric, trial, list(self.specs.values()), self.tables)
+        self.optimizer = TableOptimizer(cfg, comm, trial, list(self.specs.values()), self.tables)
         self.made: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
@@ -242,22 +242,22 @@ class Cycles:
         plans, index = {}, {}
         for label, pattern in self.patterns.items():
             ids_by_step = []
-            for step in range(self.trial.cadence):
+            for step in range(self.trial.update_every):
                 of_slots = [reads(*pattern, update, step, slot) for slot in self.slots]
                 ids_by_step.append(np.concatenate(of_slots)[None])
             index[label] = ids_by_step
             if not isinstance(self.tables[label], tg.LocalTable):
-                fetch_all = self.trial.mode == "dense" and not self.trial.home
-                plans[label], index[label] = plan_of(self.specs[label], self.fabric, ids_by_step, fetch_all=fetch_all,
+                fetch_all = self.trial.mode == "dense" and not self.trial.location
+                plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all,
                                                      purpose="train", cycle=update, tokens=SLOTS)
-        if self.fabric.world > 1:
-            tg.exchange_row_requests(self.fabric, self.fabric.plan_group, self.trial.dtype, self.specs.values(), plans)
+        if self.comm.world_size > 1:
+            tg.exchange_row_requests(self.comm, self.comm.loader_group, self.trial.dtype, self.specs.values(), plans)
         self.made[update] = plans, index
         return self.made[update]
 
     def plans_after(self, update: int, step: int) -> dict[str, tg.RowPlan]:
         """Return the plans of the step that follows this one, {} after the last."""
-        if step + 1 < self.trial.cadence:
+        if step + 1 < self.trial.update_every:
             return self.plans(update)[0]
         return self.plans(update + 1)[0] if update + 1 < self.trial.updates else {}
 
@@ -287,11 +287,11 @@ class Cycles:
         for update in range(trial.updates):
             for label in self.tables:
                 found[label]["cycles"].append(self.fetched(label, update))
-            for step in range(trial.cadence):
+            for step in range(trial.update_every):
                 for label in self.tables:
                     self.look_up(label, update, step)
-                values = SimpleNamespace(step=update * trial.cadence + step, adam_lr=learning_rate(update), tied=False,
-                                         untie=False)
+                values = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update), tied=False,
+                                         untie_after=False)
                 next_plans = self.plans_after(update, step)
                 for label, plan in next_plans.items():
                     self.tables[label].prefetch(plan)
@@ -313,9 +313,9 @@ class Cycles:
         state = {name: exact_array(x) for name, x in table.store.shard._asdict().items()}
         return state | dict(touched=np.concatenate([np.zeros(0, int), *touched]))
 
-def drive(fabric: tg.Fabric, trial: Trial, in_place: bool = True) -> dict[str, Found]:
-    with late_rows(fabric.rank) as exchange:
-        found = Cycles(fabric, trial, in_place).run()
+def drive(comm: tg.Communicator, trial: Trial, in_place: bool = True) -> dict[str, Found]:
+    with late_rows(comm.rank) as exchange:
+        found = Cycles(comm, trial, in_place).run()
     return {label: of_table | dict(bytes=dict(exchange.bytes)) for label, of_table in found.items()}
 
 
@@ -330,11 +330,11 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
     naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16=trial.dtype == "bfloat16")
     before = []
     for update in range(trial.updates):
-        before.append(naive.p.copy() if trial.home else exact_array(p))
+        before.append(naive.p.copy() if trial.location else exact_array(p))
         asked = np.zeros(rows, bool)
         grad = np.zeros((rows, WIDTH), exact)
         most = np.zeros((rows, WIDTH))
-        for step, slot in itertools.product(range(trial.cadence), range(SLOTS)):
+        for step, slot in itertools.product(range(trial.update_every), range(SLOTS)):
             read = reads(pattern, rows, update, step, slot)
             lines = gradient(pattern, update, step, slot, read, before[-1][read])
             asked[read] = True
@@ -342,7 +342,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
             np.add.at(most, read, np.abs(lines))
         assert most.max() <= 256, "bf16 would round"
         lr = LR_MUL * learning_rate(update)
-        if trial.home:
+        if trial.location:
             naive.update(asked, [grad], SLOTS, lr, WEIGHT_DECAY * WD_MUL)
             continue
         number = update + 1
@@ -350,7 +350,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
         decay = lr * lr * WEIGHT_DECAY * WD_MUL
         tg.adam_update(p, torch.from_numpy(grad), m, v, 1 / SLOTS, (BETA1, trial.beta2), EPS,
                        tg.cpu_scalar(step_size), tg.cpu_scalar(decay))
-    if trial.home:
+    if trial.location:
         missed = naive.updates - naive.last
         return before, dict(rows=naive.p, v=naive.v, last=naive.last, missed=missed)
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
@@ -358,7 +358,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
 def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
     """Name what ranks fetched, or hold at the end, and should not; dense Adam to the bit."""
     world = len(by_rank)
-    relative, absolute = TOLERANCE[trial.dtype] if trial.home else (0, 0)
+    relative, absolute = TOLERANCE[trial.dtype] if trial.location else (0, 0)
     wrong = []
     for (pattern, rows), (rank, found) in itertools.product(trial.tables, enumerate(by_rank)):
         label = f"{pattern} of {rows}"
@@ -373,7 +373,7 @@ def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
             shards = np.concatenate(cut(table, world))         # with zeros where there is no row
             compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
         shard = {name: cut(x, world)[rank] for name, x in end.items()}
-        if trial.home:
+        if trial.location:
             shard["touched"] = np.flatnonzero(shard["last"])
             got = got | dict(v=got["v"] * trial.beta2 ** shard.pop("missed"))         # the trainer catches up later
         for name, x in shard.items():

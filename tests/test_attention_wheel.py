@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import train_gpt as tg
 
-CAPABILITIES = [capability for capability, names in tg.ATTENTION_BY_CARD.items() if "FA4" in names]
+CAPABILITIES = [capability for capability, names in tg.ATTENTION_BY_CAPABILITY.items() if "FA4" in names]
 
 pytestmark = [
     pytest.mark.skipif(not any(importlib.metadata.distributions(name="flash-attn-4")),

@@ -17,14 +17,14 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, engine, fabric, logical_rows, nothing, preset, random_stream, refused, started_loader,
+from common import (batches_of, engine, comm, logical_rows, nothing, preset, random_stream, refused, started_loader,
                     steps_of, write_shard)
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
 # More rows than a cycle looks up.
-TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2, 3000, place=1, home="host"))
+TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2, 3000, layer=1, location="host"))
 
 @pytest.fixture(autouse=True)
 def no_other_rank(monkeypatch):
@@ -39,9 +39,9 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
 
 def started(folder, rank: int = 0, world: int = 1, steps: int = 12, **changes):
     """A loader of the tiny preset at work, and its steps. A cycle has two steps unless given."""
-    fields = dict(vocab_size=50, document_start=3, max_doc_len=12, adam_every=2) | changes
+    fields = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    return started_loader(cfg, fabric(rank, world), steps)
+    return started_loader(cfg, comm(rank, world), steps)
 
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
@@ -81,7 +81,7 @@ def slow_stream(streams, values, slots=8):
     doc = 0
     steps = []
     for v in values:
-        while (found := slow_block(streams[shard], 3, doc, slots, v.slot_tokens, 12)) is None:
+        while (found := slow_block(streams[shard], 3, doc, slots, v.seq_len, 12)) is None:
             shard += 1
             doc = 0
         block, doc = found
@@ -105,12 +105,12 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
     have plans: the others are read in place."""
     first = batches[0]
     tokens = sum(batch.tokens.shape[1] for batch in batches)                  # the same on all ranks
-    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle, tokens=tokens)
-    planned = {table.label for table in cfg.tables} | (set(tg.RECIPE_TABLES) if world > 1 else set())
+    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle_steps, tokens=tokens)
+    planned = {table.label for table in cfg.tables} | (set(tg.BUILTIN_TABLES) if world > 1 else set())
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == planned
     for label, plan in first.plans.items():
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
-    value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
+    value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_EMBEDS)]
     for batch in batches:
         tokens = batch.tokens.numpy()
         bigrams = [bigram_rows(slot, cfg.bigram_rows) for slot in tokens]
@@ -120,7 +120,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
             factors, sign_factors = tg.NGRAM_FACTORS[table.order]
             looked_up[table.label] = [ngram_rows(slot, factors, table.rows) for slot in tokens]
             if table.signs:
-                signs[table.label] = [ngram_rows(slot, sign_factors, tg.SIGN_VECTORS + 1) for slot in tokens]
+                signs[table.label] = [ngram_rows(slot, sign_factors, tg.NUM_SIGN_VECTORS + 1) for slot in tokens]
         assert batch.row_index.keys() == looked_up.keys() and batch.sign_ids.keys() == signs.keys()
         for label, rows in looked_up.items():
             np.testing.assert_array_equal(logical_rows(batch, label), rows, label)
@@ -144,7 +144,7 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
         with started(tmp_path, rank, world, **changes) as (loader, values):
             batches = list(batches_of(loader, values))
         check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
-        every = tg.Schedule(loader.cfg).cycle
+        every = tg.Schedule(loader.cfg).cycle_steps
         for first in range(0, len(values), every):
             check_plans(batches[first:first + every], loader.cfg, "train", values[first].tied, world)
         for label in batches[0].plans:
@@ -156,7 +156,7 @@ def test_skip__the_stream_of_a_resumed_run_goes_on_where_it_was(tmp_path):
     want = read_all(tmp_path)
     for done in (2, 6, 10):
         with started(tmp_path) as (other, values):
-            loader = tg.Loader(other.cfg, fabric(), other.headers)
+            loader = tg.Loader(other.cfg, comm(), other.headers)
             with contextlib.closing(loader):
                 loader.skip(values[:done])
                 loader.start(values[done:done + 2])
@@ -182,13 +182,13 @@ def test_advance__data_that_end(tmp_path, world):
                 assert bool(loader.next_plans()) == (v.step < cycle - 1)
             for _ in range(2):
                 assert loader.next_plans() == {}
-                with refused(tg.DataEnded, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} "
+                with refused(tg.OutOfData, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} "
                              "steps", "--max_steps", "--epochs=0"):
                     loader.advance([])
 
 def test_start__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
-    with refused(tg.DataEnded, "2 shards", "larger shards", "8 x 17 tokens in one"):
+    with refused(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
         with started(tmp_path, epochs=0):
             pass
 
@@ -205,7 +205,7 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
             time.sleep(delays.choice((0, 0.02)))
             return call(*arguments)
         return slow
-    for name in ("load_shard", "pack_block"):
+    for name in ("load_shard", "pack_batch"):
         monkeypatch.setattr(tg, name, slowed(getattr(tg, name)))
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
     for found, batch in zip(read_all(tmp_path), want, strict=True):
@@ -216,7 +216,7 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
     threads = []
     read = []
     load = tg.load_shard
-    make_slot = tg.make_slot
+    pack_sequence = tg.pack_sequence
 
     def seen_load(header):
         read.append(header.name[-5])
@@ -224,9 +224,9 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
 
     def seen_make_slot(*arguments):
         threads.append(threading.current_thread())
-        return make_slot(*arguments)
+        return pack_sequence(*arguments)
     monkeypatch.setattr(tg, "load_shard", seen_load)
-    monkeypatch.setattr(tg, "make_slot", seen_make_slot)
+    monkeypatch.setattr(tg, "pack_sequence", seen_make_slot)
     with started(tmp_path, steps=5) as (loader, values):
         assert len(threads) == 8 * 2, "`start` has waited for the first cycle"
         for step, ahead in zip(steps_of(loader, values), (4, 4, 5, 5, 5), strict=True):
@@ -245,7 +245,7 @@ def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path):
             loader.next(values[1])
 
 @pytest.mark.parametrize("where, call, error", [
-    ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_block", 4, None),
+    ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_batch", 4, None),
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
 def test_next_plans__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call, error):
     """Damage, ranks that disagree, or no answer (None), on the way to the second cycle. Only one rank may have the
@@ -279,7 +279,7 @@ def test_next_plans__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where,
         release.set()
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("tables", [(), (tg.NgramTable("a_embed", 3, 100, cadence=4),)], ids=["dense", "row-wise"])
+@pytest.mark.parametrize("tables", [(), (tg.NgramTable("a_embed", 3, 100, update_every=4),)], ids=["dense", "row-wise"])
 def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_path, monkeypatch, every, tables):
     """Within a cycle those of its next step. The loader thread exchanges each Adam cycle once, in order."""
     write_shards(tmp_path, 8000)
@@ -293,9 +293,9 @@ def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_p
         exchange(where, group, dtype, specs, plans)
 
     monkeypatch.setattr(tg, "exchange_row_requests", seen)
-    words = dict(vocab_size=50, document_start=3)
+    words = dict(vocab_size=50, bos_id=3)
     cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=every, tables=tables, **words)
-    where = replace(fabric(1, 2), plan_group="the loader's group")
+    where = replace(comm(1, 2), loader_group="the loader's group")
     found = []
     with started_loader(cfg, where, 9) as (loader, values):
         for batch in batches_of(loader, values):
@@ -309,7 +309,7 @@ def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_p
         assert of_step["embed"] is exchanged[step // every]["embed"]
         assert of_step["embed"].tag["cycle"] == step // every
         for table in tables:
-            first = step // table.cadence * table.cadence // every
+            first = step // table.update_every * table.update_every // every
             assert of_step[table.label] is exchanged[first][table.label]
 
 NO_CONCERN = (tg.Clock, tg.Log, tg.Schedule, tg.Engine, tg.Optimizer, tg.GPT, tg.LocalTable, tg.ExchangedTable,
@@ -341,15 +341,15 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table():
     calls = set()
     calls_of_thread("loader", calls)
     try:
-        with started_loader(cfg, fabric(), 6) as (loader, values):
+        with started_loader(cfg, comm(), 6) as (loader, values):
             for v in steps_of(loader, values):
                 tg.train_step(ex, loader, v)
     finally:
         threading.setprofile(None)
-    assert {(3, "pack_block"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "what it traces"
+    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "what it traces"
     assert (0, "numpy.empty") in calls, "builtins, too"
-    assert {name for section, name in calls if section == 1} <= {"Fabric.host_tensor", "Fabric.enter_thread",
-                                                                 "Fabric.on_cuda"}
+    assert {name for section, name in calls if section == 1} <= {"Communicator.pinned", "Communicator.set_thread_device",
+                                                                 "Communicator.on_cuda"}
     assert {section for section, _ in calls} == {0, 1, 3, 5, 6}
     owners = {name.partition(".")[0] for section, name in calls if section}
     assert not owners & {cls.__name__ for cls in NO_CONCERN}
@@ -362,7 +362,7 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table():
 def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_path, every, world):
     write_shards(tmp_path, 8000)
     cadences = (1, 2, 4) if every == 1 else (2, 4)
-    tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in cadences)
+    tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, update_every=cadence) for cadence in cadences)
     batches = read_all(tmp_path, 0, world, steps=8, tables=tables, adam_every=every)
     for table in tg.table_specs(preset(tables=tables, adam_every=every)):
         if world == 1 and not table.rowwise:
@@ -385,7 +385,7 @@ def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, m
     batches = read_all(tmp_path, 1 % world, world, steps=steps, tables=TABLES, row_comms=mode)
     for batch in (batches[0], batches[-1]):
         tied = batch.step <= schedule.untie_step
-        for table in tg.table_specs(preset(vocab_size=50, document_start=3, tables=TABLES, adam_every=2)):
+        for table in tg.table_specs(preset(vocab_size=50, bos_id=3, tables=TABLES, adam_every=2)):
             if table.label not in batch.plans:
                 assert world == 1 and not table.rowwise
                 continue
@@ -397,11 +397,11 @@ def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, m
 
 
 # ---- The validation set ----------------------------------------------------------------------------------------------
-def validation_config(folder, stream, tokens: int, vocab_size: int = 50, document_start: int = 3, **changes):
-    words = dict(vocab_size=vocab_size, document_start=document_start)
+def validation_config(folder, stream, tokens: int, vocab_size: int = 50, bos_id: int = 3, **changes):
+    words = dict(vocab_size=vocab_size, bos_id=bos_id)
     write_shard(folder / "v.bin", stream, **words)
     cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **words, **changes)
-    return cfg, tg.find_shards(cfg.val_files)
+    return cfg, tg.read_shard_headers(cfg.val_files)
 
 @pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
 def test_ValidationSet__batches_of_blocks_with_plans_of_their_own(tmp_path, monkeypatch, after, tied):
@@ -418,10 +418,10 @@ def test_ValidationSet__batches_of_blocks_with_plans_of_their_own(tmp_path, monk
     cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256, tables=TABLES)
     schedule = tg.Schedule(cfg)
     values = schedule.at(schedule.untie_step + after)
-    whole = [batch.tokens for batch in tg.ValidationSet(cfg, fabric(), headers).batches(values)]
+    whole = [batch.tokens for batch in tg.ValidationSet(cfg, comm(), headers).batches(values)]
     assert [tuple(tokens.shape) for tokens in whole] == [(8, 16), (8, 16)]
     for rank, world in ((0, 1), (0, 4), (3, 4)):
-        where = replace(fabric(rank, world), plan_group="the loader's group")
+        where = replace(comm(rank, world), loader_group="the loader's group")
         batches = tg.ValidationSet(cfg, where, headers).batches(values)
         for batch, tokens in zip(batches, whole, strict=True):
             assert batch.tokens.equal(tokens[rank::world])
@@ -433,13 +433,13 @@ def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
     pieces = [b"a", b"bc", b"\xff\x00", b"defg"]
     lines = [f"{base64.b64encode(piece).decode()} {token}" for token, piece in enumerate(pieces)]
     cfg, headers = validation_config(tmp_path, stream, 256, 5, 4)
-    assert tg.ValidationSet(cfg, fabric(), headers).text_losses(1.0) == {}, "nothing is claimed without the bytes"
+    assert tg.ValidationSet(cfg, comm(), headers).text_metrics(1.0) == {}, "nothing is claimed without the bytes"
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
     counts = Counter(stream[1:257].tolist())                         # targets: the inputs shifted by one
     nats = -sum(c / 256 * math.log(c / 256) for c in counts.values())
     bytes_in_all = sum(len(pieces[token]) * c for token, c in counts.items() if token != 4)
-    found = tg.ValidationSet(cfg, fabric(), headers).text_losses(1.5)
+    found = tg.ValidationSet(cfg, comm(), headers).text_metrics(1.5)
     assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / bytes_in_all, unigram_nats=nats), rel=1e-12)
     monkeypatch.chdir(tmp_path)              # the name of a formula looks like a file beside that vocab.txt
     formula = preset()
-    assert tg.ValidationSet(formula, fabric(), tg.find_shards(formula.val_files)).text_losses(1.0) == {}
+    assert tg.ValidationSet(formula, comm(), tg.read_shard_headers(formula.val_files)).text_metrics(1.0) == {}

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-from common import ROOT, fabric, refused
+from common import ROOT, comm, refused
 
 import train_gpt as tg
 
@@ -21,18 +21,18 @@ def preset_of(name: str) -> tg.Config:
 
 def refuse(argv: list[str], *parts: str) -> str:
     with refused(tg.ConfigError, *parts) as caught:
-        tg.parse_flags(argv)
+        tg.load_config(argv)
     return str(caught.value)
 
-LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
-          tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
+LAYERS = (tg.Layer("paired", value_embed=0), tg.Layer("plain", "long", value_embed=1, key_offset=True, save_as="skip"),
+          tg.Layer("none", add_saved="skip"), tg.Layer("plain", save_as="backout"))
 BAD_LAYERS = {                               # arguments of a layer -> what the message must contain
     "no such attention": (dict(attention="Plain"), "'Plain'", "`plain`"),
     "no such window": (dict(attention="plain", window="wide"), "'wide'", "`short` or `long`"),
-    "a value table without attention": (dict(attention="none", value=2), "value=2",
-                                        "a value table in one with attention"),
-    "key offset of paired heads": (dict(attention="paired", key_shift=True), "'paired'", "in a plain layer"),
-    "key offset without attention": (dict(attention="none", key_shift=True), "'none'", "in a plain layer"),
+    "a value table without attention": (dict(attention="none", value_embed=2), "value_embed=2",
+                                        "value_embed in one with attention"),
+    "key offset of paired heads": (dict(attention="paired", key_offset=True), "'paired'", "in a plain layer"),
+    "key offset without attention": (dict(attention="none", key_offset=True), "'none'", "in a plain layer"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
@@ -45,12 +45,12 @@ def test_Layer__a_feature_that_it_cannot_have(name):
         LAYERS[0].window = "wide"
 
 BAD_LAYER_TABLES = {                         # changes of LAYERS by depth -> what the message must contain
-    "kept twice": ({0: dict(keep_as="skip")}, "['skip', 'skip', 'backout']", "each stream once"),
-    "nothing for the head": ({3: dict(keep_as="")}, "['skip']", "'backout'"),
-    "a value table twice": ({3: dict(value=1)}, "[0, 1, 1]", "0, 1, ... once each"),
-    "a value table left out": ({1: dict(value=2)}, "[0, 2]", "0, 1, ... once each"),
-    "added by the layer that keeps it": ({1: dict(add="skip")}, "layer 1", "a layer above keeps, []"),
-    "added above the layer that keeps it": ({1: dict(add="backout")}, "layer 1", "a layer above keeps, []"),
+    "kept twice": ({0: dict(save_as="skip")}, "['skip', 'skip', 'backout']", "each stream once"),
+    "nothing for the head": ({3: dict(save_as="")}, "['skip']", "'backout'"),
+    "a value table twice": ({3: dict(value_embed=1)}, "[0, 1, 1]", "0, 1, ... once each"),
+    "a value table left out": ({1: dict(value_embed=2)}, "[0, 2]", "0, 1, ... once each"),
+    "added by the layer that keeps it": ({1: dict(add_saved="skip")}, "layer 1", "a layer above keeps, []"),
+    "added above the layer that keeps it": ({1: dict(add_saved="backout")}, "layer 1", "a layer above keeps, []"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYER_TABLES)
@@ -62,13 +62,13 @@ def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
 
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that no layer adds, no value tables."""
-    for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
+    for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", save_as=tg.BACKOUT)]):
         tg.check_layers(layers)
-        tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
+        tg.check_layers([replace(layer, add_saved="", value_embed=None, key_offset=False) for layer in layers])
 
 def text_with(row: tg.Stage | tg.NgramTable, **changes: object) -> str:
     """Return the flag text of a row with other columns, which the class itself may refuse."""
-    return tg.row_text(SimpleNamespace(**vars(row) | changes))
+    return tg.format_spec(SimpleNamespace(**vars(row) | changes))
 
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
@@ -83,7 +83,7 @@ BAD_STAGES = {                               # columns of the first of these -> 
 
 def refuse_stages(changes: dict, parts: list[str]) -> None:
     first, *others = STAGES
-    text = ";".join([text_with(first, **changes), *map(tg.row_text, others)])
+    text = ";".join([text_with(first, **changes), *map(tg.format_spec, others)])
     refuse(["--preset=tiny", f"--stages={text}"], "--stages", *parts)
 
 @pytest.mark.parametrize("name", BAD_STAGES)
@@ -105,10 +105,10 @@ TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
 BAD_TABLES = {                               # columns of a table of n-grams -> what the message must contain
     "no such order": (dict(order=5), f"an order of {list(tg.NGRAM_FACTORS)}"),
-    "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
-    "an unknown home": (dict(home="disk"), "disk", "home of ('device', 'host')"),
+    "a layer without attention": (dict(layer=NO_ATTENTION), f"layer={NO_ATTENTION}", "one with attention"),
+    "an unknown location": (dict(location="disk"), "disk", "location of ('device', 'host')"),
     "signs that are no switch": (dict(signs=2), "signs=2", "signs 0 or 1"),
-    "an unknown cadence": (dict(cadence=8), "cadence=8", "1, 2 or 4 steps"),
+    "an unknown update_every": (dict(update_every=8), "update_every=8", "1, 2 or 4 steps"),
     "a single row": (dict(rows=1), "rows=1", "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "lr and wd from 0"),
@@ -120,7 +120,7 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
 }
 
 def refuse_tables(changes: dict, parts: list[str]) -> None:
-    text = f"{tg.row_text(replace(TABLE, label='other_embed'))};{text_with(TABLE, **changes)}"
+    text = f"{tg.format_spec(replace(TABLE, label='other_embed'))};{text_with(TABLE, **changes)}"
     refuse(["--preset=tiny", "--adam_every=2", f"--tables={text}"], "--tables", *parts)
 
 @pytest.mark.parametrize("name", BAD_TABLES)
@@ -132,18 +132,18 @@ def test_NgramTable__columns_that_cannot_work(name):
     refuse_tables(changes, parts)
 
 @pytest.mark.parametrize("changes, parts", [
-    (dict(cadence=1), ["a multiple of adam_every=2"]),
+    (dict(update_every=1), ["a multiple of adam_every=2"]),
     (dict(label="other_embed"), ["a label that no other row has"])], ids=str)
 def test_check_config__tables_that_do_not_fit_the_settings(changes, parts):
     """An update between the steps of Adam, and two tables of one label."""
     refuse_tables(changes, parts)
 
 def test_read_rows__columns_and_defaults():
-    cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 70 0 0.5"])
+    cfg = tg.load_config(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 70 0 0.5"])
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, None, 0, "device", 2, 37.5, 5.0, 0.95),
                           tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, 70.0, 0.0, 0.5))
-    assert tg.read_rows("tables", tg.flag_text(cfg.tables)) == cfg.tables
-    assert replace(tg.parse_flags(["--preset=pocket_tables", "--tables="]), preset="pocket") == preset_of("pocket")
+    assert tg.parse_specs("tables", tg.format_value(cfg.tables)) == cfg.tables
+    assert replace(tg.load_config(["--preset=pocket_tables", "--tables="]), preset="pocket") == preset_of("pocket")
 
 @pytest.mark.parametrize("rest", ["", " 70", " 70 0 0.5"])
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
@@ -153,8 +153,8 @@ def test_read_rows__the_8th_column_of_earlier_trainers_is_refused_in_words(mode,
     refuse(["--preset=tiny", f"--tables=a_embed 2 30; {row} {mode}{rest}"], "--tables, 8th column", f"found:    {mode}",
            "a number", "always rounded to nearest", f"leave `{mode}` out")
     refuse(["--preset=tiny", f"--tables={row} down{rest}"], "--tables", "'b_embed 4 50 7 1 host 4 down",
-           "cadence lr wd beta2")
-    refuse(["--preset=tiny", f"--tables={row} 70 0 0.5 1"], "--tables", "70 0 0.5 1", "cadence lr wd beta2")
+           "update_every lr wd beta2")
+    refuse(["--preset=tiny", f"--tables={row} 70 0 0.5 1"], "--tables", "70 0 0.5 1", "update_every lr wd beta2")
 
 @pytest.mark.recipe
 def test_NGRAM_FACTORS__are_those_of_the_published_losses():
@@ -170,17 +170,17 @@ def test_NGRAM_FACTORS__are_those_of_the_published_losses():
 
 # ---- presets and flags ----------------------------------------------------------------------------------------------
 # Settings of the CPU presets on which published losses depend.
-POCKET = dict(val_tokens=65_536, val_batch_tokens=8192, max_doc_len=256, num_slots=8, padded_vocab=0, bigram_rows=0,
+POCKET = dict(val_tokens=65_536, val_batch_tokens=8192, max_doc_len=256, seqs_per_step=8, padded_vocab=0, bigram_rows=0,
               model_dim=96, num_heads=6, head_dim=16, attn_scale=0.8, tables=(), dtype="float32", head="plain",
-              stages=tg.read_rows("stages", "512 1 3 1 1,.5,.25 1,.5,0; 1024 3 7 1.52 1,.5 1,0; "
+              stages=tg.parse_specs("stages", "512 1 3 1 1,.5,.25 1,.5,0; 1024 3 7 1.52 1,.5 1,0; "
                                   "1536 5 11 1.73 1 1 untie; 1536 6 13 1 1 1"),
               num_scheduled_steps=520, num_extension_steps=20, window_block=8, final_long_window=20, cooldown_frac=0.55,
               lr_floor=0.1, normuon_lr=0.023, adam_every=2, adam_lr=0.008, seed=0, compile=0, val_every=180)
 RACE = POCKET | dict(num_heads=2, head_dim=48, attn_scale=0.26666666666666666, num_scheduled_steps=190, adam_every=1,
                      stages=POCKET["stages"][1:],
-                     tables=tg.read_rows("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+                     tables=tg.parse_specs("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
 TINY = POCKET | dict(val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2, window_block=4,
-                     stages=tg.read_rows("stages", "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; "
+                     stages=tg.parse_specs("stages", "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; "
                                          "384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
                      num_scheduled_steps=9, num_extension_steps=3, val_every=5)
 
@@ -194,12 +194,12 @@ def test_PRESETS__settings_of_the_published_losses(name, settings):
 def test_parse_flags__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
     assert set(tg.PRESETS[name]) < {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
-    assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["about"]), "--help names it"
+    assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["help"]), "--help names it"
     want = preset_of(name)
-    argv = [f"--{field}={tg.flag_text(value)}" for field, value in vars(want).items()
+    argv = [f"--{field}={tg.format_value(value)}" for field, value in vars(want).items()
             if field not in ("preset", "resume", "sample")]          # empty names of these are refused
-    assert tg.parse_flags(["--preset=tiny", *argv]) == replace(want, preset="tiny")
-    assert tg.parse_flags([f"--preset={name}"]) == want
+    assert tg.load_config(["--preset=tiny", *argv]) == replace(want, preset="tiny")
+    assert tg.load_config([f"--preset={name}"]) == want
 
 def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables():
     pocket, race, tables = map(preset_of, ("pocket", "race", "race_tables"))
@@ -209,11 +209,11 @@ def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables():
     assert tables.tables == preset_of("pocket_tables").tables
 
 def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
-    cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
+    cfg = tg.load_config(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
     assert (cfg.seed, cfg.adam_lr, cfg.head_dim, cfg.adam_every, cfg.compile) == (7, 1e-3, 16, 1, -1)
     assert cfg.stages == (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)),) * 2
-    assert tg.parse_flags([]) == preset_of("record")
+    assert tg.load_config([]) == preset_of("record")
     with pytest.raises(FrozenInstanceError):
         cfg.seed = 1
 
@@ -227,9 +227,9 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--adam_lr=nan": ("--adam_lr", "nan", "float", "--adam_lr=0.008"),
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
     "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
-    "--num_slots=0": ("--num_slots", "1 to "),
+    "--seqs_per_step=0": ("--seqs_per_step", "1 to "),
     "--cooldown_frac=1.01": ("--cooldown_frac", "'1.01'", "0 to 1", "--cooldown_frac=0.55"),
-    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.flag_text(tg.STAGES)}"),
+    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.format_value(tg.STAGES)}"),
     f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
     f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
@@ -237,7 +237,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
-    "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
+    "--seqs_per_step=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
     "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
     "--resume=": ("--resume", "an empty name", "leave it out"),
@@ -250,46 +250,46 @@ def test_parse_flags__a_bad_setting(flag):
 
 def test_parse_flags__sample_takes_no_flag_of_the_model():
     """Not even --preset, which would say nothing about the saved weights."""
-    cfg = tg.parse_flags(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
+    cfg = tg.load_config(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
     assert cfg == tg.Config(sample="w", prompt="once upon", seed=3, device="cpu")
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
 
 def test_names_of__each_flag_has_one_role():
-    """A flag of the groups `often set` and `run` changes no result, except the preset and the seed."""
+    """A flag of the groups `common` and `run` changes no result, except the preset and the seed."""
     groups = {f.name: f.metadata["group"] for f in fields(tg.Config)}
-    numbers, free, once = map(tg.names_of, (tg.NUMBERS, tg.FREE, tg.ONCE))
+    numbers, free, once = map(tg.flag_names, (tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN))
     assert once == {"runs", "save", "sample", "resume", "run_dir", "profile"}
-    decide = {name for name, group in groups.items() if group not in ("often set", "run")} | {"preset", "seed"}
+    decide = {name for name, group in groups.items() if group not in ("common", "run")} | {"preset", "seed"}
     assert numbers == decide and free == groups.keys() - decide - once
-    assert tg.names_of(tg.NUMBERS, tg.FREE, tg.ONCE) == groups.keys()
+    assert tg.flag_names(tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN) == groups.keys()
     cfg = preset_of("pocket_tables")
-    on_host = replace(cfg, tables=tuple(replace(table, home="host") for table in cfg.tables))
-    assert tg.decisive_settings(cfg).keys() == numbers and tg.decisive_settings(cfg) == tg.decisive_settings(on_host)
-    assert tg.decisive_settings(replace(cfg, seed=1))["seed"] == "1"
+    on_host = replace(cfg, tables=tuple(replace(table, location="host") for table in cfg.tables))
+    assert tg.numeric_settings(cfg).keys() == numbers and tg.numeric_settings(cfg) == tg.numeric_settings(on_host)
+    assert tg.numeric_settings(replace(cfg, seed=1))["seed"] == "1"
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):
     flags = [] if name == "record" else [f"--preset={name}"]
     with pytest.raises(SystemExit) as end:
-        tg.parse_flags(["--help", *flags])
+        tg.load_config(["--help", *flags])
     text = " ".join(capsys.readouterr().out.split())
     assert end.value.code == 0 and f"[{name}]" in text and "exit status" in text
     values = vars(preset_of(name))
     for f in fields(tg.Config):
-        about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
+        about = f"{f.metadata['help']} [{tg.format_value(values[f.name])}]"
         assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
-        fabric(rank, 2).say(f"rank {rank}")
+        comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
     monkeypatch.setattr("sys.stdout", open("/dev/full", "w", buffering=1))
-    fabric().say("lost")
+    comm().print0("lost")
     with pytest.raises(tg.RunError):
-        tg.parse_flags(["--help"])
+        tg.load_config(["--help"])
 
 @pytest.mark.parametrize("torch_has", [("_set_pg_timeout",), ("_set_pg_timeout", "set_timeout")])
 def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_has):
@@ -298,7 +298,7 @@ def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_
     for owner, name in ((tg.dist.distributed_c10d, "_set_pg_timeout"), (tg.dist, "set_timeout")):
         if name in torch_has:
             monkeypatch.setattr(owner, name, partial(calls, name), raising=False)
-    ranks = replace(fabric(0, 2), plan_group="plans")
+    ranks = replace(comm(0, 2), loader_group="plans")
     ranks.set_timeout(5.0)
     assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
     assert ranks.timeout == 5
@@ -307,19 +307,19 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = ("train_files", "val_files", "run_dir", "save")
-    cfg = tg.parse_flags(["--preset=tiny", *(f"--{name}=~/x" for name in flags)])
+    cfg = tg.load_config(["--preset=tiny", *(f"--{name}=~/x" for name in flags)])
     assert [getattr(cfg, name) for name in flags] == [str(tmp_path / "x")] * 4
-    cfg = tg.parse_flags(["--sample=~/x", "--prompt=~/z"])
+    cfg = tg.load_config(["--sample=~/x", "--prompt=~/z"])
     assert (cfg.sample, cfg.prompt) == (str(tmp_path / "x"), "~/z")
 
 def write_settings(folder: Path, **flags: str) -> None:
-    (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", **flags)))
+    (folder / tg.SETTINGS_FILE).write_text(json.dumps(dict(preset="tiny", **flags)))
 
 @pytest.mark.parametrize("content", [
     b"", b"[]", b'{"preset": "tiny", "flags": {}}', b"\xff\xfe", None, os.mkfifo, b'{"sede": "3"}'], ids=range(7))
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
     """No file, too: a folder of an older trainer has a log alone."""
-    path = tmp_path / tg.SETTINGS
+    path = tmp_path / tg.SETTINGS_FILE
     if isinstance(content, bytes):
         path.write_bytes(content)
     elif content:
@@ -328,12 +328,12 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
         tg.read_settings(tmp_path)
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
-    write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")
+    write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", micro_batch_size="2")
     resume = f"--resume={tmp_path}"
-    cfg = tg.parse_flags([resume])
-    assert (cfg.preset, cfg.seed, cfg.adam_lr, cfg.slots_per_micro_batch) == ("tiny", 5, 0.01, 2)
+    cfg = tg.load_config([resume])
+    assert (cfg.preset, cfg.seed, cfg.adam_lr, cfg.micro_batch_size) == ("tiny", 5, 0.01, 2)
     assert (cfg.save, cfg.run_dir, cfg.resume) == ("", "", str(tmp_path)), "facts of one run are not inherited"
-    cfg = tg.parse_flags([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
+    cfg = tg.load_config([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
     assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "what says the same, or may change"
     refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "leave --preset out")
     refuse([resume, "--runs=2"], "--runs=1")
@@ -341,16 +341,16 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
         refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", before, "these may change", "max_steps")
     write_settings(tmp_path, num_heads="2.0")
     refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
-    (tmp_path / tg.SETTINGS).write_text('{"preset": "no"}')
+    (tmp_path / tg.SETTINGS_FILE).write_text('{"preset": "no"}')
     refuse([resume], "--preset", "no", "tiny")
 
 def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
     write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
     resume = f"--resume={tmp_path}"
-    cfg = tg.parse_flags([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
-    assert [table.home for table in cfg.tables] == ["host", "device"]
+    cfg = tg.load_config([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
+    assert [table.location for table in cfg.tables] == ["host", "device"]
     for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
-        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the home of a table")
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the location of a table")
 
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""
@@ -359,5 +359,5 @@ def test_config__every_setting_is_used():
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
 
 def test_errors__status_and_long_values():
-    assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)
+    assert (tg.ConfigError.exit_status, tg.DataError.exit_status, tg.RunError.exit_status) == (2, 2, 1)
     assert len(str(tg.DataError("x", "y" * 10**6, "z", "w"))) < 1300

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import fabric, plan_of, preset, random_stream, refused, write_shard
+from common import comm, plan_of, preset, random_stream, refused, write_shard
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -37,16 +37,17 @@ def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
                 borders = [at for at, token in enumerate(tokens[:-1]) if token == 3]
                 want.append((tokens, [0, *borders, length]))
             position += slots * length
-    shards = [tg.Shard(stream.astype(np.uint16), 3) for stream in streams]
-    got = [(slot.tokens.tolist(), slot.cu_seqlens.tolist()) for slot in tg.validation_slots(shards, slots, length, 3)]
+    shards = [tg.TokenShard(stream.astype(np.uint16), 3) for stream in streams]
+    seqs = tg.validation_sequences(shards, slots, length, 3)
+    got = [(seq.tokens.tolist(), seq.cu_seqlens.tolist()) for seq in seqs]
     assert got == want
 
 @pytest.mark.recipe
 def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
-    tokens = tg.formula_tokens(1, 40_000, 512, 511)
+    tokens = tg.synthetic_tokens(1, 40_000, 512, 511)
     assert tokens.dtype == np.uint16 and tokens.max() == 511 and tokens[0] == 511
-    assert tokens[:8].tolist() == tg.formula_tokens(1, 8, 512, 511).tolist()
-    assert not np.array_equal(tokens, tg.formula_tokens(2, 40_000, 512, 511))
+    assert tokens[:8].tolist() == tg.synthetic_tokens(1, 8, 512, 511).tolist()
+    assert not np.array_equal(tokens, tg.synthetic_tokens(2, 40_000, 512, 511))
     assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
     assert len(np.unique(tokens)) > 256
 
@@ -60,22 +61,22 @@ BAD_FILES = {                                # how the file is made, bytes cut o
     "no header": (dict(), 500, "764 bytes", "1024 bytes"),
     "no tokens": (dict(count=0), 0, "20240520, 1, 0"),
     "a token too high": (dict(vocab_size=5), 0, "tokens up to 5", "below the vocabulary size 5"),
-    "no document start": (dict(vocab_size=9, document_start=8), 0, "0 of them document starts", "token 8"),
-    "GPT-2 that is none": (dict(vocab_size=0, document_start=0), 0, "0 of them document starts", "50256"),
+    "no document start": (dict(vocab_size=9, bos_id=8), 0, "0 of them document starts", "token 8"),
+    "GPT-2 that is none": (dict(vocab_size=0, bos_id=0), 0, "0 of them document starts", "50256"),
 }
 
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_scan_shards__a_damaged_one(tmp_path, kind):
     header, cut, *parts = BAD_FILES[kind]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
-    path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, document_start=3) | header)
+    path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, bos_id=3) | header)
     os.truncate(path, path.stat().st_size - cut)
     with refused(tg.DataError, "b.bin", *parts):
-        tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin"))
+        tg.verify_shards(tg.read_shard_headers(f"{tmp_path}/*.bin"))
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
-    header, = tg.find_shards(str(path))
+    header, = tg.read_shard_headers(str(path))
     os.truncate(path, path.stat().st_size - 20)
     with refused(tg.DataError, "a.bin", "110 tokens", "120"):
         tg.load_shard(header)
@@ -85,7 +86,7 @@ def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
     second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: [second, first])
-    assert tg.find_shards("any") == [(first, 120, 6, 3), (second, 120, 50_257, 50_256)]
+    assert tg.read_shard_headers("any") == [(first, 120, 6, 3), (second, 120, 50_257, 50_256)]
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
@@ -97,7 +98,7 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
     with refused(tg.DataError, *parts):
-        tg.find_shards(name.format(tmp_path))
+        tg.read_shard_headers(name.format(tmp_path))
 
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
@@ -108,35 +109,35 @@ def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monke
     monkeypatch.chdir(tmp_path)
     for pattern, names in ((f"{odd}/train_*.bin", [f"{odd}/train_0.bin", f"{odd}/train_[1].bin"]),
                            (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]), ("train_[1-5].bin", ["train_3.bin"])):
-        assert [header.name for header in tg.find_shards(pattern)] == names
+        assert [header.name for header in tg.read_shard_headers(pattern)] == names
 
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
     return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
 
 def test_resolve__the_header_decides_the_sizes():
     gpt2 = shards(1, vocab=(50_257, 50_256))
-    cfg = tg.resolve(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
-    assert (cfg.vocab_size, cfg.document_start, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
+    cfg = tg.resolve_sizes(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
+    assert (cfg.vocab_size, cfg.bos_id, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
 
 @pytest.mark.parametrize("changes, val_vocab, kind, parts", [
     (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "leave the flag")),
-    (dict(document_start=0), (512, 511), tg.ConfigError, ("--document_start", "found:    0", "511", "shard_0.bin")),
+    (dict(bos_id=0), (512, 511), tg.ConfigError, ("--bos_id", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
     (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
 def test_resolve__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
     with refused(kind, *parts):
-        tg.resolve(cfg, shards(10), other)
+        tg.resolve_sizes(cfg, shards(10), other)
     if kind == tg.DataError:
         with refused(kind, *parts):
-            tg.resolve(cfg, shards(10) + other, shards(10))
+            tg.resolve_sizes(cfg, shards(10) + other, shards(10))
 
 def test_check_enough_data__training_tokens():
     """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
     cfg = preset()
     values = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
-    steps = [cfg.num_slots * (v.slot_tokens + 1) for v in values]
+    steps = [cfg.seqs_per_step * (v.seq_len + 1) for v in values]
     need = sum(steps)
     largest = max(steps)
 
@@ -153,14 +154,14 @@ def test_check_enough_data__training_tokens():
         with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs} in 1 shards",
                      f"{need} for {len(steps)} steps", "cached_fineweb10B.py"):
             check(have, epochs=epochs)
-    fits = (largest - 1 - cfg.num_slots) // 128 * 128
+    fits = (largest - 1 - cfg.seqs_per_step) // 128 * 128
     with refused(tg.DataError, "too small", f"{largest} for", f"at most {fits} tokens"):
         check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path):
     path = write_shard(tmp_path / "v.bin", random_stream(0, 200, 50, 3), 50, 3)
-    cfg = preset(val_files=str(path), vocab_size=50, document_start=3, val_batch_tokens=128, val_tokens=256)
-    headers = tg.find_shards(cfg.val_files)
+    cfg = preset(val_files=str(path), vocab_size=50, bos_id=3, val_batch_tokens=128, val_tokens=256)
+    headers = tg.read_shard_headers(cfg.val_files)
     with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128"):
         tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
@@ -172,11 +173,11 @@ def test_check_enough_data__validation_tokens(tmp_path):
     ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
 def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
     """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
-    cfg = preset(vocab_size=5, document_start=3)
-    assert tg.read_vocabulary(tmp_path, cfg) is None
+    cfg = preset(vocab_size=5, bos_id=3)
+    assert tg.read_token_bytes(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
     with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3", "remove the file"):
-        tg.read_vocabulary(tmp_path, cfg)
+        tg.read_token_bytes(tmp_path, cfg)
 
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
@@ -195,28 +196,29 @@ def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
         path = write_shard(tmp_path / os.fsdecode(name), GOOD, 6, 3)
         want.update(name + path.read_bytes())
     want.update(b"formula:6:3:100:1#0")
-    headers = [tg.read_header(tmp_path / os.fsdecode(name)) for name in names]
-    assert tg.scan_shards(headers + tg.find_shards("formula:6:3:100:1")) == want.hexdigest()
+    headers = [tg.read_shard_header(tmp_path / os.fsdecode(name)) for name in names]
+    assert tg.verify_shards(headers + tg.read_shard_headers("formula:6:3:100:1")) == want.hexdigest()
 
 def test_check_manifest__a_file_has_to_match_it(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
-    headers = tg.find_shards(str(path))
+    headers = tg.read_shard_headers(str(path))
     pieces = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
     (tmp_path / "vocab.txt").write_bytes(pieces)
     write_manifest(tmp_path, path.read_bytes(), pieces)
     write_shard(tmp_path / "own.bin", GOOD, 6, 3)
-    assert tg.scan_shards(headers + tg.find_shards(f"{tmp_path}/own.bin")), "files that it does not name are fine"
-    cfg = preset(vocab_size=6, document_start=3)
-    assert len(tg.read_vocabulary(tmp_path, cfg)) == 6
+    own = tg.read_shard_headers(f"{tmp_path}/own.bin")
+    assert tg.verify_shards(headers + own), "files that it does not name are fine"
+    cfg = preset(vocab_size=6, bos_id=3)
+    assert len(tg.read_token_bytes(tmp_path, cfg)) == 6
 
     write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
     with refused(tg.DataError, "a.bin: content", "manifest.json", "mixture"):
-        tg.scan_shards(headers)
+        tg.verify_shards(headers)
     with refused(tg.DataError, "vocab.txt: content", "manifest.json", "mixture"):
-        tg.read_vocabulary(tmp_path, cfg)
+        tg.read_token_bytes(tmp_path, cfg)
     (tmp_path / "manifest.json.part").touch()
     with refused(tg.DataError, "manifest.json.part", "run that tool again"):
-        tg.scan_shards(headers)
+        tg.verify_shards(headers)
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
@@ -230,7 +232,7 @@ def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
     for cfg, said in ((shared, f"at least: {tmp_path}/b.bin"), (preset(), "")):
-        tg.open_data(cfg, fabric(), b"source")
+        tg.open_data(cfg, comm(), b"source")
         out = capsys.readouterr().out
         assert said in out and bool(said) == bool(out)
 
@@ -254,20 +256,21 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
 def test_table_specs__rows_and_signs_of_ngrams(order, rows):
     """Also where a product passes 32 bits, and where the xor is negative."""
-    line = tg.NgramTable("a_embed", order, rows, signs=1, home="host", cadence=4)
+    line = tg.NgramTable("a_embed", order, rows, signs=1, location="host", update_every=4)
     cfg = preset(tables=(line,), adam_every=1)
     *recipe, table = tg.table_specs(cfg)
-    assert [(x.label, x.rowwise, x.update_every) for x in recipe] == [(label, False, 1) for label in tg.RECIPE_TABLES]
+    assert [(x.label, x.rowwise, x.update_every) for x in recipe] == [(label, False, 1) for label in tg.BUILTIN_TABLES]
     assert [x.tied_to_head for x in recipe] == [False, False, True]
-    assert [x.num_rows for x in recipe] == [cfg.bigram_rows, tg.NUM_VALUE_TABLES * cfg.padded_vocab, cfg.padded_vocab]
-    assert [x.lookups_per_token for x in recipe] == [1, tg.NUM_VALUE_TABLES, 1]
+    assert [x.num_rows for x in recipe] == [cfg.bigram_rows, tg.NUM_VALUE_EMBEDS * cfg.padded_vocab, cfg.padded_vocab]
+    assert [x.lookups_per_token for x in recipe] == [1, tg.NUM_VALUE_EMBEDS, 1]
     assert (table.num_rows, table.lookups_per_token, table.tied_to_head, table.rowwise) == (rows, 1, False, True)
     assert (table.location, table.update_every) == ("host", 4)
     assert tg.table_specs(preset(tables=(replace(line, signs=0),)))[-1].sign_ids is None
 
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
     factors, sign_factors = tg.NGRAM_FACTORS[order]
-    for call, constants, count in ((table.row_ids, factors, rows), (table.sign_ids, sign_factors, tg.SIGN_VECTORS + 1)):
+    cases = (table.row_ids, factors, rows), (table.sign_ids, sign_factors, tg.NUM_SIGN_VECTORS + 1)
+    for call, constants, count in cases:
         found = call(tokens)
         np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
         assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
@@ -321,7 +324,7 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
     table = tg.TableSpec("bigram_embed", count, 1, None, rowwise=not fetch_all)
     for tied in (False, True):
         for rows in patterns(count):
-            plan, found = plan_of(table, fabric(world - 1, world), rows, tied, fetch_all)
+            plan, found = plan_of(table, comm(world - 1, world), rows, tied, fetch_all)
             read = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = slow_plan(set(read.tolist()), count, world)
             if fetch_all:
@@ -343,7 +346,7 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
 def test_count_bytes__without_what_a_rank_sends_to_itself(purpose, sent, received):
     """Rank 0 sends 5 items of 10 bytes to rank 1, and receives 1. Only training is counted."""
     table = object.__new__(tg.ExchangedTable)
-    table.fabric, table.byte_totals = fabric(0, 2), Counter()
+    table.comm, table.byte_totals = comm(0, 2), Counter()
     plan = SimpleNamespace(tag=dict(purpose=purpose))
     table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
     assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import PATIENCE, ROOT, SimulatedTime, engine, preset, refused
-from common import fabric as make_fabric
+from common import comm as init_distributed
 
 import train_gpt as tg
 
@@ -33,15 +33,15 @@ class Cards:
     def __init__(self, others: tuple[dict, ...] = ()) -> None:
         self.said: list[str] = []
         self.others = others
-        self.world = 1 + len(others)
+        self.world_size = 1 + len(others)
 
-    def say(self, text: str) -> None:
+    def print0(self, text: str) -> None:
         self.said.append(text)
 
     def record_event(self) -> SimpleNamespace:
         return SimpleNamespace(query=functools.partial(bool, self.returns))
 
-    def gather(self, fact) -> list:
+    def all_gather(self, fact) -> list:
         return [fact, *(answers.get(fact, fact) for answers in self.others)]
 
 class Registry:
@@ -193,7 +193,7 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
     assert all(word in line for word, line in zip(words, cards.said)), cards.said
     active = registry.current() or "varlen"
     assert (kernel, active) in ((tg.attention_varlen, taken), (tg.attention_reference, "varlen"))
-    assert taken != "varlen" or title == f"varlen (torch {tg.version_of('torch')})"
+    assert taken != "varlen" or title == f"varlen (torch {tg.package_version('torch')})"
 
 def test_choose_attention__right_on_every_rank(monkeypatch):
     cards = Cards(others=({}, {"": "RuntimeError no kernel image"}))
@@ -222,7 +222,7 @@ def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, tit
     Registry(monkeypatch, capability)
     found = tg.slow_attention(title, Cards())
     assert said in found and bool(found) == bool(said)
-    assert tg.slow_attention(title, make_fabric()) == ""
+    assert tg.slow_attention(title, init_distributed()) == ""
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
@@ -242,7 +242,7 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
     """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
     runner = engine(cfg, world, rank)
-    parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, cfg.num_slots // world)
+    parts = tg.estimate_memory(cfg, runner.comm, tg.attention_reference, cfg.seqs_per_step // world)
     exact = tg.accum_dtype(getattr(torch, dtype))
     weights = [p.data for p in runner.model.parameters()]
     small = runner.optimizer.groups[tg.REPLICATED]
@@ -269,7 +269,7 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
     mlp = runner.optimizer.groups["mlp"]                                     # 22 matrices: 3 each, 1 for the last
     matrix = tg.bank_matrices(mlp.spec, mlp.weight.data)[:1]
-    uneven = 2 * bytes_of(tg.initial_state(mlp.spec, matrix).values()) + 1000
+    uneven = 2 * bytes_of(tg.init_optimizer_state(mlp.spec, matrix).values()) + 1000
     assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
 
 @pytest.mark.parametrize("home", ["device", "host"])
@@ -280,7 +280,7 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
     state of a row."""
     cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
     table = engine(cfg, world, 0).tables["trigram_embed"]
-    found, without = (tg.memory_estimate(c, on_gpu(world), tg.attention_reference, 1)
+    found, without = (tg.estimate_memory(c, on_gpu(world), tg.attention_reference, 1)
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}
     most = max(stage.batch_tokens for stage in cfg.stages)
@@ -290,67 +290,68 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
     assert found["gradients"] == rounded(table.row_grads.nbytes)
     on_device = table.cache.nbytes + active * 4 * cfg.model_dim
     if home == "host":
-        assert found[tg.ON_HOST] == rounded(table.store.shard.rows.nbytes)
+        assert found[tg.HOST_TABLES] == rounded(table.store.shard.rows.nbytes)
         assert found["weights"] == rounded(on_device + active * 4 * cfg.model_dim)
     else:
         assert found["weights"] == rounded(on_device + table.store.shard.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
 def let_room_be(monkeypatch, room: float) -> None:
-    total = (room + 0.5) / tg.MEMORY_SHARE
+    total = (room + 0.5) / tg.USABLE_MEMORY
 
-    def gather(self: tg.Fabric, fact: object) -> list:
-        return [fact] * self.world
+    def gather(self: tg.Communicator, fact: object) -> list:
+        return [fact] * self.world_size
 
     monkeypatch.setattr(tg.os, "sysconf", dict(SC_PAGE_SIZE=1, SC_PHYS_PAGES=total).get)
     monkeypatch.setattr(torch.cuda, "mem_get_info", {torch.device("cuda", 0): (0, total)}.get)
-    monkeypatch.setattr(tg.Fabric, "gather", gather)
+    monkeypatch.setattr(tg.Communicator, "all_gather", gather)
 
-def on_gpu(world: int = 1) -> tg.Fabric:
-    return tg.Fabric(torch.device("cuda", 0), 0, world)
+def on_gpu(world: int = 1) -> tg.Communicator:
+    return tg.Communicator(torch.device("cuda", 0), 0, world)
 
 def with_table(name: str, columns: str) -> tg.Config:
     return preset(name, tables=tg.parse_value("tables", f"trigram_embed 3 {columns}"))
 
 def record(*flags: str) -> tg.Config:
-    given = tg.parse_flags(["--preset=record", *flags])
-    shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
-    return tg.resolve(given, shards, shards)
+    given = tg.load_config(["--preset=record", *flags])
+    shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_BOS_ID)]
+    return tg.resolve_sizes(given, shards, shards)
 
-@pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)])
-def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, kernel):
+@pytest.mark.parametrize("comm, kernel", [(init_distributed(), tg.attention_reference),
+                                          (on_gpu(), tg.attention_varlen)])
+def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
     cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
-    total = {m: tg.memory_estimate(cfg, fabric, kernel, m).total() for m in (1, 2, 4, 8)}
+    total = {m: tg.estimate_memory(cfg, comm, kernel, m).total() for m in (1, 2, 4, 8)}
     for m, size in total.items():
         let_room_be(monkeypatch, size)
-        slots, parts = tg.fit_memory(cfg, fabric, kernel)
+        slots, parts = tg.choose_micro_batch_size(cfg, comm, kernel)
         assert slots == m and parts.total() == size
-        assert tg.fit_memory(replace(cfg, slots_per_micro_batch=1), fabric, kernel)[0] == 1
+        assert tg.choose_micro_batch_size(replace(cfg, micro_batch_size=1), comm, kernel)[0] == 1
     let_room_be(monkeypatch, total[4] - 1)
-    assert tg.fit_memory(cfg, fabric, kernel)[0] == 2
+    assert tg.choose_micro_batch_size(cfg, comm, kernel)[0] == 2
     with refused(tg.RunError, "memory", "GiB to use"):
-        tg.fit_memory(replace(cfg, slots_per_micro_batch=4), fabric, kernel)
+        tg.choose_micro_batch_size(replace(cfg, micro_batch_size=4), comm, kernel)
     let_room_be(monkeypatch, total[1] - 1)
-    with refused(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1"):
-        tg.fit_memory(cfg, fabric, kernel)
+    with refused(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
+        tg.choose_micro_batch_size(cfg, comm, kernel)
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
-    let_room_be(monkeypatch, card * 2**30 * tg.MEMORY_SHARE)
-    assert tg.fit_memory(record(), on_gpu(world), tg.attention_varlen)[0] == want
+    let_room_be(monkeypatch, card * 2**30 * tg.USABLE_MEMORY)
+    assert tg.choose_micro_batch_size(record(), on_gpu(world), tg.attention_varlen)[0] == want
 
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
     let_room_be(monkeypatch, 8e9)
-    for cfg, fabric in ((host, on_gpu()), (device, make_fabric())):
-        _, estimate = tg.fit_memory(cfg, fabric, tg.attention_varlen)
-        assert estimate[tg.ON_HOST] == 10**8 * 4 * cfg.model_dim
+    for cfg, comm in ((host, on_gpu()), (device, init_distributed())):
+        _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
+        assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
     with refused(tg.RunError, "memory", "7.5 GiB to use", "weights 35.8", "home host"):
-        tg.fit_memory(device, on_gpu(), tg.attention_varlen)
+        tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.house
 def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
@@ -358,16 +359,16 @@ def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walke
     for world, walked in ledger["worlds"].items():
         cfg = record(*ledger["flags"])
         phases = walked["phases"]
-        slots_at_once = cfg.num_slots // int(world) // phases["stage 1 even step"]["sums"]["micro_batches"]
-        estimate = tg.memory_estimate(cfg, on_gpu(int(world)), tg.attention_varlen, slots_at_once)
+        micro_batch_size = cfg.seqs_per_step // int(world) // phases["stage 1 even step"]["sums"]["micro_batches"]
+        estimate = tg.estimate_memory(cfg, on_gpu(int(world)), tg.attention_varlen, micro_batch_size)
         peak = max(phase["sums"]["peak_bytes"] for phase in phases.values())
-        assert estimate.total() == pytest.approx(peak, rel=0.05), (world, slots_at_once)
+        assert estimate.total() == pytest.approx(peak, rel=0.05), (world, micro_batch_size)
 
 KEPT = """
 import resource, torch
 import train_gpt as tg
 
-tg.make_fabric(tg.Config(device="cpu"))
+tg.init_distributed(tg.Config(device="cpu"))
 passes = []
 for number in range(5):                  # each a little larger: glibc alone would keep what is no larger than before
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, engine, fabric, few_layers, fill_randomly, grad_of, nothing, random_batch,
+from common import (exact_array, engine, comm, few_layers, fill_randomly, grad_of, nothing, random_batch,
                     rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from reference import Reference
 
@@ -17,13 +17,13 @@ import train_gpt as tg
 
 ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order through 11 layers; gradients are of order 1
 
-def filled(cfg: tg.Config) -> tuple[tg.Engine, tg.Values]:
+def filled(cfg: tg.Config) -> tuple[tg.Engine, tg.StepConfig]:
     ex = engine(cfg)
-    fill_randomly(ex.model, 0, ex.fabric)
+    fill_randomly(ex.model, 0, ex.comm)
     return ex, tg.Schedule(cfg).at(0)
 
 def gradients(ex: tg.Engine) -> dict[str, torch.Tensor]:
-    return {label: grad_of(ex.optimizer, label) for label in ex.model.table}
+    return {label: grad_of(ex.optimizer, label) for label in ex.model.specs}
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
@@ -33,38 +33,38 @@ def test_Engine__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
     cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
                 train_files="formula:60:59:20000:1")
     schedule = tg.Schedule(cfg)
-    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", micro_batch)
+    ex = tg.Engine(cfg, comm(), tg.attention_reference, "plain", micro_batch)
     weights = fill_randomly(ex.model)
     weights["embed"] = weights["lm_head"].t()
     with torch.no_grad():
         ex.model.embed.copy_(weights["embed"])
     naive = Reference(cfg, weights)
     steps = 2 * (schedule.untie_step // 2 + 2)
-    with started_loader(cfg, fabric(), steps) as (loader, plan):
+    with started_loader(cfg, comm(), steps) as (loader, plan):
         for values in steps_of(loader, plan):
             batch = loader.next(values)
-            sums = ex.forward_backward(batch, values).slot_sums
-            np.testing.assert_allclose(sums, naive.forward_backward(batch, values).slot_sums, rtol=1e-9)
+            sums = ex.forward_backward(batch, values).seq_sums
+            np.testing.assert_allclose(sums, naive.forward_backward(batch, values).seq_sums, rtol=1e-9)
             next_plans = loader.next_plans()
             ex.prefetch_rows(next_plans)
             ex.optim_step(values)
             ex.fetch_rows(next_plans)
             naive.optim_step(values)
             after = schedule.at(values.step + 1)
-            found, want = (run.whole_state(after, with_moments=True) for run in (ex, naive))
+            found, want = (run.full_state(after, with_moments=True) for run in (ex, naive))
             assert {*found} == {*want}
             for name, x in want.items():
                 is_weight = "." not in name
-                if is_weight or values.adam_step and not (name.startswith("embed.") and values.tied):
+                if is_weight or values.update_adam and not (name.startswith("embed.") and values.tied):
                     np.testing.assert_allclose(found[name], x, rtol=1e-8, atol=1e-9, err_msg=name)
-    assert {*ex.whole_state(after, with_moments=False)} == {name for name in want if "." not in name}
+    assert {*ex.full_state(after, with_moments=False)} == {name for name in want if "." not in name}
     want_loss = naive.evaluate([batch], values)
     assert ex.evaluate([batch], values) == pytest.approx(want_loss, rel=1e-9)
     stored = rows_of_ngrams(ex)
     for line in cfg.tables:
         rows = stored[f"{line.label}.rows"]
         np.testing.assert_allclose(rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
-        assert rows.any() and stored[f"{line.label}.last"].max() == steps // line.cadence
+        assert rows.any() and stored[f"{line.label}.last"].max() == steps // line.update_every
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
 def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
@@ -73,12 +73,12 @@ def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
     batch = random_batch(cfg, 0, 8, 16)
     whole, values = filled(cfg)
     cut, _ = filled(cfg)
-    want = whole.forward_backward(batch, values).slot_sums
-    cut.slots_at_once = 3
+    want = whole.forward_backward(batch, values).seq_sums
+    cut.micro_batch_size = 3
     for piece in pieces:
         slots = slice(*piece)
         part = batch.map(operator.itemgetter(slots))
-        np.testing.assert_allclose(cut.forward_backward(part, values).slot_sums, want[slots], rtol=1e-12)
+        np.testing.assert_allclose(cut.forward_backward(part, values).seq_sums, want[slots], rtol=1e-12)
     found = gradients(cut)
     for label, grad in gradients(whole).items():
         np.testing.assert_allclose(found[label], grad, **ROUNDING, err_msg=label)
@@ -91,14 +91,14 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
         group.main_grad.fill_(torch.nan)
     model_losses = ex.model_losses
     calls = [(0.0, 1.0), (0.0, np.inf), (1.0, 1.0), (0.0, np.inf), (0.0, np.nan)]
-    for loss_weight, factor in calls:
+    for loss_scale, factor in calls:
         def spoilt(*args: Any) -> torch.Tensor:
             return model_losses(*args) * factor
 
         ex.model_losses = spoilt
-        sums = ex.forward_backward(batch, values, loss_weight).slot_sums
+        sums = ex.forward_backward(batch, values, loss_scale).seq_sums
         assert sums.isfinite().all() == np.isfinite(factor)
-        if loss_weight == 0 and factor != 1:
+        if loss_scale == 0 and factor != 1:
             assert all(grad.isfinite().all() for grad in gradients(ex).values())
     once, _ = filled(cfg)
     once.forward_backward(batch, values)
@@ -107,9 +107,9 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
 def test_evaluate__waits_for_the_device_by_the_call_that_has_a_bound(monkeypatch):
     ex, values = filled(small())
     waits = []
-    monkeypatch.setattr(tg.Fabric, "synchronize", lambda self: waits.append(self))
+    monkeypatch.setattr(tg.Communicator, "synchronize", lambda self: waits.append(self))
     ex.evaluate([random_batch(ex.cfg, 0, 1, 32)], values)
-    assert waits == [ex.fabric]
+    assert waits == [ex.comm]
 
 @pytest.mark.recipe
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
@@ -120,8 +120,8 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
     one_document = torch.tensor([[0, 64]], dtype=torch.int32)
     batches.append(random_batch(cfg, 2, 1, 64)._replace(cu_seqlens=one_document))
     want = Reference(cfg, dict(ex.model.named_parameters())).evaluate(batches, values)
-    for rows in (tg.EVAL_ROWS, 7, 1):
-        monkeypatch.setattr(tg, "EVAL_ROWS", rows)
+    for rows in (tg.EVAL_CHUNK, 7, 1):
+        monkeypatch.setattr(tg, "EVAL_CHUNK", rows)
         assert ex.evaluate(iter(batches), values) == pytest.approx(want, rel=1e-12)
     assert all(grad is None for grad in gradients(ex).values())
 
@@ -131,13 +131,13 @@ def test_next_logits__those_of_the_whole_context(length):
     """At the last position of the same tokens; of a longer context only a validation slot's tokens count."""
     cfg = small()
     ex, values = filled(cfg)
-    longest = cfg.val_batch_tokens // cfg.num_slots
+    longest = cfg.val_batch_tokens // cfg.seqs_per_step
     assert longest == 64, "the cases above"
     context = np.random.default_rng(length).integers(0, cfg.vocab_size, length).tolist()
     last = context[-longest:]
     bounds = np.array([0, len(last)], np.int32)
-    slot = tg.Slot(np.array([*last, 0], np.uint16), bounds)
-    batch, = tg.build_batches(cfg, fabric(), None, "test", [values], [[slot]])
+    slot = tg.PackedSeq(np.array([*last, 0], np.uint16), bounds)
+    batch, = tg.build_batches(cfg, comm(), None, "test", [values], [[slot]])
     naive = Reference(cfg, dict(ex.model.named_parameters()))
     seen = {}
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
@@ -167,14 +167,14 @@ def forget_tensors(monkeypatch, ex: tg.Engine, pattern: str) -> None:
     monkeypatch.setattr(tg.Engine, "state_tensors", others)
 
 def forget_rotary(monkeypatch, ex: tg.Engine) -> None:
-    drop_gradients = ex.drop_gradients
+    discard_grads = ex.discard_grads
     stale = ex.rotary
 
     def drop_and_spoil() -> None:
-        drop_gradients()
+        discard_grads()
         ex.rotary = stale
 
-    monkeypatch.setattr(ex, "drop_gradients", drop_and_spoil)
+    monkeypatch.setattr(ex, "discard_grads", drop_and_spoil)
 
 def forget_calls(monkeypatch, ex: tg.Engine, *places: tuple) -> None:
     for place in places:
@@ -202,7 +202,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
         ex.tables[label].store.load([(rows, tg.RowState(*(x + 1 for x in state)))])
     restore = ex.snapshot()
     before = left_behind(ex)
-    with started_loader(cfg, fabric(), 8) as (loader, plan):
+    with started_loader(cfg, comm(), 8) as (loader, plan):
         for values in itertools.islice(steps_of(loader, plan), 7):
             ex.forward_backward(loader.next(values), values)
             if values.step < 6:
@@ -239,7 +239,7 @@ def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recom
                 batch = random_batch(cfg, values.step, 8, 16)
                 repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * values.step)
                 batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
-                tensors[f"losses of step {values.step}"] = ex.forward_backward(batch, values).slot_sums
+                tensors[f"losses of step {values.step}"] = ex.forward_backward(batch, values).seq_sums
                 ex.optim_step(values)
                 graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
             for name, x in ex.state_tensors().items():

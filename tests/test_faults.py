@@ -21,7 +21,7 @@ CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|DataEnded|RunError): |inte
 KILLED = -9
 ENDED = (1, 143)                         # by itself, or by the launcher
 LOST = ("RunError: lost another rank", "dmesg")
-MEMORY = ("RunError: out of memory", "--slots_per_micro_batch=1")
+MEMORY = ("RunError: out of memory", "--micro_batch_size=1")
 DIFFER = ("RunError: row plans of ranks", "same flags")
 NO_NUMBER = ("RunError: training loss of step 3", "nan", "finite")
 MEETING = ("ConfigError: waiting for all ranks", f"2 ranks in {TIMEOUT}")
@@ -64,7 +64,7 @@ ALONE = {
     "Ctrl-C in validation": alone(130, "interrupted", log=8),
     "Ctrl-C in the sample": alone(130, "interrupted", log="result"),
     "SIGTERM in forward": alone(143, "ended from outside .SIGTERM"),
-    "out of memory in forward": alone(1, *MEMORY, "2.00 GiB", "--num_slots"),
+    "out of memory in forward": alone(1, *MEMORY, "2.00 GiB", "--seqs_per_step"),
     "out of host memory in forward": alone(1, *MEMORY),
     "NaN in forward": alone(1, *NO_NUMBER, "last good validation"),
     "cut shards in forward": alone(2, "DataError: ", "train_", "1100"),
@@ -133,7 +133,7 @@ def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
     """Write small shards, so that a run of 12 steps reads many; return their pattern."""
     folder.mkdir(parents=True)
     for seed in range(count):
-        write_shard(folder / f"train_{seed:02}.bin", tg.formula_tokens(seed, tokens, 512, 511), 512, 511)
+        write_shard(folder / f"train_{seed:02}.bin", tg.synthetic_tokens(seed, tokens, 512, 511), 512, 511)
     return f"--train_files={folder}/train_*.bin"
 
 def begin(name: str, folder: Path) -> Job:
@@ -180,8 +180,8 @@ def test_end__all_ranks_in_time(waiting, tmp_path, name):
 
 def test_end__is_promised_in_5_s_after_the_timeout_in_force():
     """What an end may wait for fits into the promise, and BOUND tells a --comm_timeout from the longer one."""
-    assert tg.STORE_PATIENCE + 2 * tg.OTHERS_PATIENCE < tg.END_PATIENCE == 5
-    assert 2 * TIMEOUT + PATIENT * tg.END_PATIENCE < BOUND < tg.LONG_PATIENCE * TIMEOUT
+    assert tg.STORE_TIMEOUT_S + 2 * tg.ALL_RANKS_TIMEOUT_S < tg.EXIT_TIMEOUT_S == 5
+    assert 2 * TIMEOUT + PATIENT * tg.EXIT_TIMEOUT_S < BOUND < tg.SLOW_TIMEOUT_FACTOR * TIMEOUT
 
 @pytest.mark.all
 @pytest.mark.parametrize("name", TWO)

@@ -18,14 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, SimulatedTime, before_flush, engine, fabric, full_disk, losses, no_large_files, nothing,
+from common import (Run, SimulatedTime, before_flush, engine, comm, full_disk, losses, no_large_files, nothing,
                     preset, recorded_writes, refused, run, unequal, weights)
 
 import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
-NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an engine as far as a folder without rows needs one
+NO_TABLES = SimpleNamespace(comm=comm(), tables={})       # an engine as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
@@ -47,7 +47,7 @@ def save(sound, tmp_path) -> Path:
 def newest(sound, tmp_path) -> Path:
     """The newest checkpoint of a copied run directory."""
     shutil.copytree(sound / "run", tmp_path / "run")
-    return tmp_path / "run" / tg.CHECKPOINTS / "step-0000004"
+    return tmp_path / "run" / tg.CHECKPOINT_DIR / "step-0000004"
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
@@ -55,8 +55,8 @@ def names(folder: Path) -> list[str]:
 def seal(folder: Path) -> None:
     """Let the manifest vouch for the files as they are now."""
     files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
-             for path in folder.iterdir() if path.name != tg.MANIFEST and path.is_file()}
-    (folder / tg.MANIFEST).write_text(json.dumps(dict(format=2, files=files)))
+             for path in folder.iterdir() if path.name != tg.MANIFEST_FILE and path.is_file()}
+    (folder / tg.MANIFEST_FILE).write_text(json.dumps(dict(format=2, files=files)))
 
 def change(path: Path, edit) -> None:
     """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
@@ -66,12 +66,12 @@ def change(path: Path, edit) -> None:
     seal(path.parent)
 
 def sample(folder: Path) -> None:
-    tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"]))
+    tg.sample_from_save(tg.load_config([f"--sample={folder}", "--sample_tokens=2"]))
 
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
-    return tg.load_checkpoint(newest.parent.parent, engine(cfg))["log"]["done"]
+    return tg.load_checkpoint(newest.parent.parent, engine(cfg))["log"]["steps_done"]
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -105,14 +105,14 @@ DAMAGES = dict(flipped=flipped, cut=cut, gone=Path.unlink, fifo=replaced_by(os.m
 ROWS_FILE = "rows-trigram*-1.pt"
 # A manifest of other bytes or of another folder is one whose hashes do not fit: the files' own cases.
 DAMAGED = [(damage, *names) for damage in DAMAGES for names in (("weights.pt", "run.pt"), (ROWS_FILE, ROWS_FILE))]
-DAMAGED += [(damage, tg.MANIFEST, tg.MANIFEST) for damage in DAMAGES if damage not in ("flipped", "swapped")]
+DAMAGED += [(damage, tg.MANIFEST_FILE, tg.MANIFEST_FILE) for damage in DAMAGES if damage not in ("flipped", "swapped")]
 
 @pytest.mark.parametrize("damage, in_save, in_run", DAMAGED)
 def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     """A save is refused by the file's name; of checkpoints the one before is taken, aloud."""
     path = first(save, in_save)
     DAMAGES[damage](path)
-    without_manifest = in_save == tg.MANIFEST and damage != "cut"             # it then vouches for nothing
+    without_manifest = in_save == tg.MANIFEST_FILE and damage != "cut"            # it then vouches for nothing
     with refused(tg.DataError, "weights.pt" if without_manifest else path.name):
         sample(save)
     path = first(newest, in_run)
@@ -129,10 +129,10 @@ def test_load_checkpoint__none_is_whole(newest):
         load(newest)
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
-    def two(self: tg.Fabric, fact: object) -> list:
+    def two(self: tg.Communicator, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
     ranks = engine(preset(), world=2)
-    monkeypatch.setattr(tg.Fabric, "gather", two)
+    monkeypatch.setattr(tg.Communicator, "all_gather", two)
     with refused(tg.ConfigError, "none on rank 1"):
         tg.load_checkpoint(newest.parent.parent, ranks)
 
@@ -207,29 +207,29 @@ def test_load_checkpoint__of_another_model(newest, changes):
         load(newest, **changes)
 
 def test_sample_saved__damaged_settings(save):
-    path = save / tg.SETTINGS
+    path = save / tg.SETTINGS_FILE
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
-    with refused(tg.DataError, tg.SETTINGS, "says manifest.json"):
+    with refused(tg.DataError, tg.SETTINGS_FILE, "says manifest.json"):
         sample(save)
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 def test_write_folder__the_manifest_names_every_file(sound):
-    for folder in (sound / "save", sound / "run" / tg.CHECKPOINTS / "step-0000004"):
-        manifest = json.loads((folder / tg.MANIFEST).read_text())
-        assert manifest["format"] == 2 and sorted([*manifest["files"], tg.MANIFEST]) == names(folder)
+    for folder in (sound / "save", sound / "run" / tg.CHECKPOINT_DIR / "step-0000004"):
+        manifest = json.loads((folder / tg.MANIFEST_FILE).read_text())
+        assert manifest["format"] == 2 and sorted([*manifest["files"], tg.MANIFEST_FILE]) == names(folder)
         for name, entry in manifest["files"].items():
             content = (folder / name).read_bytes()
             assert entry == dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
             assert len(content) < SMALL_PIECES + 10_000 or not name.startswith("rows")
         for label in ("trigram_embed", "more_bigram_embed"):
             assert (folder / f"rows-{label}-0of1-1.pt").exists()
-    assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
+    assert names(sound / "run" / tg.CHECKPOINT_DIR) == ["step-0000002", "step-0000004"]
 
 def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
-    tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
-    inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
+    tg.write_directory(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
+    inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST_FILE, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
 
 @pytest.mark.parametrize("at", range(5))
@@ -244,7 +244,7 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     monkeypatch.setattr(os, "fsync", failing)
     contents = {f"{number}.pt": dict(x=torch.ones(3)) for number in range(3)}
     with refused(tg.RunError, "No space left on device"):
-        tg.write_folder(tmp_path / "new", "id", contents, NO_TABLES)
+        tg.write_directory(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
@@ -264,10 +264,10 @@ def test_write_folder__a_file_system_that_cannot_flush_folders_loses_nothing(tmp
     done = run(tmp_path / "run", "--max_steps=4", "--checkpoint_every=2", "--sample_tokens=0", "--val_every=0",
                f"--save={tmp_path / 'save'}")
     assert (done.status, done.err) == (0, "") and f"weights in {tmp_path / 'save'}" in done.lines
-    assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002"]
+    assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002"]
     monkeypatch.setattr(os, "fsync", failing)
     with refused(tg.RunError, os.strerror(code)):
-        tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
+        tg.write_directory(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
 
 def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)
@@ -281,7 +281,7 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
 
     before_flush(monkeypatch, taken)
     with refused(tg.RunError, str(folder)):
-        tg.write_folder(folder, "id", dict(mine=b""), NO_TABLES)
+        tg.write_directory(folder, "id", dict(mine=b""), NO_TABLES)
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 @pytest.mark.parametrize("where, found", [
@@ -316,7 +316,7 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, monkeypatch, where, number, cause):
     def end(path: Path) -> None:
-        if path.name == tg.MANIFEST:
+        if path.name == tg.MANIFEST_FILE:
             signal.raise_signal(number)
             time.sleep(100)
 
@@ -329,12 +329,12 @@ def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_p
     before_flush(monkeypatch, full_disk, "step-0000004")
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
-    assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
+    assert names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002", "step-0000006"]
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     """A stranger's later ones do not push out what was just written."""
     cfg = preset()
-    folder = tmp_path / tg.CHECKPOINTS
+    folder = tmp_path / tg.CHECKPOINT_DIR
     for step in (2, 4, 100, 200):
         (folder / f"step-{step:07d}").mkdir(parents=True)
     tg.write_checkpoint(tmp_path, "id", {}, engine(cfg), tg.Schedule(cfg).at(6))
@@ -362,7 +362,7 @@ def test_resume__equals_an_uninterrupted_run(tmp_path):
     whole, begun = tmp_path / "whole", tmp_path / "begun"
     run(whole, "--seed=6", f"--save={tmp_path / 'whole_save'}", "--sample_tokens=0")
     run(begun, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
-    assert names(begun / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"]
+    assert names(begun / tg.CHECKPOINT_DIR) == ["step-0000006", "step-0000008"]
     done = run(tmp_path / "a", f"--resume={begun}", "--max_steps=0", f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
     assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(tmp_path / "whole_save")
@@ -387,14 +387,14 @@ def test_resume__in_bf16_with_its_mantissas(tmp_path):
     assert [e["step"] for e in done.of("resumed")] == [6]
     assert losses(done.folder) == losses(tmp_path / "whole")
     assert weights(tmp_path / "save") == weights(tmp_path / "whole_save")
-    whole, again = (torch.load(folder / tg.CHECKPOINTS / "step-0000010/run.pt")["state"]
+    whole, again = (torch.load(folder / tg.CHECKPOINT_DIR / "step-0000010/run.pt")["state"]
                     for folder in (tmp_path / "whole", done.folder))
     assert unequal(again, whole) == [] and whole["mlp.mantissa"].count_nonzero() > 1000
 
 def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
     def edit(facts: dict) -> dict:
         return facts | dict(source_sha256="0" * 64, seed="7", adam_lr="0.5")
-    change(newest / "run.pt", on("facts", edit))
+    change(newest / "run.pt", on("fingerprint", edit))
     source = newest.parent.parent
     done = run(tmp_path / "again", f"--resume={source}", "--max_steps=6", "--sample_tokens=0")
     assert done.status == 0, done.err

@@ -36,16 +36,16 @@ MIN_MEAN_TOKENS = 12                                                 # a stateme
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 MAX_TREE_BYTES = 45_000_000
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
-ROOMS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model", "Optimizer", "Engine", "Loop", "Main")
-BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
+SECTIONS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model", "Optimizer", "Engine", "Loop", "Main")
+BANNER = re.compile(r"# ====== Section (\d+): (\w+) =+$")
 STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
 HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 
-def room_of(line: int) -> int:
-    """Return the number of the room of a line: 0 above the first banner."""
+def section_number(line: int) -> int:
+    """Return the number of the section of a line: 0 above the first banner."""
     return sum(start <= line for start in STARTS)
 
 
@@ -73,9 +73,9 @@ def test_density__of_every_file(capsys):
             missed[path.name] = misses
         found.append(f"{path.relative_to(ROOT)}: {of_file}")
     ends = [*STARTS[1:], len(LINES) + 1]
-    for room, first, end in zip(ROOMS, STARTS, ends):
-        of_room = density("\n".join(LINES[first - 1:end - 1]))
-        found.append(f"  {room}: {of_room}")
+    for section, first, end in zip(SECTIONS, STARTS, ends):
+        of_section = density("\n".join(LINES[first - 1:end - 1]))
+        found.append(f"  {section}: {of_section}")
     with capsys.disabled():
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
@@ -109,15 +109,15 @@ def test_density__each_packed_construct(construct):
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
 def test_source__one_statement_a_line_and_no_hidden_state():
-    """No semicolon, no body after a colon, no global, no silent assert; the environment is the last room's."""
+    """No semicolon, no body after a colon, no global, no silent assert; the environment is the last section's."""
     statements = [node for node in NODES if isinstance(node, ast.stmt)]
     assert not [node.lineno for node in statements if LINES[node.lineno - 1][:node.col_offset].strip()]
     assert not [node.lineno for node in NODES if isinstance(node, (ast.Global, ast.Nonlocal))]
     assert not [node.lineno for node in NODES if isinstance(node, ast.Assert) and node.msg is None]
     environ = [node.lineno for node in NODES
                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
-    assert len([line for line in environ if room_of(line) == 0]) == 1
-    assert {room_of(line) for line in environ} == {0, len(ROOMS)}
+    assert len([line for line in environ if section_number(line) == 0]) == 1
+    assert {section_number(line) for line in environ} == {0, len(SECTIONS)}
 
 def test_source__no_code_in_strings_and_nothing_from_the_repository():
     """Nothing is executed that is not written here as code; loaded files run none."""
@@ -135,14 +135,14 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
     assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
 
 
-# ---- Rooms ----------------------------------------------------------------------------------------------------------
-def test_rooms__in_order_with_banner_plan_and_tests():
+# ---- Sections ----------------------------------------------------------------------------------------------------------
+def test_sections__in_order_with_banner_plan_and_tests():
     banners = [line for line in LINES if line.startswith("# ===")]
-    numbered = [(str(k), name) for k, name in enumerate(ROOMS, 1)]
+    numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
     assert [BANNER.match(line).groups() for line in banners] == numbered
     assert {len(line) for line in banners} == {MAX_COLUMNS}
     assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered, "the floor plan"
-    assert not [room for room in ROOMS if not (ROOT / f"tests/test_{room.lower()}.py").exists()]
+    assert not [section for section in SECTIONS if not (ROOT / f"tests/test_{section.lower()}.py").exists()]
 
 def names_used(table: symtable.SymbolTable) -> set[str]:
     """Return the global names that a module-level statement reads, annotations included, nested scopes too."""
@@ -161,7 +161,7 @@ def test_sections__use_only_names_that_are_defined_above():
         for symbol in table.get_symbols():
             if symbol.is_assigned() or symbol.is_imported():
                 defined.setdefault(symbol.get_name(), first)
-    assert len(defined) > 100 and room_of(defined["Values"]) == 2 and room_of(defined["np"]) == 0
+    assert len(defined) > 100 and section_number(defined["StepConfig"]) == 2 and section_number(defined["np"]) == 0
     known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
     assert not set().union(*(used for _, used in uses)) - known, "names that are defined nowhere"
     below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
@@ -176,7 +176,7 @@ def test_train_step__five_calls_and_a_train_that_hides_none():
     order = [ast.unparse(node.value.func).partition(".")[2] for node in functions["train_step"].body
              if isinstance(node, (ast.Assign, ast.Expr)) and isinstance(node.value, ast.Call)]
     assert order == ["forward_backward", "next_plans", "prefetch_rows", "optim_step", "fetch_rows"]
-    for name in ("train", "race", "train_step"):
+    for name in ("train", "train_loop", "train_step"):
         inner = [node for node in ast.walk(functions[name])
                  if isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef))]
         assert inner == [functions[name]], f"{name}: {[ast.unparse(node)[:60] for node in inner[1:]]}"
@@ -194,7 +194,7 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
 
     def section_of(code: CodeType) -> int:
         if code not in sections:
-            sections[code] = room_of(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
+            sections[code] = section_number(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
         return sections[code]
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -218,18 +218,18 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
 
 def traced_runs(rank: Rank) -> set[Call]:
     """Warm-up and training in all stages, untying, validation, checkpoints, saves, a resumed run, a time budget."""
-    fabric = rank.fabric()
+    comm = rank.comm()
     source = Path(tg.__file__).read_bytes()
     calls = set()
 
     def trace(name: str, *flags: str) -> None:
-        cfg = tg.parse_flags(["--device=cpu", f"--run_dir={rank.folder}/{name}", *flags])
-        calls.update(calls_between_sections(lambda: tg.train(cfg, fabric, SimpleNamespace(log=None), source)))
+        cfg = tg.load_config(["--device=cpu", f"--run_dir={rank.folder}/{name}", *flags])
+        calls.update(calls_between_sections(lambda: tg.train(cfg, comm, SimpleNamespace(log=None), source)))
 
     trace("first", "--preset=tiny", "--tables=trigram_embed 3 300; four_embed 4 300 1 1 host 4", "--max_steps=8",
           "--checkpoint_every=4", "--val_every=4", "--sample_tokens=1", "--debug_rows=1", f"--save={rank.folder}/save")
     trace("resumed", f"--resume={rank.folder}/first", "--max_steps=0")
-    trace("budget", "--preset=tiny", "--time_budget=1", "--epochs=0", "--slots_per_micro_batch=2")
+    trace("budget", "--preset=tiny", "--time_budget=1", "--epochs=0", "--micro_batch_size=2")
     return calls
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -238,8 +238,8 @@ def test_sections__no_code_calls_a_later_section(ranks, world):
     calls = set().union(*ranks(world, traced_runs))
     named = {(caller, callee) for caller, _, callee, _ in calls}
     seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
-            ("Engine.forward_backward", "first_order.<locals>.call"),         # autograd calls it in between
-            ("race", "write_checkpoint"), ("cycle_from", "Clock.next_cycle_ms"), ("finish", "save"),
+            ("Engine.forward_backward", "first_order_only.<locals>.call"),         # autograd calls it in between
+            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"), ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
     assert seen <= named, "what the runs are traced for"
     downward = sorted(call for call in calls if call[3] > call[1])

@@ -64,7 +64,7 @@ def test_rotate__is_a_complex_product_with_exp_minus_i_angle(length, heads, widt
     frequencies = 3 * randn(width // 4, seed=3)
     positions = torch.arange(length)[:, None].expand(length, heads)
     by_channel = angles_by_channel(positions[..., None] * frequencies)
-    got = tg.rotate(x, by_channel.cos(), by_channel.sin())
+    got = tg.apply_rotary(x, by_channel.cos(), by_channel.sin())
     assert_close(got, reference.rotated(x, positions, frequencies.tolist()))
     assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
 
@@ -139,16 +139,16 @@ def interpret() -> None:
         kept = exact.to(dtype)
         nan = torch.full_like(kept, torch.nan)
         grad = 2 * product * kept.double().sqrt()
-        kernel = tg.jitted(tg.relu_sq_kernel)[(programs,)]
+        kernel = tg.triton_jit(tg.relu_sq_kernel)[(programs,)]
         for backward, squares, want in ((False, nan, exact), (True, kept, grad)):
             out = nan.clone()
-            kernel(x, w, squares, out, *shape, BACKWARD=backward, ROWS=16, COLUMNS=32, DEPTH=16)
+            kernel(x, w, squares, out, *shape, BACKWARD=backward, BLOCK_M=16, BLOCK_N=32, BLOCK_K=16)
             largest = float((out.double() - want).abs().max())
             error = largest / float(want.abs().max())
             assert error <= ROUNDING[dtype], (dtype, shape, programs, backward, error)
 
 @needs_triton
-@pytest.mark.skipif((tg.version_of("triton") or "").startswith("3.6."),
+@pytest.mark.skipif((tg.package_version("triton") or "").startswith("3.6."),
                     reason="the interpreter of Triton 3.6 does not run with NumPy 2.4 or later")
 def test_relu_sq_kernel__interpreted() -> None:
     interpreted("import test_kernels; test_kernels.interpret()")
@@ -164,7 +164,7 @@ def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, 
     constants = dict(BACKWARD=backward, **tile)
     options = dict(num_warps=constants.pop("num_warps"), num_stages=stages[backward])
     types = dict.fromkeys(("x", "w", "squares", "out"), "*bf16")
-    types |= dict.fromkeys(("count", "columns", "depth"), "i32")
+    types |= dict.fromkeys(("M", "N", "K"), "i32")
     divisible = {(at,): [["tt.divisibility", 16]] for at in range(len(types))}
     made = compiled_for(card, tg.relu_sq_kernel, types, constants, divisible, **options)
     cubin = tmp_path / "kernel.cubin"
@@ -202,7 +202,7 @@ def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bou
     shape = bounds[-1], heads, width
     inputs = [leaf(*shape, seed=seed) for seed in range(3)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    span = tg.AttentionSpan(max_len, window, 0.7)
+    span = tg.AttentionArgs(max_len, window, 0.7)
     got = tg.attention_reference(*inputs, cu_seqlens, span)
     want = reference.attention(*inputs, cu_seqlens, window, 0.7)
     assert_equals_autograd(got, want, inputs, randn(*shape, seed=9))
@@ -234,21 +234,21 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
     """Tensors, window, the bound of documents and the scale reach the operation as they are, forward and backward."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    other = tg.AttentionSpan(1, 1, 1.0)
-    assert tg.SPANS[other.name] is other and tg.AttentionSpan(1, 2, 1.0).name != other.name
+    other = tg.AttentionArgs(1, 1, 1.0)
+    assert tg.ATTENTION_ARGS[other.name] is other and tg.AttentionArgs(1, 2, 1.0).name != other.name
     attend = tg.attention_varlen
     if compiled:
         attend = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
     bounds = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
     q, k, v = (leaf(40, 2, 4, seed=seed) for seed in range(3))
     grad = randn(40, 2, 4, seed=9)
-    tg.torchs_varlen()
+    tg.torch_varlen_ops()
     linear = LinearVarlen()
     with torch.library._scoped_library("torch_attn", "IMPL") as library:
         library.impl("_varlen_attn", linear.forward, "CPU")
         library.impl("_varlen_attn_backward", linear.backward, "CPU")
         for max_len, window, scale in ((33, 3, 0.7), (40, 1000, 0.7), (33, 12, 0.1)):
-            got = attend(q, k, v, bounds, tg.AttentionSpan(max_len, window, scale, "a layer"))
+            got = attend(q, k, v, bounds, tg.AttentionArgs(max_len, window, scale, "a layer"))
             assert_equals_autograd(got, q + 2 * k + 3 * v, (q, k, v), grad)
             numbers = bounds.tolist(), max_len, window, 0, scale
             assert linear.calls == [("forward", *numbers), ("backward", *numbers)]
@@ -258,10 +258,10 @@ def test_attention_varlen__is_one_graph_for_every_span(compiled):
 
 
 # ---- head and loss --------------------------------------------------------------------------------------------------
-def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
+def head_loss(y, w, targets, weights, loss_scale=1.0, precision="plain", logits_dtype=None):
     weights = torch.tensor(weights, dtype=F64)
-    loss_weight = torch.tensor(loss_weight, dtype=F64)
-    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype, tg.as_matrix(w))
+    loss_scale = torch.tensor(loss_scale, dtype=F64)
+    return tg.HeadLoss.apply(y, w, targets, weights, loss_scale, precision, logits_dtype or y.dtype, tg.as_matrix(w))
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("slots, length, weights", [
@@ -291,7 +291,7 @@ def test_losses_with_gradient__as_a_compiler_takes_them_are_those_of_a_softmax(m
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
         grad = torch.empty_like(logits)
-        found.append((tg.losses_with_gradient(logits, ids, token_weights, grad, 0.7), grad))
+        found.append((tg.mtp_losses_and_grad(logits, ids, token_weights, grad, 0.7), grad))
     for a, b in zip(*found):
         assert_close(a, b, rtol=1e-13, atol=1e-14)
 
@@ -300,20 +300,20 @@ def test_losses_with_gradient__as_a_compiler_takes_them_are_those_of_a_softmax(m
 def test_e4m3__rounds_to_the_nearest_number_and_saturates():
     x = 3 * randn(2000, dtype=F32)
     want = reference.nearest_fp8(x / 0.01, torch.float8_e4m3fn)
-    assert tg.e4m3(x, 0.01).double().equal(want)
+    assert tg.quantize_e4m3(x, 0.01).double().equal(want)
     too_large = torch.tensor([1e6, -1e6, 460.0])
-    assert tg.e4m3(too_large, 1.0).tolist() == [448, -448, 448]
+    assert tg.quantize_e4m3(too_large, 1.0).tolist() == [448, -448, 448]
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("loss_weight", [1.0, 0.125, 3.0])
+@pytest.mark.parametrize("loss_scale", [1.0, 0.125, 3.0])
 @pytest.mark.parametrize("weights", [(1.0, 0.5, 0.25), (1.0,)])
-def test_HeadLoss__emulated(loss_weight, weights):
+def test_HeadLoss__emulated(loss_scale, weights):
     y = leaf(12, 16, seed=1)
     w = (0.5 * randn(16, 32, seed=2)).requires_grad_()
     targets = randint(32, 2, 6)
-    rows = loss_weight * (1 + torch.arange(12) % 3).double()
-    losses = head_loss(y, w, targets, weights, loss_weight, "emulated")
-    want = reference.fp8_head(y, w, targets, weights, loss_weight, rows)
+    rows = loss_scale * (1 + torch.arange(12) % 3).double()
+    losses = head_loss(y, w, targets, weights, loss_scale, "emulated")
+    want = reference.fp8_head(y, w, targets, weights, loss_scale, rows)
     grads = torch.autograd.grad(losses, (y, w), rows)
     for got, name in zip((losses, *grads), ("losses", "grad_y", "grad_w")):
         assert_close_for_its_size(got, want[name], 1e-12)
@@ -337,9 +337,9 @@ def test_HeadLoss__a_loss_weight_of_two_to_the_k_scales_gradients_bit_by_bit(pre
     targets = torch.arange(8).view(2, 4)
     logits_dtype = F64 if dtype == F64 else BF16
     found = []
-    for loss_weight in (1.0, 2.0**power):
-        losses = head_loss(y, w, targets, (1.0, 0.5), loss_weight, precision, logits_dtype)
-        rows = loss_weight * (1 + torch.arange(8) % 2)
+    for loss_scale in (1.0, 2.0**power):
+        losses = head_loss(y, w, targets, (1.0, 0.5), loss_scale, precision, logits_dtype)
+        rows = loss_scale * (1 + torch.arange(8) % 2)
         found.append(torch.autograd.grad(losses, (y, w), rows.to(losses.dtype)))
     for one, many in zip(*found):
         assert (one * 2.0**power).equal(many)
@@ -354,10 +354,10 @@ def test_fp8_product__the_devices_is_the_emulated_one(a, b, out):
     right = (20 * randn(48, 32, seed=2, dtype=F32)).to(b)
     scale = torch.tensor(0.37, dtype=F64)
     want = (left.double() @ right.double()) * scale
-    native = tg.fp8_product(left, right, scale, True, out)
+    native = tg.fp8_matmul(left, right, scale, True, out)
     assert native.dtype == out
     assert_close_for_its_size(native, want, 1e-6, rtol=2.0**-8 if out == BF16 else 1e-6)
-    emulated = tg.fp8_product(left, right, scale, False, F32)
+    emulated = tg.fp8_matmul(left, right, scale, False, F32)
     assert_close_for_its_size(emulated, want, 1e-6, rtol=1e-6)
 
 

@@ -13,25 +13,25 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, engine, fabric, launch, nothing, preset, refused
+from common import ROOT, Run, SimulatedTime, engine, comm, launch, nothing, preset, refused
 
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
 from tools import read
 
-def losses(*slot_sums: float, tokens: int = 10) -> tg.Losses:
-    return tg.Losses(torch.tensor(slot_sums), tokens)
+def losses(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
+    return tg.StepLoss(torch.tensor(seq_sums), tokens)
 
 class TextData:
     """Validation data as far as the log looks at them."""
     def __init__(self, **extra: float) -> None:
         self.extra = extra
 
-    def text_losses(self, loss: float) -> dict[str, float]:
+    def text_metrics(self, loss: float) -> dict[str, float]:
         return self.extra
 
-    def batches(self, values: tg.Values) -> tg.Values:
+    def batches(self, values: tg.StepConfig) -> tg.StepConfig:
         return values
 
 class Racer:
@@ -39,21 +39,21 @@ class Racer:
     recorded, and so are the cycles that the loader gets."""
     def __init__(self, time: SimulatedTime) -> None:
         self.time = time
-        self.cycles: list[list[tg.Values]] = []
+        self.cycles: list[list[tg.StepConfig]] = []
         self.calls: list[str] = []
-        self.evaluated: list[tg.Values] = []
+        self.evaluated: list[tg.StepConfig] = []
 
-    def start(self, cycle: list[tg.Values]) -> None:
+    def start(self, cycle: list[tg.StepConfig]) -> None:
         self.cycles.append(cycle)
         self.time.work(3)
 
-    def advance(self, following: list[tg.Values]) -> None:
+    def advance(self, following: list[tg.StepConfig]) -> None:
         self.cycles.append(following)
 
-    def next(self, values: tg.Values) -> int:
+    def next(self, values: tg.StepConfig) -> int:
         return values.step
 
-    def forward_backward(self, batch: int, values: tg.Values) -> tg.Losses:
+    def forward_backward(self, batch: int, values: tg.StepConfig) -> tg.StepLoss:
         assert batch == values.step
         self.time.work(1)
         self.calls.append("forward_backward")
@@ -66,14 +66,14 @@ class Racer:
     def prefetch_rows(self, plans: str) -> None:
         self.calls.append(f"prefetch_rows {plans}")
 
-    def optim_step(self, values: tg.Values) -> None:
+    def optim_step(self, values: tg.StepConfig) -> None:
         self.time.work(2)
         self.calls.append("optim_step")
 
     def fetch_rows(self, plans: str) -> None:
         self.calls.append(f"fetch_rows {plans}")
 
-    def evaluate(self, batches: tg.Values, values: tg.Values) -> float:
+    def evaluate(self, batches: tg.StepConfig, values: tg.StepConfig) -> float:
         assert batches == values
         self.evaluated.append(values)
         self.time.work(40)
@@ -84,7 +84,7 @@ CALLS_OF_STEP = ["forward_backward", "next_plans", "prefetch_rows plans", "optim
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
-    return tg.Log(tmp_path / "run", fabric(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
+    return tg.Log(tmp_path / "run", comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
 def events(tmp_path) -> list[dict]:
     return Run(tmp_path / "run", 0, "", "").events
@@ -108,7 +108,7 @@ def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
 
 def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(fabric(), 1000.0)
+    clock = tg.Clock(comm(), 1000.0)
     clock.start()
     for seconds, expected in ((0, 1000), (3, 7000), (5, 14_000), (1, 11_000)):
         time.work(seconds)
@@ -124,22 +124,22 @@ def test_race__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_path, ch
     runner = Racer(time)
     checkpoints = []
 
-    def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Racer, values: tg.Values) -> None:
+    def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Racer, values: tg.StepConfig) -> None:
         time.work(20)
-        facts = content["facts"], content["places"], engine, run_id, run_dir
+        facts = content["fingerprint"], content["cycle_progress"], engine, run_id, run_dir
         assert facts == (dict(torch="2", seed="0"), [], runner, "id", tmp_path / "run")
         assert sum(values.step < other.step for other in runner.evaluated) == 0, "before a validation of the same step"
-        checkpoints.append((values.step, content["log"]["done"], content["train_time_ms"]))
+        checkpoints.append((values.step, content["log"]["steps_done"], content["train_time_ms"]))
 
     monkeypatch.setattr(tg, "write_checkpoint", write_checkpoint)
     profiled = []
     profiler = SimpleNamespace(step=functools.partial(profiled.append, None))
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes)
-    clock = tg.Clock(fabric())
+    clock = tg.Clock(comm())
     info = SimpleNamespace(run_id="id", fingerprint=dict(torch="2"))
-    loss, data_ended = tg.race(info, runner, runner, TextData(), clock, log, profiler)
+    loss, out_of_data = tg.train_loop(info, runner, runner, TextData(), clock, log, profiler)
     steps = validated[-1]
-    assert (loss, data_ended, len(profiled)) == (7.0 - steps, None, steps - 1)
+    assert (loss, out_of_data, len(profiled)) == (7.0 - steps, None, steps - 1)
     assert runner.evaluated == [log.schedule.at(step) for step in validated]
     assert (runner.evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the true end"
     assert checkpoints == [(k, k, 3000 + 3000 * k) for k in written]
@@ -173,7 +173,7 @@ class DeviceEvent:
 
 @pytest.mark.parametrize("world, expected", [(1, "waiting for the device"), (2, "lost another rank")])
 def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected):
-    ranks = fabric(0, world)
+    ranks = comm(0, world)
     ranks.timeout = 10.0
     event = DeviceEvent(monkeypatch, 107.9)
     ranks.wait_for(event)
@@ -190,19 +190,19 @@ def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
     log.pending.append((fields, *rest, DeviceEvent(monkeypatch)))
     with refused(tg.RunError, "waiting for the device", "--comm_timeout"):
         log.flush()
-    log.aborted("the cause")
+    log.write_aborted("the cause")
     assert [event["type"] for event in events(tmp_path)] == ["aborted"]
 
 def test_Clock__stop_waits_for_the_device_and_no_longer_than_the_timeout(monkeypatch):
     device = torch.device("cuda", 0)
-    clock = tg.Clock(tg.Fabric(device))
+    clock = tg.Clock(tg.Communicator(device))
     idle = []
     monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
     for at, ended in ((103.0, True), (math.inf, False)):
         event = DeviceEvent(monkeypatch, at)
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
-        clock.before, clock.since = 0.0, event.clock.now
+        clock.initial_ms, clock.since = 0.0, event.clock.now
         with contextlib.nullcontext() if ended else refused(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == ended
@@ -231,7 +231,7 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
         log.step(losses(loss), 0.0)
     with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr", "--dtype=float32"):
         log.step(losses(10.0), 0.0)
-    log.aborted("RunError: NaN")
+    log.write_aborted("RunError: NaN")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
@@ -249,7 +249,7 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
         log.step(losses(25.0), 50.0 * step)
     log.flush()
     log.show_progress("longer than the terminal " * 100)
-    log.text("a line of text")
+    log.info("a line of text")
     log.close()
     shown = capsys.readouterr()
     assert max(map(len, shown.err.split("\r"))) < shutil.get_terminal_size().columns + len("\x1b[K")
@@ -266,15 +266,15 @@ def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
     with ThreadPoolExecutor(8) as threads:
-        list(threads.map(log.aborted, map("cause {}".format, range(8))))
+        list(threads.map(log.write_aborted, map("cause {}".format, range(8))))
     log.flush()
-    log.text("too late")
+    log.info("too late")
     event, = events(tmp_path)
     assert event["type"] == "aborted" and event["cause"] in map("cause {}".format, range(8))
     assert len(lines(tmp_path)) == 1
     closed = make_log(tmp_path / "closed")
     closed.close()
-    closed.aborted("the sample failed")
+    closed.write_aborted("the sample failed")
     assert events(tmp_path / "closed") == []
 
 
@@ -291,11 +291,11 @@ def kind(x):
         return tuple((name, kind(value)) for name, value in x.items())
     if isinstance(x, (tuple, list)):
         return tuple(map(kind, x))
-    return x if isinstance(x, (tg.AttentionSpan, str)) else type(x)
+    return x if isinstance(x, (tg.AttentionArgs, str)) else type(x)
 
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_extension_steps=0),
-    *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(slots_per_micro_batch=3), dict(max_doc_len=2)))],
+    *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(micro_batch_size=3), dict(max_doc_len=2)))],
     ids=str)
 def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     seen = set()
@@ -310,28 +310,28 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     cfg = preset(adam_every=2, compile=1, **changes)
     ex = engine(cfg)
     log = make_log(tmp_path, **changes)
-    tg.warm_up(cfg, fabric(), ex, log)
+    tg.warm_up(cfg, comm(), ex, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
     batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
     assert batches[0] == max(batches), "a lack of memory shows in the first minute"
 
     warm = seen.copy()
     seen.clear()
-    clock = tg.Clock(fabric())
-    loader = tg.Loader(cfg, fabric(), tg.find_shards(cfg.train_files))
-    validation = tg.ValidationSet(cfg, fabric(), tg.find_shards(cfg.val_files))
-    tg.race(None, loader, ex, validation, clock, log)
+    clock = tg.Clock(comm())
+    loader = tg.Loader(cfg, comm(), tg.read_shard_headers(cfg.train_files))
+    validation = tg.ValidationSet(cfg, comm(), tg.read_shard_headers(cfg.val_files))
+    tg.train_loop(None, loader, ex, validation, clock, log)
     loader.close()
     assert len(seen) > 10 and seen <= warm
 
 
 # ---- time budget ----------------------------------------------------------------------------------------------------
-def trained(schedule: tg.Schedule, clock: tg.Clock, time: SimulatedTime, speed) -> list[tg.Values]:
+def trained(schedule: tg.Schedule, clock: tg.Clock, time: SimulatedTime, speed) -> list[tg.StepConfig]:
     """Return the steps of a race by the clock. speed(share of the budget used): s that a step takes."""
     done = []
-    cycle = tg.cycle_from(0, schedule, clock)
+    cycle = tg.schedule_cycle(0, schedule, clock)
     while cycle:
-        following = tg.cycle_from(cycle[0].step + schedule.cycle, schedule, clock)           # when this cycle begins
+        following = tg.schedule_cycle(cycle[0].step + schedule.cycle_steps, schedule, clock)  # when this cycle begins
         for values in cycle:
             time.work(speed(clock.ms / 1000 / schedule.cfg.time_budget))
             done.append(values)
@@ -352,16 +352,17 @@ def test_cycle_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(monke
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(fabric())
+    clock = tg.Clock(comm())
     clock.start()
     steps = trained(schedule, clock, time, SPEEDS[name])
     longest = 1.9 if name == "slow" else 1.4
     assert abs(clock.ms / 1000 - 270) <= longest * adam_every
     assert [values.step for values in steps] == list(range(schedule.end_step))
-    assert schedule.places == sorted(schedule.places) and schedule.places[-1] >= schedule.total_steps
+    assert schedule.cycle_progress == sorted(schedule.cycle_progress)
+    assert schedule.cycle_progress[-1] >= schedule.planned_steps
     stages = [values.stage for values in steps]
     assert stages == sorted(stages) and set(stages) == set(range(len(schedule.cfg.stages)))
-    assert [values.step for values in steps if values.untie] == [schedule.untie_step]
+    assert [values.step for values in steps if values.untie_after] == [schedule.untie_step]
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
 
 def test_cycle_from__ranks_take_the_clock_of_rank_0(monkeypatch):
@@ -373,16 +374,16 @@ def test_cycle_from__ranks_take_the_clock_of_rank_0(monkeypatch):
     def gather(ms: float) -> list[float]:
         return [ms - 40_000, ms]
 
-    clock = tg.Clock(SimpleNamespace(synchronize=nothing, gather=gather), 50_000)
+    clock = tg.Clock(SimpleNamespace(synchronize=nothing, all_gather=gather), 50_000)
     clock.start()
     for first in (0, 2):
-        assert [values.step for values in tg.cycle_from(first, schedule, clock)] == [first, first + 1]
+        assert [values.step for values in tg.schedule_cycle(first, schedule, clock)] == [first, first + 1]
     time.work(2)
-    assert [values.step for values in tg.cycle_from(4, schedule, clock)] == [4, 5]
-    assert schedule.places == pytest.approx([0.0, 7.5, 14.0]), "now 12 s, and the last cycle took 2 s"
-    clock.before -= 30_000
-    tg.cycle_from(6, schedule, clock)
-    assert schedule.places == pytest.approx([0.0, 7.5, 14.0, 14.0])
+    assert [values.step for values in tg.schedule_cycle(4, schedule, clock)] == [4, 5]
+    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "now 12 s, and the last cycle took 2 s"
+    clock.initial_ms -= 30_000
+    tg.schedule_cycle(6, schedule, clock)
+    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0, 14.0])
 STEP_S = 0.03                            # of a simulated step
 
 def only_steps_take_time(monkeypatch) -> None:
@@ -390,7 +391,7 @@ def only_steps_take_time(monkeypatch) -> None:
     clock = SimulatedTime(monkeypatch, tick=1e-9)
     train_step = tg.train_step
 
-    def step(engine: tg.Engine, loader: tg.Loader, values: tg.Values) -> tg.Losses:
+    def step(engine: tg.Engine, loader: tg.Loader, values: tg.StepConfig) -> tg.StepLoss:
         found = train_step(engine, loader, values)
         clock.work(STEP_S)
         return found
@@ -403,7 +404,7 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     result, steps = log.of("result")[0], log.of("step")
     assert abs(result["train_time_ms"] / 1000 - seconds) <= 2 * STEP_S + 0.001 and result["budget_s"] == seconds
     assert log.of("budget")[-1] == dict(type="budget", seconds=float(seconds), steps=len(steps))
-    places = [e["place"] for e in steps]
+    places = [e["progress"] for e in steps]
     assert places == sorted(places) and places[0] < 10 and places[-1] <= 93
     tokens = {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])}
     assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
@@ -428,7 +429,7 @@ def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypatch, tm
     whole = check_budget(tmp_path / "whole", 3)
     again = launch(tmp_path / "again", ranks, f"--resume={tmp_path / 'whole'}")[0]
     resumed, = again.of("resumed")
-    places = [e["place"] for e in again.of("step")]
+    places = [e["progress"] for e in again.of("step")]
     assert places == sorted(places) and places[:resumed["step"] + 1] == whole[:resumed["step"] + 1]
     result, = again.of("result")
     assert resumed["step"] == 96 and len(whole) <= result["steps"] == len(places) <= len(whole) + 2
@@ -438,14 +439,14 @@ def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypatch, tm
 # ---- sample ---------------------------------------------------------------------------------------------------------
 def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
     """Sample from an engine with these logits after a context; columns beyond the vocabulary are never drawn."""
-    cfg = preset(**dict(vocab_size=10, document_start=9, sample_tokens=5) | changes)
+    cfg = preset(**dict(vocab_size=10, bos_id=9, sample_tokens=5) | changes)
 
     def next_logits(tokens: list[int], values) -> torch.Tensor:
         logits = torch.full((cfg.padded_vocab,), 1e4)
         logits[:cfg.vocab_size] = logits_of(tokens)
         return logits
-    where = SimpleNamespace(gather=gather or fabric().gather)
-    return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, fabric=where), None, pieces)
+    where = SimpleNamespace(all_gather=gather or comm().all_gather)
+    return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=where), None, pieces)
 
 def count_up(tokens: list[int]) -> torch.Tensor:
     """After 0 comes 1 for sure, after 4 the end of the document."""
@@ -464,11 +465,11 @@ def test_generate__text_where_the_bytes_are_known():
     assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "one text, however ranks round: the lowest"
 
 def test_generate__draws_from_the_softmax_at_its_temperature():
-    drawn = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, sample_tokens=4000)
+    drawn = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, sample_tokens=4000)
              for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
-    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, temperature=0.01,
+    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, temperature=0.01,
                         sample_tokens=99)
     assert likeliest == "a" * 99

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (PATIENCE, ROOT, Forked, Run, check_error, engine, fabric, launch, losses, nothing, preset,
+from common import (PATIENCE, ROOT, Forked, Run, check_error, engine, comm, launch, losses, nothing, preset,
                     random_stream, refused, run, write_shard)
 
 import train_gpt as tg
@@ -62,7 +62,7 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
                       ("warm-up", False), ("first batch", True), ("evaluation", False)]
     assert [e["step"] for e in first.of("step")] == list(range(1, 13))
     assert [e["step"] for e in first.of("val")] == [v.step for v in values if v.validate] + [12]
-    assert first.of("step")[-1]["tokens"] == sum(8 * v.slot_tokens for v in values)
+    assert first.of("step")[-1]["tokens"] == sum(8 * v.seq_len for v in values)
     times = [e["train_time_ms"] for e in first.events if e["type"] in ("step", "val")]
     assert times == sorted(times)
     start, *_, end = (e["val_loss"] for e in first.of("val"))
@@ -71,7 +71,7 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
 @pytest.mark.parametrize("others, said", [(0.0, False), (1e6, True)])
 def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch, others, said):
     monkeypatch.setattr(tg, "warm_up", nothing)
-    monkeypatch.setattr(tg, "seconds_of_others", Mock(side_effect=[0.0, others]))
+    monkeypatch.setattr(tg, "other_cpu_seconds", Mock(side_effect=[0.0, others]))
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("cores work for others" in line for line in done.lines[:8]) == said
 
@@ -82,10 +82,10 @@ def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_re
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
 def test_seconds_of_others__counts_another_process():
-    before = tg.seconds_of_others(fabric())
+    before = tg.other_cpu_seconds(comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert tg.seconds_of_others(fabric()) - before > 0.4, "nothing gives time back"
+    assert tg.other_cpu_seconds(comm()) - before > 0.4, "nothing gives time back"
 
 def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
@@ -102,10 +102,10 @@ def test_write_header__what_ran_and_what_an_entry_is(first):
     assert (header["preset"], header["seed"], header["world_size"], header["grad_accum_steps"]) == ("tiny", 3, 1, 1)
     assert (header["attention"], header["head"]) == ("reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"])) and header["hardware"]
-    rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_TABLES, embed=512)
+    rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_EMBEDS, embed=512)
     parameters = sum(x.numel() for x in torch.load(save / "weights.pt").values())
     assert header["table_rows"] == rows and header["table_bytes"] == 4 * 32 * sum(rows.values())
-    read = parameters - 32 * (sum(rows.values()) - 1 - tg.NUM_VALUE_TABLES - 1)
+    read = parameters - 32 * (sum(rows.values()) - 1 - tg.NUM_VALUE_EMBEDS - 1)
     assert (header["params_total"], header["params_per_token"]) == (parameters, read)
     assert header["untimed_warmup_steps"] == len(tg.Schedule(preset()).warm_up_steps())
 
@@ -157,7 +157,7 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
 @pytest.mark.parametrize("flags, close", [
     (["--dtype=bfloat16"], 0.05),                                    # 8 bits through 11 layers
     (["--head=emulated"], 0.05),                                     # logits of 4 bits each in y and w
-    (["--slots_per_micro_batch=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
+    (["--micro_batch_size=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
 def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags, close):
     """The same run up to --max_steps, too: same losses, same total in the lines."""
     monkeypatch.setattr(tg, "warm_up", nothing)
@@ -168,20 +168,20 @@ def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags
     assert [e["step"] for e in other.of("val")] == [0, 5] and other.of("result")[0]["steps"] == 5
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
 
-@pytest.mark.parametrize("rows, again", [(tg.EVAL_ROWS, None), (256, 1)])
+@pytest.mark.parametrize("rows, again", [(tg.EVAL_CHUNK, None), (256, 1)])
 def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
     """The run goes on. Validation losses are compiled, in the place of all else; the warm-up had all rows in one."""
-    race = tg.race
+    race = tg.train_loop
 
     def compiled(call, *_):
         return torch.compile(call, backend="eager", dynamic=False) if call is tg.next_token_losses else call
 
     def race_with_chunks(*args):
-        tg.EVAL_ROWS = rows
+        tg.EVAL_CHUNK = rows
         return race(*args)
 
-    monkeypatch.setattr(tg, "compiled", compiled)
-    monkeypatch.setattr(tg, "race", race_with_chunks)
+    monkeypatch.setattr(tg, "compile_fn", compiled)
+    monkeypatch.setattr(tg, "train_loop", race_with_chunks)
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0].get("recompiles") == again
@@ -312,7 +312,7 @@ def folder(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("inputs")
     for name in ("vocabulary", "old_run"):
         (path / name).mkdir()
-    good = tg.formula_tokens(0, 40_000, 512, START)
+    good = tg.synthetic_tokens(0, 40_000, 512, START)
     beyond = good.copy()
     beyond[39_990] = 600
     one_document = np.concatenate([[START], good[1:] % START])
@@ -327,7 +327,7 @@ def folder(tmp_path_factory) -> Path:
     pieces = [*PIECES, b""]
     pieces[ord("~")] = b"no tilde"
     for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
-        tg.save(path / name, "id", cfg, engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
+        tg.save_weights(path / name, "id", cfg, engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
@@ -340,14 +340,14 @@ def ask(folder, tmp_path, monkeypatch):
         done = Run(tmp_path / "run", process.wait(), *process.texts())
         assert done.status == status and "Traceback" not in done.err, done.err
         if status:
-            message = re.search(r"^(RunError|ConfigError|DataError|DataEnded): (.*)", done.err, re.M | re.S)
+            message = re.search(r"^(RunError|ConfigError|DataError|OutOfData): (.*)", done.err, re.M | re.S)
             assert (message[1] == "RunError") == (status == 1)
             check_error(message[2].strip("\n"), *parts)
         assert not list(folder.rglob("*.part")), "no auxiliary file stays"
         return done
     monkeypatch.chdir(folder)
     monkeypatch.setattr(tg, "warm_up", nothing)
-    monkeypatch.setattr(tg, "STORE_PATIENCE", 0.1)
+    monkeypatch.setattr(tg, "STORE_TIMEOUT_S", 0.1)
     return ask
 
 BAD = [                                  # flags after FILES, status, what the message must hold
@@ -391,8 +391,8 @@ def test_main__the_same_inputs_undamaged(ask, tmp_path):
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "tokens up to 600")),
     (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 of them document starts")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "--val_tokens=3584")),
-    (["--preset=pocket", "--num_slots=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
-     ("memory", "GiB", "weights", "gradients", "moments", "working", "--num_slots="))])
+    (["--preset=pocket", "--seqs_per_step=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
+     ("memory", "GiB", "weights", "gradients", "moments", "working", "--seqs_per_step="))])
 def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_built(ask, monkeypatch, flags, status,
                                                                                   parts):
     machine = dict(SC_PAGE_SIZE=4096, SC_PHYS_PAGES=60_000_000 // 4096, SC_CLK_TCK=100)
@@ -403,7 +403,7 @@ def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_buil
 MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # what a launcher sets besides
 
 @pytest.mark.parametrize("env, parts", [
-    (MEETING | dict(WORLD_SIZE="3"), ("number of ranks", "3", "num_slots=8", "--nproc_per_node=2")),
+    (MEETING | dict(WORLD_SIZE="3"), ("number of ranks", "3", "seqs_per_step=8", "--nproc_per_node=2")),
     (MEETING | dict(WORLD_SIZE="16"), ("number of ranks", "16", "--nproc_per_node=8")),
     (dict(WORLD_SIZE="2"), ("without ['RANK', 'MASTER_ADDR', 'MASTER_PORT']", "torchrun", "unset WORLD_SIZE")),
     (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2")),
@@ -426,7 +426,7 @@ def test_check_start__a_compiler_that_CC_names_is_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setenv("PATH", "")
-    tg.check_start(preset("tiny", compile=1), "run", [], fabric())
+    tg.preflight(preset("tiny", compile=1), "run", [], comm())
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
 def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
@@ -447,7 +447,7 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
 def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
     """On a GPU, whatever --compile says; a CPU needs none of it. Headers may also lie where CPATH says."""
     cfg = preset("tiny", compile=0)
-    gpu = tg.Fabric(torch.device("cuda", 0))
+    gpu = tg.Communicator(torch.device("cuda", 0))
     for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "gcc").symlink_to("/bin/true")
@@ -458,11 +458,11 @@ def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, 
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
     with refused(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
-        tg.check_start(cfg, "run", [], gpu)
-    tg.check_start(cfg, "run", [], fabric())
+        tg.preflight(cfg, "run", [], gpu)
+    tg.preflight(cfg, "run", [], comm())
     for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
         monkeypatch.setenv(name, str(value))
-    tg.check_start(cfg, "run", [], gpu)
+    tg.preflight(cfg, "run", [], gpu)
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     done = ask([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
     steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
     result = done.events[-1]
-    whole_cycles = steps - steps % tg.Schedule(preset()).cycle
+    whole_cycles = steps - steps % tg.Schedule(preset()).cycle_steps
     assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "known when the next cycle is taken"
     assert result["void"] == "the data ended early" and result["val_loss"] == done.of("val")[-1]["val_loss"]
     assert (tmp_path / "saved/weights.pt").exists(), "what was trained counts"
@@ -520,10 +520,10 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
 
 @pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8")])
 def test_head_precision__by_device(monkeypatch, capability, native):
-    cpu = tg.Fabric(torch.device("cpu"))
-    cuda = tg.Fabric(torch.device("cuda", 0))
+    cpu = tg.Communicator(torch.device("cpu"))
+    cuda = tg.Communicator(torch.device("cuda", 0))
     cfg = tg.Config(**tg.PRESETS["record"])
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda.device: capability}.get)
-    assert (tg.head_precision(cfg, cpu), tg.head_precision(cfg, cuda)) == ("plain", native)
-    assert tg.head_precision(tg.Config(head="emulated"), cpu) == "emulated"
+    assert (tg.resolve_head_precision(cfg, cpu), tg.resolve_head_precision(cfg, cuda)) == ("plain", native)
+    assert tg.resolve_head_precision(tg.Config(head="emulated"), cpu) == "emulated"

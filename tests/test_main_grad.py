@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import BF16, F32, F64, engine, fabric, randn, random_batch, refused, small, unequal
+from common import BF16, F32, F64, engine, comm, randn, random_batch, refused, small, unequal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -86,7 +86,7 @@ def test_linear__what_backward_returns(main_grad, flag, deferred, want, scale):
         if flag:
             weight.grad_added_to_main_grad = False
         x = randn(5, 3, seed=seed) @ first
-        tg.linear(x, tg.as_matrix(weight, queue), scale).sum().backward()
+        tg.linear_main_grad(x, tg.as_matrix(weight, queue), scale).sum().backward()
         of_matmul = torch.ones(5, 4, dtype=F64).t() @ x.detach()
         true_gradient += of_matmul if scale is None else scale * of_matmul
         if flag:
@@ -120,7 +120,7 @@ def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, 
     weight = contract_weight(main_grad, flag).requires_grad_(False)
     queue = []
     x = randn(5, 3).requires_grad_()
-    tg.linear(x, tg.as_matrix(weight, queue if deferred else None)).sum().backward()
+    tg.linear_main_grad(x, tg.as_matrix(weight, queue if deferred else None)).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(5, 3))
     assert weight.grad is None and queue == [] and weight.write_counts.tolist() == [0]
     assert not main_grad or weight.main_grad.isnan().all()
@@ -139,7 +139,7 @@ def test_linear__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, defer
     true_gradient, = torch.autograd.grad(((x @ weight.t()).square() @ weight.t()).sum(), weight)
     for backward in (1, 2):
         matrix = tg.as_matrix(weight, queue if deferred else None)
-        tg.linear(tg.linear(x, matrix).square(), matrix).sum().backward()
+        tg.linear_main_grad(tg.linear_main_grad(x, matrix).square(), matrix).sum().backward()
         tg.run_deferred(queue)
         found = weight.main_grad if main_grad else weight.grad
         torch.testing.assert_close(found, backward * true_gradient)
@@ -153,7 +153,7 @@ def test_run_deferred__a_factor_that_was_changed_is_refused(changed):
     queue = []
     factors = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
     for each in factors:
-        tg.linear(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
+        tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
     factors[1][changed] += 1
     with refused(tg.RunError, "deferred gradient", "(4, 3)", "changed in place", "run_deferred"):
         tg.run_deferred(queue)
@@ -187,7 +187,7 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how):
 
     def loss(x: Tensor) -> Tensor:
         for up, down in as_views(bank) if how == "views" else tg.matrices_by_layer(bank, (6, 6)):
-            x = x + (tg.linear(x, up, scale).relu() * tg.linear(x, down))[:, :4]
+            x = x + (tg.linear_main_grad(x, up, scale).relu() * tg.linear_main_grad(x, down))[:, :4]
         return x.square().sum()
 
     torch._dynamo.reset()
@@ -222,7 +222,7 @@ def test_linear__compiled_code_takes_neither_flag_nor_queue(flag):
     torch._dynamo.reset()
 
     def product(x: Tensor) -> Tensor:
-        return tg.linear(x, tg.as_matrix(weight, queue))
+        return tg.linear_main_grad(x, tg.as_matrix(weight, queue))
 
     call = torch.compile(product, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
@@ -261,13 +261,13 @@ def test_linear__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batche
         for layer, matrices in enumerate(tg.matrices_by_layer(bank, (36, 12))):
             for weight, scale, rows in zip(matrices, scales.unbind(), (slice(0, 36), slice(36, 48))):
                 grad = randn(40, len(weight.matrix), seed=100 * weight.count_idx + micro_batch, dtype=BF16)
-                tg.linear(x, weight, scale).backward(grad)
+                tg.linear_main_grad(x, weight, scale).backward(grad)
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
 # Operations that write a gradient themselves: x (5, 4) and the weights that they need -> any output.
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    return tg.linear(x, tg.as_matrix(weight))
+    return tg.linear_main_grad(x, tg.as_matrix(weight))
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return tg.relu_sq_mlp(x, tg.as_matrix(up), tg.as_matrix(down))
@@ -298,7 +298,7 @@ def test_first_order__guards_every_operation_of_the_trainer():
     classes = (x for x in vars(tg).values() if isinstance(x, type))
     operations = [x for x in classes if issubclass(x, torch.autograd.Function)]
     assert len(operations) >= 5
-    guard = tg.first_order(print).__code__
+    guard = tg.first_order_only(print).__code__
     assert all(cls.backward.__code__ is guard for cls in operations)
 
 @pytest.mark.parametrize("deferred", (False, True), ids=("at once", "deferred"))
@@ -328,22 +328,22 @@ def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentr
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
     assert all(main_grad.isfinite().all() and main_grad.any() for main_grad in found[0][:-1])
 
-def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.Values]]]:
+def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.StepConfig]]]:
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
 
-    def batch_of(step: int) -> tuple[tg.Batch, tg.Values]:
+    def batch_of(step: int) -> tuple[tg.Batch, tg.StepConfig]:
         return random_batch(cfg, step, 8, 16, step), schedule.at(step)
 
     return engine(cfg), batch_of
 
 @pytest.mark.parametrize("changes, bank_type", [
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
-    (dict(dtype="bfloat16", slots_per_micro_batch=1), F32)])
+    (dict(dtype="bfloat16", micro_batch_size=1), F32)])
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
     """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
     cfg = small(**changes)
-    ex = tg.Engine(cfg, fabric(), tg.attention_reference, "plain", cfg.slots_per_micro_batch)
+    ex = tg.Engine(cfg, comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
     values = tg.Schedule(cfg).at(0)
     for _ in range(2):
@@ -407,7 +407,7 @@ def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     monkeypatch.setattr(tg, "add_to_main_grad", wrong)
     ex.forward_backward(batch, values)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
-    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "drop_gradients"):
+    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
         ex.optim_step(values)
     assert unequal(dict(ex.model.named_parameters()), before) == []
 
@@ -440,5 +440,5 @@ def test_whole_state__padding_is_not_saved():
     """torch.save writes the whole storage of a view."""
     ex, _ = trained()
     ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as with several ranks
-    saved = ex.whole_state(tg.Schedule(ex.cfg).at(0), with_moments=False)["attn"]
+    saved = ex.full_state(tg.Schedule(ex.cfg).at(0), with_moments=False)["attn"]
     assert saved.equal(ex.model.attn) and saved.untyped_storage().nbytes() == saved.nbytes

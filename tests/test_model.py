@@ -6,20 +6,20 @@ import pytest
 import torch
 from common import (F64, RECIPE_PARAMETERS, angles_by_channel, engine, fill_randomly, own_rows, preset, randn,
                     random_batch, small, unequal, with_tokens)
-from reference import SIGN_VECTORS, Reference, ngram_rows
+from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
 
 import train_gpt as tg
 
-def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
-    model = tg.GPT(cfg, tg.attention_reference, rotary_len, {})
+def model_of(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
+    model = tg.GPT(cfg, tg.attention_reference, max_seq_len, {})
     fill_randomly(model)
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
 
 # Value gates are counted over the tables of layers alone, and scalars over those of the residual stream.
-ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, place=1),
-               tg.NgramTable("c_embed", 4, 42, place=5, signs=1), tg.NgramTable("d_embed", 3, 43),
-               tg.NgramTable("e_embed", 2, 44, place=1))
+ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, layer=1),
+               tg.NgramTable("c_embed", 4, 42, layer=5, signs=1), tg.NgramTable("d_embed", 3, 43),
+               tg.NgramTable("e_embed", 2, 44, layer=1))
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """Return a batch that looks up whole n-gram tables, by the reference's hashes."""
@@ -30,7 +30,7 @@ def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
         rows = [ngram_rows(slot, factors, ngram.rows) for slot in tokens]
         row_index[ngram.label] = torch.from_numpy(np.stack(rows)).int()
         if ngram.signs:
-            signs = [ngram_rows(slot, sign_factors, SIGN_VECTORS + 1) for slot in tokens]
+            signs = [ngram_rows(slot, sign_factors, NUM_SIGN_VECTORS + 1) for slot in tokens]
             sign_ids[ngram.label] = torch.from_numpy(np.stack(signs)).int()
     return batch._replace(row_index=row_index, sign_ids=sign_ids)
 
@@ -52,7 +52,7 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed, tables):
         naive.ngrams[ngram.label].p[:] = weights
         rows[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
     weights = torch.tensor(values.mtp_weights, dtype=F64)
-    spans = tg.spans_of(short=5, long=9, max_len=12, scale=0.8)
+    spans = tg.attention_args(short=5, long=9, max_len=12, scale=0.8)
     losses = model.losses(batch, weights, torch.ones((), dtype=F64), spans, "plain", rows)
     losses.sum().backward()
     found = {label: p.grad for label, p in model.named_parameters()}
@@ -66,12 +66,12 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed, tables):
     for label, grad in found.items():
         assert wanted[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, wanted[label], rtol=1e-9, atol=1e-9, err_msg=label)
-    of_layers = sum(ngram.place is not None for ngram in tables)
+    of_layers = sum(ngram.layer is not None for ngram in tables)
     used = naive.grads["ve_gate_bank"].flatten(1).any(dim=1)
     assert used.tolist() == [True] * (5 + of_layers), "one gate for each table of a layer, and none too many"
 
-def record_rows() -> dict[str, tg.Parameter]:
-    return {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
+def record_rows() -> dict[str, tg.ParameterSpec]:
+    return {row.label: row for row in tg.parameter_specs(preset("record", 50_257, 50_256))}
 
 @pytest.mark.recipe
 def test_parameter_table__of_the_record_preset():
@@ -111,7 +111,7 @@ def test_initial_weights__are_the_recipes():
         assert float(p[label].abs().max()) > 3.5 * std, "normal, not uniform"
     assert p["embed"].equal(p["lm_head"].t())
     attn = record_rows()["attn"]._replace(shape=(100_000,))
-    drawn = tg.initial_values(attn, torch.Generator().manual_seed(0))
+    drawn = tg.init_parameter(attn, torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
 @pytest.mark.recipe
@@ -184,20 +184,20 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
     (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
 def test_hidden__positions_that_a_token_moves(monkeypatch, at, smear, shifting, want):
     """In any bit, in slot 0, when its token at `at` changes and its bigram row stays; slot 1 must not move."""
-    layers = tuple(replace(layer, key_shift=depth in shifting) for depth, layer in enumerate(tg.LAYERS))
+    layers = tuple(replace(layer, key_offset=depth in shifting) for depth, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)
     cfg = small(max_doc_len=24)
     model = model_of(cfg)
     bounds = torch.tensor([(0, 7, 8, 14, 24)] * 2, dtype=torch.int32)
     batch = random_batch(cfg, 0, 2, 24)._replace(cu_seqlens=bounds)
-    names = [name for name, values in tg.scalar_values(cfg).items() for _ in values]
+    names = [name for name, values in tg.initial_scalars(cfg).items() for _ in values]
     with torch.no_grad():
         model.scalars[names.index("smear")] = smear
     tokens = batch.tokens.clone()
     tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
-    spans = tg.spans_of(5, 30, 24, 0.8)
-    stream = model.hidden(batch, spans, own_rows(model))
-    changed = model.hidden(with_tokens(cfg, batch, tokens), spans, own_rows(model))
+    spans = tg.attention_args(5, 30, 24, 0.8)
+    stream = model.hidden_states(batch, spans, own_rows(model))
+    changed = model.hidden_states(with_tokens(cfg, batch, tokens), spans, own_rows(model))
     moved = (changed != stream).any(dim=-1)
     assert not moved[1].any(), "nothing crosses slots"
     assert moved[0].nonzero().flatten().tolist() == list(want)

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, engine, fabric, fill_randomly, grad_of, owned, randn, refused, small,
+from common import (BF16, F32, F64, add_grad, engine, comm, fill_randomly, grad_of, owned, randn, refused, small,
                     started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
@@ -46,16 +46,16 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     ex = engine(cfg, world, rank)
-    whole = fill_randomly(ex.model, where=ex.fabric)
+    whole = fill_randomly(ex.model, where=ex.comm)
     with torch.no_grad():
-        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.fabric))
+        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.comm))
     return ex.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
     parameters = enumerate(optimizer.model.named_parameters())
     return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in parameters}
 
-def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
+def take_step(optimizer: tg.Optimizer, values: tg.StepConfig) -> None:
     for label, grad in random_grads(optimizer, values.step).items():
         add_grad(optimizer, label, grad, values)
     optimizer.step(values)
@@ -63,10 +63,11 @@ def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
 
-SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
+OTHER_VALUES = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in SETTINGS.items())], ids=str)
+@pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in OTHER_VALUES.items())],
+                         ids=str)
 def test_step__is_the_references(changes):
     """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step. With other
     settings, too: one that is ignored would have its default."""
@@ -83,10 +84,10 @@ def test_step__is_the_references(changes):
         for label, p in optimizer.model.named_parameters():
             np.testing.assert_allclose(p.detach(), naive.p[label], rtol=0, atol=1e-9, err_msg=f"{label}, {values.step}")
             for name, x in optimizer.state[label].items():
-                if values.adam_step or label in BANKS:
+                if values.update_adam or label in BANKS:
                     np.testing.assert_allclose(x, naive.state[label][name], rtol=1e-9, atol=1e-12, err_msg=label)
             kept = grad_of(optimizer, label)
-            assert (kept is None) == (values.adam_step or label in BANKS), label
+            assert (kept is None) == (values.update_adam or label in BANKS), label
             assert kept is None or kept.equal(naive.grads[label]) or cfg.adam_every > 2, label
     assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "they did part"
 
@@ -123,7 +124,7 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update():
 
     assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
     kept = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]        # after each step of a cycle
-    with started_loader(ex.cfg, fabric(), 8) as (loader, steps):
+    with started_loader(ex.cfg, comm(), 8) as (loader, steps):
         for values in steps_of(loader, steps):
             ex.forward_backward(loader.next(values), values)
             assert with_gradient() == {*groups}
@@ -157,7 +158,7 @@ def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer():
            for label, state in group.state.items() for name, x in state.items()]
     assert len(own) == sum(map(len, optimizer.state.values()))
     assert all(optimizer.state[label][name] is x for label, name, x in own)
-    assert {*optimizer.state} == {label for label, row in ex.model.table.items() if row.optimizer != "rowwise"}
+    assert {*optimizer.state} == {label for label, row in ex.model.specs.items() if row.optimizer != "rowwise"}
     for label, group in optimizer.groups.items():
         found = reached(group, {})
         assert id(optimizer) not in found and id(ex) not in found and id(ex.model) not in found, label
@@ -216,7 +217,7 @@ def test_Optimizer__ranks_own_every_piece_once(world):
 def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
     def memory() -> int:
-        return tg.memory_estimate(cfg, fabric(), tg.attention_reference, cfg.num_slots)["moments"]
+        return tg.estimate_memory(cfg, comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
 
     def with_average(row, shard):
         return initial_state(row, shard) | dict(another=torch.zeros_like(shard))
@@ -226,17 +227,17 @@ def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     assert {label for label in in_bf16 if "mantissa" in in_bf16[label]} == {*BANKS}
     assert in_bf16["lm_head"]["m"].dtype == torch.float32
     before = memory()
-    initial_state = tg.initial_state
-    monkeypatch.setattr(tg, "initial_state", with_average)
+    initial_state = tg.init_optimizer_state
+    monkeypatch.setattr(tg, "init_optimizer_state", with_average)
     ex = engine(cfg)
-    numbers = sum(math.prod(row.shape) for row in ex.model.table.values())
+    numbers = sum(math.prod(row.shape) for row in ex.model.specs.values())
     assert memory() - before == numbers * F64.itemsize
     added = {label: state["another"] for label, state in ex.optimizer.state.items()}
-    assert added.keys() == ex.model.table.keys()
+    assert added.keys() == ex.model.specs.keys()
     for number, x in enumerate(added.values(), 1):
         x.fill_(number)
     restore = ex.snapshot()
-    saved = ex.whole_state(tg.Schedule(cfg).at(0), with_moments=True)
+    saved = ex.full_state(tg.Schedule(cfg).at(0), with_moments=True)
     for put_back in (restore, functools.partial(ex.load_state, saved)):
         for x in added.values():
             x.zero_()

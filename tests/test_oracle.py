@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, engine, fabric, grad_of, logical_rows, nothing
+from common import BF16, F64, ROOT, engine, comm, grad_of, logical_rows, nothing
 from reference import Reference
 from torch import Tensor
 
@@ -110,14 +110,14 @@ class Oracle:
     def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
         return Vectors(self, name), self.meta[name]
 
-    def config(self, section: str, slot_tokens: Sequence[int], **more: Any) -> tg.Config:
+    def config(self, section: str, seq_len: Sequence[int], **more: Any) -> tg.Config:
         """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
         recipe = self.meta["recipe"]
         sizes = self.meta[section]
-        num_slots = more.get("num_slots", recipe["num_slots"])
-        rows = zip(slot_tokens, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
+        seqs_per_step = more.get("seqs_per_step", recipe["num_slots"])
+        rows = zip(seq_len, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
         untie = {**recipe, **sizes}.get("split_stage", 2)
-        stages = tuple(tg.Stage(tokens * num_slots, *windows, lr_mul, tuple(start), tuple(end), k == untie)
+        stages = tuple(tg.Stage(tokens * seqs_per_step, *windows, lr_mul, tuple(start), tuple(end), k == untie)
                        for k, (tokens, windows, lr_mul, start, end) in enumerate(rows))
         same = {field.name for field in fields(tg.Config)}
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
@@ -128,7 +128,8 @@ class Oracle:
             if f"{ramp}_steps" in sizes:
                 renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / total
         own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu", stages=stages)
-        taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
+        current = {tg.RENAMED_FLAGS.get(name, name): value for name, value in {**recipe, **sizes}.items()}
+        taken = {name: value for name, value in current.items() if name in same}
         return tg.Config(**{**taken, **renamed, **own, **more})
 
 def bf16(words: np.ndarray) -> Tensor:
@@ -139,16 +140,16 @@ def every_frequency(rotary: tg.Rotary) -> np.ndarray:
     pairs = np.repeat(rotary.frequencies, 2)
     return np.append(pairs, np.zeros_like(pairs))
 
-def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:
+def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.PackedSeq]:
     """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
     bounds = [np.unique(borders).astype(np.int32) for borders in cu_seqlens]
     tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)  # with the last target: T + 1 of a slot
-    return [tg.Slot(*slot) for slot in zip(tokens, bounds)]
+    return [tg.PackedSeq(*slot) for slot in zip(tokens, bounds)]
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     """Return whole initial weights; banks are cut to the trainer's number of layers."""
     weights = {}
-    for row in tg.parameter_table(cfg):
+    for row in tg.parameter_specs(cfg):
         if f"zero.{row.label}" in stored:
             weights[row.label] = torch.zeros(tuple(stored[f"zero.{row.label}"]))
         elif f"p32.{row.label}" in stored:
@@ -156,7 +157,7 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
         elif f"p16.{row.label}" in stored:
             weights[row.label] = bf16(stored[f"p16.{row.label}"])[:row.shape[0]]
     weights.setdefault("embed", weights["lm_head"].t())                  # tied
-    assert all(weights[row.label].shape == row.shape for row in tg.parameter_table(cfg))
+    assert all(weights[row.label].shape == row.shape for row in tg.parameter_specs(cfg))
     return weights
 
 def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
@@ -183,7 +184,7 @@ class Trajectory:
         self.run = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
         self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
 
-    def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
+    def batches(self, pattern: str, steps: Sequence[tg.StepConfig]) -> list[tg.Batch]:
         """Plan the slots of the steps together; the pattern is that of the keys of a step."""
         of_steps = []
         for values in steps:
@@ -192,20 +193,20 @@ class Trajectory:
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
             of_steps.append(slots)
-        return tg.build_batches(self.cfg, fabric(), None, "oracle", steps, of_steps)
+        return tg.build_batches(self.cfg, comm(), None, "oracle", steps, of_steps)
 
     def cycle(self, step: int) -> list[tg.Batch]:
         """Return batches of the step and of those that share its plans."""
-        last = min(step + self.cfg.adam_every, self.schedule.total_steps)
+        last = min(step + self.cfg.adam_every, self.schedule.planned_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
 
     def check(self) -> None:
-        vectors, total = self.vectors, self.schedule.total_steps
+        vectors, total = self.vectors, self.schedule.planned_steps
         vectors.check("dims", [self.meta[name] for name in self.meta["dims_key_order"]])
-        vectors.check("bos", self.cfg.document_start)
+        vectors.check("bos", self.cfg.bos_id)
         vectors.check("split_step", self.schedule.untie_step)
-        vectors.check("boundaries", list(zip(self.schedule.starts, self.schedule.ends)))
+        vectors.check("boundaries", list(zip(self.schedule.stage_starts, self.schedule.stage_ends)))
         validated = {str(step) for step in range(total + 1) if step == total or self.schedule.at(step).validate}
         assert {step for step, in vectors.find(r"val_loss\.(\d+)")} == validated, "validation at other steps"
         for step in range(total):
@@ -222,35 +223,35 @@ class Trajectory:
             batches = self.batches("val_{}", [values])
             self.vectors.check(f"val_loss.{step}", self.run.evaluate(batches, values))
 
-    def check_values(self, step: int, values: tg.Values) -> None:
+    def check_values(self, step: int, values: tg.StepConfig) -> None:
         rotary = (*every_frequency(values.rotary), values.rotary.attn_scale)
         windows = values.short_window, values.long_window
         for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2, momentum=values.momentum,
-                              adam_step=values.adam_step, lr_mul=self.schedule.lr_factor_at(step)).items():
+                              adam_step=values.update_adam, lr_mul=self.schedule.lr_factor_at(step)).items():
             self.vectors.check(f"{name}.{step}", got)
-        for row in tg.parameter_table(self.cfg):
+        for row in tg.parameter_specs(self.cfg):
             lr = values.adam_lr * row.lr_mul
             if row.optimizer == "normuon":                               # the factor of the shape
                 height, width = row.shape[-2:]
                 lr = values.normuon_lr * (1 if row.label == "attn" else max(1, height / width) ** 0.5)
             self.vectors.check(f"lr.{step}.{row.label}", lr)
 
-    def check_step(self, step: int, values: tg.Values) -> None:
+    def check_step(self, step: int, values: tg.StepConfig) -> None:
         vectors = self.vectors
-        vectors.check(f"slot_loss.{step}", self.run.forward_backward(self.ready.pop(0), values).slot_sums)
-        for row in tg.parameter_table(self.cfg):                         # sums over slots; the optimizer divides them
-            grad = gradient(self.run, row.label) / self.cfg.num_slots
+        vectors.check(f"slot_loss.{step}", self.run.forward_backward(self.ready.pop(0), values).seq_sums)
+        for row in tg.parameter_specs(self.cfg):          # sums over slots; the optimizer divides them
+            grad = gradient(self.run, row.label) / self.cfg.seqs_per_step
             vectors.check(f"grad_samp.{step}.{row.label}", grad, row.label, at=vectors[f"idx.{row.label}"])
             vectors.check(f"grad_norm.{step}.{row.label}", grad.double().norm())
         self.ready = self.ready or self.cycle(step + 1)
         self.run.optim_step(values)                                      # one rank has no rows to fetch
         after = self.schedule.at(step + 1)
         vectors.check(f"split_after.{step}", not after.tied)
-        state = self.run.whole_state(after, with_moments=True)
-        for row in tg.parameter_table(self.cfg):
+        state = self.run.full_state(after, with_moments=True)
+        for row in tg.parameter_specs(self.cfg):
             self.check_state(step + 1, row, after, state)
 
-    def check_state(self, done: int, row: tg.Parameter, after: tg.Values, state: dict[str, Tensor]) -> None:
+    def check_state(self, done: int, row: tg.ParameterSpec, after: tg.StepConfig, state: dict[str, Tensor]) -> None:
         """Compare a parameter and its moments after so many steps; `after` is of the next."""
         vectors, label = self.vectors, row.label
         at = vectors[f"idx.{label}"]
@@ -281,7 +282,7 @@ class ConfigS:
         self.stored = Vectors(oracle, "s_inputs")
         length = sizes["slot_tokens"]
         stages = len(oracle.meta["recipe"]["windows_blocks"])
-        self.cfg = oracle.config("config_s", [length] * stages, num_slots=1, max_doc_len=length,
+        self.cfg = oracle.config("config_s", [length] * stages, seqs_per_step=1, max_doc_len=length,
                                  val_batch_tokens=length)
         weights = stored_weights(self.cfg, self.stored)
         self.trainer = engine_with(self.cfg, weights)
@@ -293,12 +294,12 @@ class ConfigS:
 
     def batch_with(self, borders: np.ndarray) -> tg.Batch:
         slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
-        return tg.build_batches(self.cfg, fabric(), None, "oracle", [self.values], [slots])[0]
+        return tg.build_batches(self.cfg, comm(), None, "oracle", [self.values], [slots])[0]
 
-    def weighted(self, name: str, values: tg.Values | None = None) -> tg.Values:
+    def weighted(self, name: str, values: tg.StepConfig | None = None) -> tg.StepConfig:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
-    def stretched(self) -> tg.Values:
+    def stretched(self) -> tg.StepConfig:
         short, long = self.sizes["yarn1_windows"]
         stages = [replace(tg.STAGES[0], long_window=window) for window in (self.sizes["long_window"], long)]
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
@@ -313,7 +314,7 @@ def check_s_acts(oracle: Oracle) -> None:
     for prefix, name, values, batch in cases:
         weighted = s.weighted(name, values)
         check_activations(s, vectors, prefix, name, weighted, batch)
-        vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).slot_sums[0])
+        vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).seq_sums[0])
         for run in s.runs:
             vectors.check(f"{prefix}eval_loss", run.evaluate([batch], values))
     vectors.check("yarn1.windows", [values.short_window, values.long_window])          # of the last case
@@ -325,7 +326,8 @@ def check_s_acts(oracle: Oracle) -> None:
         vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
     vectors.finish()
 
-def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
+def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.StepConfig,
+                      batch: tg.Batch) -> None:
     """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
     rows = vectors["rows16"]
     seen = {}
@@ -352,9 +354,9 @@ def check_s_grads(oracle: Oracle) -> None:
     cases.append(("yarn1.", "m2", s.stretched()))
     for run in s.runs:
         for prefix, name, values in cases:
-            run.drop_gradients()
+            run.discard_grads()
             run.forward_backward(s.batch, s.weighted(name, values))
-            for label in reversed(s.trainer.model.table):
+            for label in reversed(s.trainer.model.specs):
                 check_gradient(vectors, prefix, name, label, gradient(run, label))
     vectors.finish()
 
@@ -425,18 +427,19 @@ def check_mantissa(vectors: Vectors) -> None:
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     """Some parameters in reference.py, tied and then untied."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
-    cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], num_slots=1)
+    cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], seqs_per_step=1)
     naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
     split_step = oracle.meta["opt"]["split_step"]
     for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
         adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
-        values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step, untie=step == split_step)
+        values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step,
+                         untie_after=step == split_step)
         for label in labels:
             naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
         for when in ("before", "after"):
             if when == "after":
                 naive.optim_step(values)
-            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie else {}
+            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie_after else {}
             for name, x in embed.items():
                 vectors.check(f"adam.split.embed_{name}_{when}", x)
         for label in labels:
@@ -472,7 +475,7 @@ def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
 def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
     """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
     meta = oracle.meta["loader"]
-    num_slots = meta["num_slots"]
+    seqs_per_step = meta["num_slots"]
     validation = case.startswith("val")
     sizes = meta["val" if validation else case]
     parts = []                                                           # (prefix of keys, steps)
@@ -483,18 +486,18 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
             parts.append((prefix, len(vectors[f"{prefix}inputs"])))
             after = ending if ending == "_after" else ""
             plan += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * parts[-1][1]
-    slot_tokens, _ = plan[0]
+    seq_len, _ = plan[0]
     stages = len(oracle.meta["recipe"]["windows_blocks"])
-    cfg = oracle.config("loader", [slot_tokens] * stages, vocab_size=tg.GPT2_VOCAB, padded_vocab=tg.GPT2_VOCAB,
-                        num_slots=num_slots, val_batch_tokens=num_slots * slot_tokens,
-                        val_tokens=num_slots * slot_tokens * len(plan))
-    found = tg.find_shards(str(oracle.path / "loader_shards" / ("val_*.bin" if validation else "train_*.bin")))
-    headers = [header._replace(document_start=cfg.document_start) for header in found]
+    cfg = oracle.config("loader", [seq_len] * stages, vocab_size=tg.GPT2_VOCAB, padded_vocab=tg.GPT2_VOCAB,
+                        seqs_per_step=seqs_per_step, val_batch_tokens=seqs_per_step * seq_len,
+                        val_tokens=seqs_per_step * seq_len * len(plan))
+    found = tg.read_shard_headers(str(oracle.path / "loader_shards" / ("val_*.bin" if validation else "train_*.bin")))
+    headers = [header._replace(bos_id=cfg.bos_id) for header in found]
     any_values = tg.Schedule(cfg).at(0)
-    steps = [replace(any_values, step=step, slot_tokens=tokens) for step, (tokens, _) in enumerate(plan)]
+    steps = [replace(any_values, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(plan)]
     batches = []
     for rank in range(world):
-        where = fabric(rank, world)
+        where = comm(rank, world)
         if validation:
             found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
         else:
@@ -519,7 +522,8 @@ def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
     borders = borders_of(batch.cu_seqlens, columns)
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
 
-def loaded(cfg: tg.Config, where: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
+def loaded(cfg: tg.Config, where: tg.Communicator, headers: list, steps: list[tg.StepConfig],
+           plan: list) -> Iterator[tg.Batch]:
     """Yield the batches of cycles of one step. Between steps the vectors change what is constant in a run."""
     loader = tg.Loader(cfg, where, headers)
     with contextlib.closing(loader):
@@ -551,23 +555,23 @@ def check_bigram(oracle: Oracle) -> None:
 # ---- Schedule
 def check_schedule(oracle: Oracle) -> None:
     vectors, meta = oracle.part("schedule")
-    num_slots = oracle.meta["recipe"]["num_slots"]
+    seqs_per_step = oracle.meta["recipe"]["num_slots"]
     small = dict(num_heads=2, model_dim=2 * meta["head_dim"], vocab_size=16, padded_vocab=16, bigram_rows=16)
-    slot_tokens = [tokens // num_slots for tokens in meta["batch_tokens"]]
-    cfg = oracle.config("schedule", slot_tokens, **small, dtype="bfloat16")
+    seq_len = [tokens // seqs_per_step for tokens in meta["batch_tokens"]]
+    cfg = oracle.config("schedule", seq_len, **small, dtype="bfloat16")
     schedule = tg.Schedule(cfg)
-    every = [schedule.at(step) for step in range(schedule.total_steps + 1)]
+    every = [schedule.at(step) for step in range(schedule.planned_steps + 1)]
     windows = [(v.short_window, v.long_window) for v in every]
     before_growth = windows[-1][0], cfg.stages[every[-1].stage].long_window * cfg.window_block
     tied = [True]                                                         # during the update of each step
     for v in every[:-1]:
-        tied.append(tied[-1] and not v.untie)
+        tied.append(tied[-1] and not v.untie_after)
     for name, got in dict(
-            total_steps=schedule.total_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
-            split_step=schedule.untie_step, boundaries=list(zip(schedule.starts, schedule.ends)),
+            total_steps=schedule.planned_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
+            split_step=schedule.untie_step, boundaries=list(zip(schedule.stage_starts, schedule.stage_ends)),
             lr_mul=[schedule.lr_factor_at(v.step) for v in every], momentum=[v.momentum for v in every],
-            stage=[v.stage for v in every], batch_size=[v.slot_tokens * num_slots for v in every],
-            adam_step=[v.adam_step for v in every], mtp_count=[len(v.mtp_weights) for v in every],
+            stage=[v.stage for v in every], batch_size=[v.seq_len * seqs_per_step for v in every],
+            adam_step=[v.update_adam for v in every], mtp_count=[len(v.mtp_weights) for v in every],
             lr_normuon=[v.normuon_lr for v in every], lr_adam=[v.adam_lr for v in every],
             tied_during_update=tied,
             windows_train=[*windows[:-1], before_growth], windows_final_validation=windows[-1]).items():
@@ -579,7 +583,7 @@ def check_schedule(oracle: Oracle) -> None:
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
     optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
-    for label, row in optimizer.model.table.items():
+    for label, row in optimizer.model.specs.items():
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else row.lr_mul)
     vectors.finish()

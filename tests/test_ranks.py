@@ -64,9 +64,9 @@ def state_hashes(engine: tg.Engine) -> dict[str, str]:
         tables.append((label, table.has_grads, is_cached, exchanged))
     return hashes | dict(plain=repr((engine.rotary, tables)))
 
-def whole_state(engine: tg.Engine, values: tg.Values) -> Arrays:
+def full_state(engine: tg.Engine, values: tg.StepConfig) -> Arrays:
     """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
-    whole = engine.whole_state(values, with_moments=True)
+    whole = engine.full_state(values, with_moments=True)
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
 def tiny(**changes: Any) -> tg.Config:
@@ -78,23 +78,24 @@ RUNS = {                                 # each has a stage change and a validat
     "all layers": dict(),
     "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
-    "every step": dict(adam_every=1, tables=(replace(PAIRS, cadence=1), TRIPLES)),
-    "layers": dict(tables=(replace(PAIRS, cadence=4), replace(TRIPLES, place=2)), slots_per_micro_batch=2),
-    "unseen": dict(tables=(replace(PAIRS, cadence=4), replace(TRIPLES, place=2)), slots_per_micro_batch=2, val_every=0),
-    "cadence 4": dict(tables=(replace(PAIRS, cadence=4, place=0), replace(TRIPLES, cadence=4)), row_comms="dense"),
+    "every step": dict(adam_every=1, tables=(replace(PAIRS, update_every=1), TRIPLES)),
+    "layers": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2),
+    "unseen": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2, val_every=0),
+    "cadence 4": dict(tables=(replace(PAIRS, update_every=4, layer=0), replace(TRIPLES, update_every=4)),
+                      row_comms="dense"),
 }
 
 def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
-    tables = [replace(table, home=home) for table in fields.get("tables", ())]
+    tables = [replace(table, location=home) for table in fields.get("tables", ())]
     cfg = tiny(**fields | dict(tables=tuple(tables)))
     losses, validations, lookups, found = [], [], [], {}
     forward_backward = tg.Engine.forward_backward
     evaluate = tg.Engine.evaluate
     warm_up = tg.warm_up
-    finish = tg.finish
+    finish = tg.finish_run
 
     def seen_forward_backward(self, batch, values, *rest):
         rows = {}
@@ -103,17 +104,17 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
                 rows[spec.label] = np.unique(spec.row_ids(batch.tokens.numpy()))
         lookups.append(rows)
         out = forward_backward(self, batch, values, *rest)
-        losses.append(exact_array(out.slot_sums) / values.slot_tokens)
+        losses.append(exact_array(out.seq_sums) / values.seq_len)
         return out
 
     def seen_evaluate(self, batches, values):
         validations.append(evaluate(self, batches, values))
         return validations[-1]
 
-    def seen_warm_up(cfg, fabric, engine, log):
+    def seen_warm_up(cfg, comm, engine, log):
         found["initial"] = state_hashes(engine)
         if rank.world == 2 and name in ("all layers", "layers"):
-            warm_up(cfg, fabric, engine, log)
+            warm_up(cfg, comm, engine, log)
             found["warm_up_steps"] = len(losses)
             after = state_hashes(engine)
             found["left"] = [name for name in after if after[name] != found["initial"][name]]
@@ -122,7 +123,7 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         validations.clear()
 
     def seen_finish(log, info, engine, *rest):
-        found["state"] = whole_state(engine, log.schedule.at(log.done))
+        found["state"] = full_state(engine, log.schedule.at(log.steps_done))
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
         found["final"] = state_hashes(engine)
         found["specs"] = [spec._replace(row_ids=None, sign_ids=None) for spec in tg.table_specs(engine.cfg)]
@@ -137,8 +138,8 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         patch.setattr(tg.Engine, "forward_backward", seen_forward_backward)
         patch.setattr(tg.Engine, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
-        patch.setattr(tg, "finish", seen_finish)
-        tg.train(cfg, rank.fabric(cfg), SimpleNamespace(log=None), Path(tg.__file__).read_bytes())
+        patch.setattr(tg, "finish_run", seen_finish)
+        tg.train(cfg, rank.comm(cfg), SimpleNamespace(log=None), Path(tg.__file__).read_bytes())
     found |= dict(printed=printed.getvalue(), lookups=lookups)
     return found | dict(slot_losses=np.stack(losses), validations=np.array(validations))
 
@@ -172,7 +173,7 @@ def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, 
         assert x.any()
         assert_close({key: put_together([found["tables"][key] for found in by_rank], len(x))}, {key: x}, 1e-8)
     for found in by_rank:
-        for label in {row.label for row in tg.parameter_table(tiny())} - {*tg.RECIPE_TABLES}:
+        for label in {row.label for row in tg.parameter_specs(tiny())} - {*tg.BUILTIN_TABLES}:
             assert found["initial"][label] == alone["initial"][label], label
             assert found["final"][label] == by_rank[0]["final"][label] != found["initial"][label], label
 
@@ -275,18 +276,19 @@ def test_Log__rank_0_keeps_that_of_all(ranks):
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def started(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.Values]]]:
+def started(comm: tg.Communicator, cfg: tg.Config,
+            count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.StepConfig]]]:
     """An engine with weights that leave no term at zero, a started loader, and the first steps."""
-    headers = tg.find_shards(cfg.train_files)
-    cfg = tg.resolve(cfg, headers, headers)
-    engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
-    fill_randomly(engine.model, where=fabric)
-    if fabric.world == 1:                                                     # else it is read from the head
+    headers = tg.read_shard_headers(cfg.train_files)
+    cfg = tg.resolve_sizes(cfg, headers, headers)
+    engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
+    fill_randomly(engine.model, where=comm)
+    if comm.world_size == 1:             # else it is read from the head
         engine.model.embed.data.copy_(engine.model.lm_head.t())
-    with started_loader(cfg, fabric, count) as (loader, values):
+    with started_loader(cfg, comm, count) as (loader, values):
         yield engine, loader, values
 
-def end_of_step(engine: tg.Engine, loader: tg.Loader, values: tg.Values) -> None:
+def end_of_step(engine: tg.Engine, loader: tg.Loader, values: tg.StepConfig) -> None:
     """Make all calls of `train_step` but the forward and backward pass."""
     next_plans = loader.next_plans()
     engine.prefetch_rows(next_plans)
@@ -298,7 +300,7 @@ def pieces(rank: Rank, way: str) -> Arrays:
     or with those alone, which on one rank is a cycle of every second slot."""
     odd = rank.rank % 2 == 1
     cfg = tiny(dtype="float64", adam_every=2)
-    with few_layers(), started(rank.fabric(), cfg, 2) as (engine, loader, plan):
+    with few_layers(), started(rank.comm(), cfg, 2) as (engine, loader, plan):
         for values in steps_of(loader, plan):
             batch = loader.next(values)
             one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
@@ -312,7 +314,7 @@ def pieces(rank: Rank, way: str) -> Arrays:
                 if way == "extra" and odd:
                     engine.forward_backward(one_by_one[0], values, 0.0)
             end_of_step(engine, loader, values)
-        return whole_state(engine, tg.Schedule(cfg).at(2))
+        return full_state(engine, tg.Schedule(cfg).at(2))
 
 @pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
 def test_forward_backward__calls_add_up_and_wait_for_nobody(ranks, world):
@@ -342,7 +344,8 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
     in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
     reverse, else one by chance. Returns the state right after the untying and at the end."""
     stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
-    cfg = tiny(num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
+    cfg = tiny(seqs_per_step=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS,
+               val_tokens=16 * UNEVEN_SLOTS,
                dtype=dtype, num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
                num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, **changes)
     schedule = tg.Schedule(cfg)
@@ -357,7 +360,7 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
             patch.setattr(tg, name, orders[order] if order < 2 else rng.permutation(labels).tolist())
         if spoil:
             patch.setattr(torch.nn.functional, "pad", functools.partial(torch.nn.functional.pad, value=math.nan))
-        with started(rank.fabric(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
+        with started(rank.comm(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
             optimizer = engine.optimizer
             for group in optimizer.sharded_groups.values():
                 count = len(tg.bank_matrices(group.spec, group.weight))
@@ -366,19 +369,19 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
                     if spoil:
                         buffer[count:] = math.nan
             for values in steps_of(loader, plan):
-                so_far = {label: grad_of(optimizer, label) for label in engine.model.table}
+                so_far = {label: grad_of(optimizer, label) for label in engine.model.specs}
                 so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
                 engine.forward_backward(loader.next(values), values)
-                for row in engine.model.table.values():
+                for row in engine.model.specs.values():
                     if row.label in engine.tables:
                         grads_of(engine.tables[row.label]).zero_()
                     else:
                         grad = integers(values.step, row.label, row.shape)[rank.rank::rank.world].sum(dim=0)
                         set_grad(optimizer, row.label, grad + so_far.get(row.label, 0))
                 end_of_step(engine, loader, values)
-                if values.untie:
-                    found["untied"] = whole_state(engine, schedule.at(values.step + 1))
-            return found | dict(end=whole_state(engine, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(engine),
+                if values.untie_after:
+                    found["untied"] = full_state(engine, schedule.at(values.step + 1))
+            return found | dict(end=full_state(engine, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(engine),
                                 padding=padding)
 
 @pytest.mark.parametrize("world, dtype, mode", [
@@ -393,7 +396,7 @@ def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, worl
         assert_same_bits(first[moment], alone[moment])
     for ending in ("", ".m", ".v"):                           # the head's are cut along D, the embedding's along V
         np.testing.assert_array_equal(first["untied"][f"embed{ending}"], first["untied"][f"lm_head{ending}"].T)
-    assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.RECIPE_TABLES[:2])
+    assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.BUILTIN_TABLES[:2])
     assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
 
 @worlds
@@ -417,7 +420,7 @@ def other_fact(rank: Rank, teller: int, changes: dict[str, str]) -> str:
     if rank.rank == teller % rank.world:
         facts |= changes
     with pytest.raises(tg.ConfigError) as caught:
-        rank.fabric().check_agreement({name: fact for name, fact in facts.items() if fact})
+        rank.comm().check_agreement({name: fact for name, fact in facts.items() if fact})
     return str(caught.value)
 
 @worlds

@@ -44,8 +44,8 @@ def trials(world: int) -> list[Trial]:
     return found if world <= 2 else found[::3]
 
 def cycles(rank: Rank) -> list[dict]:
-    fabric = rank.fabric()
-    return [drive(fabric, trial) for trial in trials(rank.world)]
+    comm = rank.comm()
+    return [drive(comm, trial) for trial in trials(rank.world)]
 
 @worlds
 def test_ExchangedTable__rows_are_those_of_a_dense_run(ranks, world):
@@ -91,8 +91,8 @@ def test_zero_grad__byte_totals_of_each_table(ranks, world):
             assert found["bytes"] == total, "of all tables"
 
 def both_tables(rank: Rank, trial: Trial) -> list[dict]:
-    fabric = rank.fabric()
-    return [drive(fabric, trial, in_place) for in_place in (True, False)]
+    comm = rank.comm()
+    return [drive(comm, trial, in_place) for in_place in (True, False)]
 
 @pytest.mark.parametrize("mode", MODES)
 def test_LocalTable__has_the_bits_of_an_exchanged_one(ranks, mode):
@@ -119,28 +119,28 @@ def by_world(without: str = "") -> pytest.MarkDecorator:
     return pytest.mark.parametrize("world, kind", cases + [pytest.param(4, kind, marks=pytest.mark.all)
                                                            for kind in KINDS])
 
-def of_each_kind(rank: Rank, case: Callable[[tg.Fabric, str], Any], without: str = "") -> dict[str, Any]:
+def of_each_kind(rank: Rank, case: Callable[[tg.Communicator, str], Any], without: str = "") -> dict[str, Any]:
     """Return case(fabric, kind) of each kind of table."""
-    fabric = rank.fabric()
-    return {kind: case(fabric, kind) for kind in kinds_of(fabric.world) if kind != without}
+    comm = rank.comm()
+    return {kind: case(comm, kind) for kind in kinds_of(comm.world_size) if kind != without}
 
 class OneTable:
     """A table of random rows, of one of the KINDS or read in place, with what a step does to it."""
-    def __init__(self, fabric: tg.Fabric, kind: str, rows: int = 20, head: Tensor | None = None, **settings: Any):
-        self.fabric = fabric
+    def __init__(self, comm: tg.Communicator, kind: str, rows: int = 20, head: Tensor | None = None, **settings: Any):
+        self.comm = comm
         self.kind = kind
         values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
         mode = kind if kind in MODES else "sparse"
         settings = dict(model_dim=WIDTH, dtype="float32", row_comms=mode) | settings
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
         self.spec = tg.TableSpec("bigram_embed", rows, 1, None, rowwise=kind in tg.ROW_STORES, location=kind)
-        shard = owned(values, fabric).to(getattr(torch, cfg.dtype))
+        shard = owned(values, comm).to(getattr(torch, cfg.dtype))
         if kind == IN_PLACE:
             self.table = tg.LocalTable(torch.nn.Parameter(shard))
         elif kind in MODES:
-            self.table = tg.ExchangedTable(self.spec, cfg, fabric, torch.nn.Parameter(shard), 40, head)
+            self.table = tg.ExchangedTable(self.spec, cfg, comm, torch.nn.Parameter(shard), 40, head)
         else:
-            self.table = tg.RowwiseTable(self.spec, cfg, fabric, 40)
+            self.table = tg.RowwiseTable(self.spec, cfg, comm, 40)
             everything = torch.arange(len(shard))
             state = tg.RowState(shard, torch.ones(len(shard), dtype=tg.accum_dtype(shard.dtype)),
                                 torch.ones(len(shard), dtype=torch.int32))
@@ -150,11 +150,11 @@ class OneTable:
         """Plan these global rows; None if the table is read in place. Collective."""
         if self.kind == IN_PLACE:
             return None
-        fabric, spec = self.fabric, self.spec
+        comm, spec = self.comm, self.spec
         fetch_all = self.kind == "dense" and not tied
-        plan, _ = plan_of(spec, fabric, [np.asarray([rows], np.int32)], tied, fetch_all, cycle=cycle)
-        if fabric.world > 1:
-            tg.exchange_row_requests(fabric, fabric.plan_group, "float32", [spec], {spec.label: plan})
+        plan, _ = plan_of(spec, comm, [np.asarray([rows], np.int32)], tied, fetch_all, cycle=cycle)
+        if comm.world_size > 1:
+            tg.exchange_row_requests(comm, comm.loader_group, "float32", [spec], {spec.label: plan})
         return plan
 
     def add(self, plan: tg.RowPlan | None, rows: Sequence[int], grad: Tensor) -> None:
@@ -162,7 +162,7 @@ class OneTable:
         _, row_grads = self.table.rows_for_forward(plan)
         index = torch.as_tensor(rows)
         if plan is not None:
-            world = self.fabric.world
+            world = self.comm.world_size
             index = torch.searchsorted(plan.rows_to_fetch, index % world * plan.shard_rows + index // world)
         tg.add_rows(row_grads, index.int(), grad)
 
@@ -174,7 +174,7 @@ class OneTable:
         """Return the rows of every owner's shard, (owner, local row, feature). Collective."""
         if self.table.store is not None:
             self.table.store.wait_for_writes()
-        return torch.stack(self.fabric.gather(self.table.shard.clone()))
+        return torch.stack(self.comm.all_gather(self.table.shard.clone()))
 
     def wanted(self, plan: tg.RowPlan) -> Tensor:
         """Return the current values of the rows of the plan. Collective."""
@@ -187,9 +187,9 @@ def error_of(call: Callable[[], object]) -> str:
         return str(error)
     return ""
 
-def debugged(fabric: tg.Fabric, kind: str) -> tuple[bool, str]:
+def debugged(comm: tg.Communicator, kind: str) -> tuple[bool, str]:
     """Return whether rows of no plan are NaN, and the error for a gradient of one. In dense mode a plan has all."""
-    one = OneTable(fabric, kind, debug_rows=1)
+    one = OneTable(comm, kind, debug_rows=1)
     plan = one.plan([3, 3, 7])
     cache, row_grads = one.table.rows_for_forward(plan)
     planned = 20 if kind == "dense" else 2
@@ -205,8 +205,8 @@ def test_zero_grad__a_gradient_in_rows_of_no_plan(ranks, world, kind):
         poisoned, error = found[kind]
         assert poisoned and ("in rows that were not planned" in error) == (kind != "dense")
 
-def two_cycles(fabric: tg.Fabric, kind: str) -> tuple[str, float]:
-    one = OneTable(fabric, kind)
+def two_cycles(comm: tg.Communicator, kind: str) -> tuple[str, float]:
+    one = OneTable(comm, kind)
     ones = torch.ones(2, WIDTH)
     first = one.plan([3, 4], cycle=3)
     second = one.plan([9, 10], cycle=9)
@@ -227,12 +227,12 @@ def test_rows_for_forward__batches_of_two_cycles(ranks, world, kind):
             assert "gradients of bigram_embed" in error and "'cycle': 3" in error and "'cycle': 9" in error
     assert sum(totals) == (4 if kind == IN_PLACE else 2) * WIDTH * world
 
-def refetch(fabric: tg.Fabric, kind: str) -> dict[str, bool]:
+def refetch(comm: tg.Communicator, kind: str) -> dict[str, bool]:
     """Rows of one plan are cached, or under way, when those of another are asked for: are they the right ones?"""
     found = {}
-    with late_rows(fabric.rank), MonkeyPatch.context() as patch:
+    with late_rows(comm.rank), MonkeyPatch.context() as patch:
         patch.setitem(tg.ROW_STORES, "host", StagedStore)
-        one = OneTable(fabric, kind)
+        one = OneTable(comm, kind)
         table = one.table
         first = one.plan(range(3, 17))
         second = one.plan((0, 1, 18, 19), cycle=1)
@@ -253,8 +253,8 @@ def refetch(fabric: tg.Fabric, kind: str) -> dict[str, bool]:
         grad = torch.ones(2, WIDTH)
         one.add(second, [0, 19], grad)
         found["evaluated"] = table.fetch_for_eval(first).equal(one.wanted(first)) and is_right(second)
-        total = sum(fabric.gather(float(one.reduced().sum())))
-        found["evaluated"] &= total == 2 * WIDTH * fabric.world
+        total = sum(comm.all_gather(float(one.reduced().sum())))
+        found["evaluated"] &= total == 2 * WIDTH * comm.world_size
 
         with torch.no_grad():
             if table.store is None:
@@ -285,7 +285,7 @@ def test_zero_grad__the_same_plan_again_after_an_update(ranks, world, kind):
     """Its rows are fetched again: those in the cache are the ones before the update."""
     assert all(found["updated"] for found in refetched(ranks, world, kind))
 
-def reset(fabric: tg.Fabric, kind: str) -> list[np.ndarray]:
+def reset(comm: tg.Communicator, kind: str) -> list[np.ndarray]:
     """Gradients after a reset in mid-cycle, with rows under way, and from the start."""
     def addresses() -> list[int]:
         table = one.table
@@ -295,7 +295,7 @@ def reset(fabric: tg.Fabric, kind: str) -> list[np.ndarray]:
     grad = torch.arange(2.0 * WIDTH).view(2, WIDTH)
     found = []
     for disturbed in (True, False):
-        one = OneTable(fabric, kind)
+        one = OneTable(comm, kind)
         before = addresses()
         if disturbed:
             one.add(one.plan([3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
@@ -316,13 +316,13 @@ def test_reset__in_the_middle_of_a_cycle(ranks, world, kind):
     for disturbed, undisturbed in by_rank:
         assert disturbed.tobytes() == undisturbed.tobytes()
 
-def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, int], dict[str, int]]]:
+def counts_by_call(comm: tg.Communicator, kind: str) -> list[tuple[str, dict[str, int], dict[str, int]]]:
     """Return after each call on a table: its name, the byte totals, and what the table's collectives were given."""
     found = []
     given = Counter()                    # sent, received and the number of collectives, without those of evaluations
-    with late_rows(fabric.rank) as exchange, MonkeyPatch.context() as patch:
+    with late_rows(comm.rank) as exchange, MonkeyPatch.context() as patch:
         patch.setitem(tg.ROW_STORES, "host", StagedStore)
-        one = OneTable(fabric, kind)
+        one = OneTable(comm, kind)
         table = one.table
 
         def train_plan(rows: Sequence[int], cycle: int) -> tg.RowPlan:
@@ -333,7 +333,7 @@ def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, in
         def call(name: str, *args: Any, counts: bool = True, requests: tg.RowPlan | None = None) -> None:
             before = exchange.bytes.copy()
             if requests is not None:     # they were sent before, by `exchange_row_requests`
-                rank = fabric.rank
+                rank = comm.rank
                 given.update(sent=4 * (sum(requests.fetch_counts) - requests.fetch_counts[rank]),
                              received=4 * (sum(requests.serve_counts) - requests.serve_counts[rank]))
             getattr(table, name)(*args)
@@ -343,8 +343,8 @@ def counts_by_call(fabric: tg.Fabric, kind: str) -> list[tuple[str, dict[str, in
             found.append((name, dict(table.byte_totals), dict(given)))
 
         # Ranks look up unequal numbers of rows, so that bytes sent and received differ.
-        first = train_plan([3 + k % (14 - 3 * fabric.rank) for k in range(14)], cycle=0)
-        second = train_plan([19 - k % (6 - fabric.rank) for k in range(6)], cycle=1)
+        first = train_plan([3 + k % (14 - 3 * comm.rank) for k in range(14)], cycle=0)
+        second = train_plan([19 - k % (6 - comm.rank) for k in range(6)], cycle=1)
         evaluated = one.plan(range(20))
         call("prefetch", first)
         call("fetch", first, requests=first)
@@ -386,7 +386,7 @@ def addends(rank: int) -> Tensor:
     return scale * torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 def rank_order(rank: Rank) -> np.ndarray:
-    one = OneTable(rank.fabric(), "sparse")
+    one = OneTable(rank.comm(), "sparse")
     one.add(one.plan(range(20)), range(20), addends(rank.rank))
     return one.reduced()
 
@@ -403,7 +403,7 @@ def test_reduced_grads__added_in_the_order_of_ranks(ranks, world):
 def tied_gradients(rank: Rank, kind: str) -> tuple[Tensor, Tensor, bool]:
     """Return the rows that lookups read while tied, the head's gradient, and whether the table's is gone."""
     head = torch.arange(20.0 * WIDTH).view(WIDTH, 20)
-    one = OneTable(rank.fabric(), kind, head=head)
+    one = OneTable(rank.comm(), kind, head=head)
     if kind == IN_PLACE:
         one.table.weight.data.copy_(head.t())                 # as `Optimizer.step` does
     plan = one.plan([5, 2, 19, 5], tied=True)
@@ -427,32 +427,32 @@ def test_add_grads_to_head__of_an_exchanged_table_and_of_one_read_in_place(ranks
 
 
 # ---- Plans that ranks disagree about, requests that are wrong --------------------------------------------------------
-def every_second_row(fabric: tg.Fabric, labels: Sequence[str], tied: bool = False,
+def every_second_row(comm: tg.Communicator, labels: Sequence[str], tied: bool = False,
                      **tag: Any) -> tuple[list[tg.TableSpec], dict[str, tg.RowPlan]]:
     """Plan every second row of each owner's shard. Returns the tables too."""
     specs = [tg.TableSpec(label, 60, 1, None) for label in labels]
-    rows = np.flatnonzero(np.arange(60) // fabric.world % 2 == 0).astype(np.int32)[None]
+    rows = np.flatnonzero(np.arange(60) // comm.world_size % 2 == 0).astype(np.int32)[None]
     tag = dict(purpose="train", cycle=3, tokens=64) | tag
-    return specs, {spec.label: plan_of(spec, fabric, [rows], tied, **tag)[0] for spec in specs}
+    return specs, {spec.label: plan_of(spec, comm, [rows], tied, **tag)[0] for spec in specs}
 
 OTHER = dict(same={}, cycle=dict(cycle=4), purpose=dict(purpose="validation"), tokens=dict(tokens=65),
              dtype=dict(dtype="bfloat16"), table=dict(labels=("two", "one")), tied=dict(tied=True))
 
-def swapped(fabric: tg.Fabric, name: str) -> str:
+def swapped(comm: tg.Communicator, name: str) -> str:
     """Two exchanges of the same sizes (but for a tied one), in another order on the last rank."""
     def send(dtype: str = "float32", labels: Sequence[str] = ("one", "two"), **how: Any) -> None:
-        specs, plans = every_second_row(fabric, labels, **how)
-        tg.exchange_row_requests(fabric, fabric.plan_group, dtype, specs, plans)
+        specs, plans = every_second_row(comm, labels, **how)
+        tg.exchange_row_requests(comm, comm.loader_group, dtype, specs, plans)
 
     def send_both() -> None:
         pair = [{}, OTHER[name]]
-        for settings in (pair[::-1] if fabric.rank == fabric.world - 1 else pair):
+        for settings in (pair[::-1] if comm.rank == comm.world_size - 1 else pair):
             send(**settings)
     return error_of(send_both)
 
 def swaps(rank: Rank) -> dict[str, str]:
-    fabric = rank.fabric()
-    return {name: swapped(fabric, name) for name in OTHER}
+    comm = rank.comm()
+    return {name: swapped(comm, name) for name in OTHER}
 
 @pytest.mark.parametrize("name", OTHER)
 def test_exchange_row_requests__ranks_disagree(ranks, name):
@@ -467,21 +467,21 @@ def test_exchange_row_requests__ranks_disagree(ranks, name):
         assert values[0] != values[1]
 
 def fewer_tables(rank: Rank) -> str:
-    fabric = rank.fabric()
+    comm = rank.comm()
     labels = ("one",) if rank.rank == rank.world - 1 else ("one", "two")
-    specs, plans = every_second_row(fabric, labels)
-    return error_of(functools.partial(tg.exchange_row_requests, fabric, fabric.plan_group, "float32", specs, plans))
+    specs, plans = every_second_row(comm, labels)
+    return error_of(functools.partial(tg.exchange_row_requests, comm, comm.loader_group, "float32", specs, plans))
 
 def test_exchange_row_requests__ranks_disagree_on_the_number_of_tables(ranks):
     for rank, error in enumerate(ranks(3, fewer_tables)):
         assert f"row plans of ranks {2 if rank < 2 else 0} and {rank}\n" in error
 
-def bad_request(fabric: tg.Fabric, name: str) -> tuple[str, list[int], list[int]]:
+def bad_request(comm: tg.Communicator, name: str) -> tuple[str, list[int], list[int]]:
     """The last rank receives another request from rank 0 than rank 0 planned. Returns the error, and what it serves."""
     call = dist.all_to_all_single
-    specs, plans = every_second_row(fabric, ("table",))
+    specs, plans = every_second_row(comm, ("table",))
     plan = plans["table"]
-    first = sum(plan.fetch_counts[:fabric.world - 1])
+    first = sum(plan.fetch_counts[:comm.world_size - 1])
     local_rows = (plan.rows_to_fetch % plan.shard_rows)[first:].tolist()
     a, b, *others = local_rows
     bad = {"sound": local_rows, "too large": [*local_rows[:-1], plan.shard_rows],
@@ -494,16 +494,16 @@ def bad_request(fabric: tg.Fabric, name: str) -> tuple[str, list[int], list[int]
         return call(out, x, *splits, **kwargs)
 
     with MonkeyPatch.context() as patch:
-        if fabric.rank == 0:
+        if comm.rank == 0:
             patch.setattr(dist, "all_to_all_single", corrupt)
-        error = error_of(lambda: tg.exchange_row_requests(fabric, fabric.plan_group, "float32", specs, plans))
+        error = error_of(lambda: tg.exchange_row_requests(comm, comm.loader_group, "float32", specs, plans))
     return error, plan.rows_to_serve.tolist(), plan.serve_counts
 
 BAD_REQUESTS = ("too large", "largest", "negative", "lowest", "unsorted", "duplicate")
 
 def bad_requests(rank: Rank) -> dict[str, tuple[str, list[int], list[int]]]:
-    fabric = rank.fabric()
-    return {name: bad_request(fabric, name) for name in ("sound", *BAD_REQUESTS)}
+    comm = rank.comm()
+    return {name: bad_request(comm, name) for name in ("sound", *BAD_REQUESTS)}
 
 @pytest.mark.parametrize("name", ["sound", *BAD_REQUESTS])
 def test_exchange_row_requests__rows_that_no_shard_has(ranks, name):
@@ -522,8 +522,8 @@ def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)
     count, width = grad.shape
     power_of_two = 1 << (width - 1).bit_length()
-    kernel = tg.jitted(tg.add_rows_kernel)[(count,)]
-    kernel(sums, rows, order, grad, count, width, LINES=LINES, WIDTH=power_of_two)
+    kernel = tg.triton_jit(tg.add_rows_kernel)[(count,)]
+    kernel(sums, rows, order, grad, count, width, BLOCK_ROWS=LINES, WIDTH=power_of_two)
 
 def beyond_2_to_31(add: Callable) -> list[float]:
     """Sums of three rows in a buffer of which the system keeps the pages that were written, and no more."""
@@ -561,7 +561,7 @@ def test_add_rows__kernel_in_interpreter():
 def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
     types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
-    constants = dict(LINES=tg.ADD_ROWS_LINES, WIDTH=1024)
+    constants = dict(BLOCK_ROWS=tg.ADD_ROWS_BLOCK, WIDTH=1024)
     made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
 

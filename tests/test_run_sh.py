@@ -104,7 +104,7 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     title, *lines = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout, "before data are prepared"
     assert title.startswith("error: ")
-    assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "do"]
+    assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
 
 @pytest.mark.parametrize("flags, command", [
@@ -129,8 +129,8 @@ def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command):
 
 @pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
 def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
-    done = run_sh("--preset=tiny", f"--num_slots={slots}", GPUS="2")
-    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --num_slots={slots}"
+    done = run_sh("--preset=tiny", f"--seqs_per_step={slots}", GPUS="2")
+    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --seqs_per_step={slots}"
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: " in done.stdout.splitlines()[-1], "cores are shared"
 
@@ -150,7 +150,7 @@ def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
     assert f"in {tmp_path / 'a clone'}" in done.stderr
 
-WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
+WITH_GPUS = [f"--seqs_per_step={tg.Config().seqs_per_step}", "--train_files=x"]
 QUIET_PIP = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0"
 FA4 = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
 FA4_OF_CUDA_12 = [line.replace("[cu13]", "") for line in FA4]
@@ -312,7 +312,7 @@ def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torc
         shorten(script, "limit_s=120")
     done = run_with_torch("2.13.0", "--preset=record", **gpus, **variables)
     assert done.returncode == 2 and done.stdout == "", done.stdout
-    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "do"]
+    assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
 
 def test_check_headers__before_torch_is_fetched(run_sh):
@@ -478,7 +478,7 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
 def test_what_the_script_has_to_know_before_there_is_a_trainer():
     """Facts of other files that it repeats, since it cannot import anything yet."""
     script = (ROOT / "run.sh").read_text()
-    assert re.search(r" slots=(\d+)$", script, re.M)[1] == str(tg.Config().num_slots)
+    assert re.search(r" slots=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)
     requirements = (ROOT / "requirements.txt").read_text()
     pinned = dict(line.split("==") for line in requirements.splitlines())
     needs = re.search(r"^needs = \[(.*)\]$", script, re.M)[1]

@@ -52,7 +52,7 @@ def test_momentum_at__ramps_are_shares_of_the_run(steps, ramps, want):
 KINDS = [
     dict(), dict(num_scheduled_steps=4, num_extension_steps=1), dict(num_scheduled_steps=30), dict(max_steps=1),
     dict(adam_every=1, max_steps=5),
-    dict(tables=(tg.NgramTable("a_embed", 3, 100, cadence=4),), num_scheduled_steps=31, max_steps=33)]
+    dict(tables=(tg.NgramTable("a_embed", 3, 100, update_every=4),), num_scheduled_steps=31, max_steps=33)]
 CASES = [dict(stages=stages) | changes for stages in (STAGES, ONE_MORE, ONE_LESS) for changes in KINDS]
 for stage in (0, 3, None):
     CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
@@ -66,21 +66,21 @@ def test_warm_up_steps__meet_every_kind_of_step(changes):
     steps = schedule.warm_up_steps()
     assert len(steps) == len(set(steps)) and set(steps) <= {v.step for v in every}
     warmed = [every[step] for step in steps]
-    assert {(v.stage, v.adam_step) for v in warmed} == {(v.stage, v.adam_step) for v in every}
-    assert {(v.stage, v.tied) for v in warmed if v.adam_step} == {(v.stage, v.tied) for v in every if v.adam_step}
-    for at in range(0, len(steps), schedule.cycle):
-        cycle = steps[at:at + schedule.cycle]
-        assert cycle[0] % schedule.cycle == 0
+    assert {(v.stage, v.update_adam) for v in warmed} == {(v.stage, v.update_adam) for v in every}
+    assert {(v.stage, v.tied) for v in warmed if v.update_adam} == {(v.stage, v.tied) for v in every if v.update_adam}
+    for at in range(0, len(steps), schedule.cycle_steps):
+        cycle = steps[at:at + schedule.cycle_steps]
+        assert cycle[0] % schedule.cycle_steps == 0
         assert cycle == list(range(cycle[0], cycle[0] + len(cycle)))
-        assert len(cycle) == schedule.cycle or at + schedule.cycle > len(steps)
+        assert len(cycle) == schedule.cycle_steps or at + schedule.cycle_steps > len(steps)
 
 def test_warm_up_steps__the_largest_stage_comes_first():
     assert tg.Schedule(plan(max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest reached"
 
-def check_tied(values: list[tg.Values], untie: float) -> None:
+def check_tied(values: list[tg.StepConfig], untie: float) -> None:
     """The embedding reads the head up to this step, which unties it."""
     for v in values:
-        assert v.untie == (v.step == untie)
+        assert v.untie_after == (v.step == untie)
         assert v.tied == (v.step <= untie)
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -95,13 +95,13 @@ def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(stages,
     values = [schedule.at(step) for step in range(scheduled + 3)]
     assert schedule.untie_step == untie
     check_tied(values, untie)
-    assert all(v.adam_step == (every == 1 or v.step % 2 == 1) for v in values)
+    assert all(v.update_adam == (every == 1 or v.step % 2 == 1) for v in values)
 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):
     whole = tg.Schedule(plan())
     cut = tg.Schedule(plan(max_steps=stop))
-    assert (cut.end_step, cut.total_steps) == (last, 12)
+    assert (cut.end_step, cut.planned_steps) == (last, 12)
     backwards = [whole.at(step) for step in reversed(range(last))]
     assert [cut.at(step) for step in range(last)] == backwards[::-1], "pure"
     assert hash(whole.at(5)) == hash(cut.at(5)), "plain numbers: no tensor, no device"
@@ -117,7 +117,7 @@ def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_coo
         row = stages[k]
         done = min(max(0, (v.step - 44) / 56), 1)
         factor = row.lr_mul * (1 - done) + 0.1 * done
-        assert (v.stage, v.slot_tokens) == (k, row.batch_tokens // cfg.num_slots)
+        assert (v.stage, v.seq_len) == (k, row.batch_tokens // cfg.seqs_per_step)
         assert v.short_window == row.short_window * cfg.window_block
         assert v.long_window == row.long_window * cfg.window_block
         assert v.adam_lr == pytest.approx(cfg.adam_lr * factor, rel=1e-12)
@@ -130,18 +130,18 @@ def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_coo
 @pytest.mark.parametrize("every", [0, 1, 2, 3, 4, 6, 7])
 def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle, every):
     """A checkpoint in the middle of a cycle would lose its gradients."""
-    tables = (tg.NgramTable("a_embed", 3, 100, cadence=cycle),)
+    tables = (tg.NgramTable("a_embed", 3, 100, update_every=cycle),)
     cfg = plan(tables=tables, adam_every=min(cycle, 2), num_scheduled_steps=45, checkpoint_every=every)
     schedule = tg.Schedule(cfg)
     steps = range(48)
-    assert schedule.cycle == cycle
+    assert schedule.cycle_steps == cycle
     assert [v.begins_cycle for v in map(schedule.at, steps)] == [step in range(0, 48, cycle) for step in steps]
     wanted = {math.ceil(multiple / cycle) * cycle for multiple in range(0, 48, every)} if every else set()
     assert {v.step for v in map(schedule.at, steps) if v.checkpoint} == wanted & set(steps)
 
-BY_STEP = ("step", "adam_step", "tied", "untie", "begins_cycle", "checkpoint", "validate")
+BY_STEP = ("step", "update_adam", "tied", "untie_after", "begins_cycle", "checkpoint", "validate")
 
-def by_place(values: tg.Values) -> dict:
+def by_place(values: tg.StepConfig) -> dict:
     """What goes by the place in the plan, not by the number of the step."""
     return {name: value for name, value in vars(values).items() if name not in BY_STEP}
 
@@ -154,7 +154,7 @@ def test_place__by_the_clock():
     for step in range(2 * len(places)):
         v = schedule.at(step)
         assert by_place(v) == by_place(planned.at(places[step // 2])), step
-        assert v.adam_step == (step % 2 == 1) and v.begins_cycle == (step % 2 == 0)
+        assert v.update_adam == (step % 2 == 1) and v.begins_cycle == (step % 2 == 0)
         assert v.validate == (step % 5 == 0)
     between = tg.Schedule(cfg, [4.5]).at(0)
     before = planned.at(4)
@@ -166,9 +166,9 @@ def test_end_step__by_the_clock():
     """Nobody knows it until the clock has said so; then it is that cycle's first step, which is not trained."""
     schedule = tg.Schedule(plan(time_budget=60.0))
     for place in (0.0, 3.1, 6.2, 9.3):
-        schedule.places.append(place)
+        schedule.cycle_progress.append(place)
         assert schedule.end_step == math.inf
-    schedule.places.append(12.4)
+    schedule.cycle_progress.append(12.4)
     assert schedule.end_step == 8
     end = tg.Schedule(plan()).at(12)
     assert by_place(schedule.at(8)) == by_place(end), "the final validation's, whatever the clock says beyond the end"
@@ -180,11 +180,11 @@ def test_end_step__by_the_clock():
     (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
 def test_untie_step__by_the_clock(cadence, places, untie):
     """The first Adam cycle whose place has reached the stage; what was said before never changes."""
-    tables = (tg.NgramTable("a_embed", 3, 100, cadence=cadence),)
+    tables = (tg.NgramTable("a_embed", 3, 100, update_every=cadence),)
     schedule = tg.Schedule(plan(time_budget=60.0, tables=tables))
     said = []
     for place in places:
-        schedule.places.append(place)
+        schedule.cycle_progress.append(place)
         first = len(said)
         said += [schedule.at(step) for step in range(first, first + cadence)]
     assert schedule.untie_step == untie

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, before_flush, fabric, full_disk, launch, losses, preset, weights
+from common import Run, before_flush, comm, full_disk, launch, losses, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -62,7 +62,7 @@ def same(ours: Path, theirs: Path, limit: float = 0) -> bool:
     return True
 
 def checkpoint(run_dir: Path, step: int) -> Path:
-    return run_dir / tg.CHECKPOINTS / f"step-{step:07d}"
+    return run_dir / tg.CHECKPOINT_DIR / f"step-{step:07d}"
 
 def validations(folder: Path) -> list[float]:
     """The losses on which all ranks agree: a step's line has the loss of one rank's slots."""
@@ -161,7 +161,7 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
         kill(patch)
         killed, = launch(tmp_path / "killed", 1, f"--tables={DEVICE}", *F64, OFTEN, *CUT)
     assert killed.status == -signal.SIGKILL
-    left = sorted(path.name for path in (tmp_path / "killed" / tg.CHECKPOINTS).iterdir())
+    left = sorted(path.name for path in (tmp_path / "killed" / tg.CHECKPOINT_DIR).iterdir())
     assert left[:2] == ["step-0000004", "step-0000006"] and left[2].startswith("step-0000008.") and len(left) == 3
     done = done_well(tmp_path / "run", 1, f"--resume={tmp_path / 'killed'}", *ON)
     assert losses(done.folder) == losses(place / "whole1")
@@ -179,7 +179,7 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     assert "No space left on device" in ranks[0].out and "on rank 1" in ranks[0].out
     assert "the run goes on without this checkpoint" in ranks[0].out and "weights in " in ranks[0].out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing half-named"
-    assert not list((tmp_path / "run" / tg.CHECKPOINTS).glob("*.part"))
+    assert not list((tmp_path / "run" / tg.CHECKPOINT_DIR).glob("*.part"))
     assert losses(tmp_path / "run") == losses(place / "whole2") and same(tmp_path / "run/save", place / "save2")
 
 
@@ -194,8 +194,8 @@ def test_sample_saved__is_the_runs_text(place, tmp_path):
 def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
     monkeypatch.delitem(tg.ROW_STORES, "device")
     monkeypatch.setattr(tg, "Optimizer", None)
-    tg.sample_saved(tg.parse_flags([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
+    tg.sample_from_save(tg.load_config([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
     assert "\ntoken ids" in capsys.readouterr().out
     cfg = preset(tables=tg.parse_value("tables", HOST))
-    table = tg.Engine(cfg, fabric(), tg.attention_reference, precision=None).tables["trigram_embed"]
+    table = tg.Engine(cfg, comm(), tg.attention_reference, head_precision=None).tables["trigram_embed"]
     assert len(table.cache) == len(table.row_grads) == 0 and len(table.store.shard.rows) == 1000

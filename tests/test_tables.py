@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (exact_array, fabric, few_layers, fill_randomly, plan_of, preset, refused, started_loader, steps_of,
+from common import (exact_array, comm, few_layers, fill_randomly, plan_of, preset, refused, started_loader, steps_of,
                     tensors_of)
 from common import engine as make_engine
 from pytest import MonkeyPatch
@@ -50,10 +50,10 @@ FEW = (("uniform", 53), ("uniform", 5), ("come back", 64), ("every other update"
 def trial_of(location: str, update_every: int, world: int) -> Trial:
     """Return a trial in float64; the slowest ones have few patterns."""
     tables = tuple((pattern, SIZES[k % len(SIZES)]) for k, pattern in enumerate(PATTERNS))
-    return Trial(FEW if world > 2 and update_every > 2 else tables, home=location, cadence=update_every)
+    return Trial(FEW if world > 2 and update_every > 2 else tables, location=location, update_every=update_every)
 
 def updates(rank: Rank, trial: Trial) -> dict[str, dict]:
-    return drive(rank.fabric(), trial)
+    return drive(rank.comm(), trial)
 
 @worlds
 @stores
@@ -92,7 +92,7 @@ def test_zero_grad__byte_totals_of_row_stores(ranks, world, location):
 @stores
 def test_rowwise_update__in_bf16_to_the_bit(ranks, location):
     """All sums are exact here, so that one rank and two ranks have the same bits."""
-    trial = Trial(FEW, home=location, dtype="bfloat16")
+    trial = Trial(FEW, location=location, dtype="bfloat16")
     one, two = (ranks(world, updates, trial=trial) for world in (1, 2))
     assert differences(trial, one) == []
     for (label, alone), name in itertools.product(one[0].items(), ("rows", "v", "last")):
@@ -130,10 +130,10 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
 ROWS, FEATURES = 10, 3
 ROW_BYTES = FEATURES * 8 + 8 + 4         # of f64 weights, second moment and last update
 
-def store_of(kind: type = tg.HostRowStore, where: tg.Fabric | None = None, timeout_s: float = 60.0) -> Any:
+def store_of(kind: type = tg.HostRowStore, where: tg.Communicator | None = None, timeout_s: float = 60.0) -> Any:
     """Build a store of ten rows of three f64 weights. timeout_s: the timeout in force."""
     cfg = replace(preset(), dtype="float64", model_dim=FEATURES)
-    where = where or fabric()
+    where = where or comm()
     where.timeout = timeout_s
     return kind(spec_of(ROWS, "host"), cfg, where)
 
@@ -143,7 +143,7 @@ def spec_of(rows: int, location: str) -> tg.TableSpec:
 def plans_of(*rows_by_update: Sequence[int], rows: int = ROWS) -> list[tg.RowPlan]:
     """Plan updates of these rows; an update reads each of them once."""
     spec = spec_of(rows, "host")
-    return [plan_of(spec, fabric(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
+    return [plan_of(spec, comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
 
 def update(store: tg.DeviceRowStore, plan: tg.RowPlan, by: float = 1.0, number: int = 1) -> None:
     """Add to the rows of the plan, as an update does between `read_rows` and `write_back`."""
@@ -276,7 +276,7 @@ def test_read_rows__may_be_late_while_other_ranks_compile():
     """The worker waits for the GPU, which may wait for other ranks. A longer timeout may be set after the start."""
     store = store_of(Slow, timeout_s=0.01)
     plan, = plans_of([5])
-    store.fabric.set_timeout(60.0)
+    store.comm.set_timeout(60.0)
     assert len(store.read_rows(plan).rows) == 1
 
 @pytest.mark.parametrize("name", [*NEXT_CALLS, "prefetch"])
@@ -309,7 +309,7 @@ def test_ROW_STORES__a_hundred_million_rows_take_memory_for_those_that_are_touch
     """Beyond 2^31 elements, too; updates, the touched rows and a load."""
     rows, width = 10**8, 24
     before = resident_mib()
-    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), fabric())
+    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), comm())
     plans = plans_of([0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1], [5, rows - 1], rows=rows)
     for number, plan in enumerate(plans[:2], 1):
         update(store, plan, number, number)
@@ -593,7 +593,7 @@ class StandInCuda:
 
         for name, stand_in in dict(copy_=late_copy, to=late_to, record_stream=record_stream).items():
             patch.setattr(torch.Tensor, name, stand_in)
-        where = SimpleNamespace(device=torch.device("cpu"), on_cuda=True, world=1, rank=0, enter_thread=self.enter,
+        where = SimpleNamespace(device=torch.device("cpu"), on_cuda=True, world_size=1, rank=0, set_thread_device=self.enter,
                                 wait_for=lambda event: event.synchronize())
         self.store = store_of(CudaStore, where)
         everything = torch.arange(ROWS)
@@ -724,7 +724,7 @@ def few_layers_and_staging() -> Iterator[None]:
         yield
 
 def trained(engine: tg.Engine, steps: int) -> dict[str, bytes]:
-    with started_loader(engine.cfg, engine.fabric, steps) as (loader, plan):
+    with started_loader(engine.cfg, engine.comm, steps) as (loader, plan):
         for values in steps_of(loader, plan):
             tg.train_step(engine, loader, values)
     return all_bytes(engine)
@@ -734,9 +734,9 @@ def all_bytes(engine: tg.Engine) -> dict[str, bytes]:
 
 def tables_engine(location: str, **changes) -> tg.Engine:
     """Two tables, the second with many rows, with updates after 2 and after 4 steps."""
-    many = replace(TRIPLES, rows=200_000, home=location, cadence=4)
-    cfg = preset(tables=(replace(PAIRS, home=location), many), num_scheduled_steps=6, **changes)
-    return tg.Engine(cfg, fabric(), tg.attention_reference, "plain")
+    many = replace(TRIPLES, rows=200_000, location=location, update_every=4)
+    cfg = preset(tables=(replace(PAIRS, location=location), many), num_scheduled_steps=6, **changes)
+    return tg.Engine(cfg, comm(), tg.attention_reference, "plain")
 
 @stores
 def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
@@ -762,7 +762,7 @@ def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
         assert trained(engine, 5) == once
         # Of this run alone: rows of its one update are copied both ways, and those of the cycle that has begun only to
         # the device.
-        traffic = engine.traffic()["trigram_embed"]
+        traffic = engine.traffic_totals()["trigram_embed"]
         begun = engine.tables["trigram_embed"].pending_plan.rows_to_update
         assert len(begun) > 0
         row_bytes = 4 * engine.cfg.model_dim + 4 + 4
@@ -778,7 +778,7 @@ def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(location):
         restore = both.snapshot()
         first = trained(both, 6)
         restore()
-        both.set_seed(5)
+        both.reseed(5)
         second = trained(both, 6)
         assert second == trained(alone, 6)
         assert first["trigram_embed.rows"] != second["trigram_embed.rows"]
@@ -787,10 +787,10 @@ def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(location):
 # ---- The model ------------------------------------------------------------------------------------------------------
 def test_sign_vectors__are_signs_from_a_constant_seed():
     signs = tg.sign_vectors(24)
-    assert signs.shape == (tg.SIGN_VECTORS + 1, 24)
+    assert signs.shape == (tg.NUM_SIGN_VECTORS + 1, 24)
     assert signs.abs().eq(1).all() and signs[-1].eq(1).all()
     assert abs(float(signs[:-1].double().mean())) < 0.01
-    assert len(signs[:-1].unique(dim=0)) > 0.99 * tg.SIGN_VECTORS
+    assert len(signs[:-1].unique(dim=0)) > 0.99 * tg.NUM_SIGN_VECTORS
     assert signs.equal(tg.sign_vectors(24))
 
 GATED = 2                                # a paired layer that has a value table: its gate does not look at the row
@@ -802,17 +802,17 @@ def dense_rows(tokens: np.ndarray, weights: Tensor, signs: int) -> Tensor:
     added = F.embedding(torch.from_numpy(np.stack([ngram_rows(x, TRIGRAM_FACTORS, TABLE_ROWS) for x in tokens])),
                         weights)
     if signs:
-        vectors = [ngram_rows(x, TRIGRAM_SIGN_FACTORS, tg.SIGN_VECTORS + 1) for x in tokens]
+        vectors = [ngram_rows(x, TRIGRAM_SIGN_FACTORS, tg.NUM_SIGN_VECTORS + 1) for x in tokens]
         added = added * tg.sign_vectors(weights.shape[1])[np.stack(vectors)]
     return added
 
 def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
     """Slot sums, the gradient of the head, and a validation loss on the first batch; and that batch."""
     cfg = engine.cfg
-    with started_loader(cfg, engine.fabric, 1) as (loader, steps):
+    with started_loader(cfg, engine.comm, 1) as (loader, steps):
         values, = steps_of(loader, steps)
         batch = loader.next(values)
-    sums = engine.forward_backward(batch, values).slot_sums
+    sums = engine.forward_backward(batch, values).seq_sums
     loss = torch.tensor(engine.evaluate([batch], values))
     return [sums, engine.model.lm_head.main_grad, loss], batch
 
@@ -820,10 +820,10 @@ def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
 @pytest.mark.parametrize("signs", [0, 1], ids=["no signs", "signs"])
 def test_GPT__reads_the_table_as_a_dense_one(monkeypatch, place, signs):
     """The same comes of recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
-    line = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, place=place)
+    line = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, layer=place)
     engine = make_engine(preset(tables=(line,), dtype="float64"))
     fill_randomly(engine.model)
-    label, at = "value_embed", tg.LAYERS[GATED].value
+    label, at = "value_embed", tg.LAYERS[GATED].value_embed
     gates = engine.model.ve_gate_bank.data
     if place is None:                                         # the weight in each layer that recipe A's bigrams have
         label, at = "bigram_embed", 0
@@ -844,14 +844,14 @@ def test_GPT__reads_the_table_as_a_dense_one(monkeypatch, place, signs):
     for name, p in plain.model.named_parameters():            # without what is appended for the table
         p.data.copy_(engine.model.get_parameter(name).detach()[:len(p)])
     weights.requires_grad_()
-    rows_of = tg.GPT.rows_of
+    lookup = tg.GPT.lookup
 
     def with_the_table(self, of_table, batch, row_buffers):
-        read = rows_of(self, of_table, batch, row_buffers)
+        read = lookup(self, of_table, batch, row_buffers)
         if of_table == label:
             read[at] = read[at] + dense_rows(batch.tokens.numpy(), weights, signs)
         return read
-    monkeypatch.setattr(tg.GPT, "rows_of", with_the_table)
+    monkeypatch.setattr(tg.GPT, "lookup", with_the_table)
     direct, _ = losses_and_gradients(plain)
     for x, want in zip([*found, grad], [*direct, weights.grad]):
         assert want.abs().max() > 1e-3

@@ -51,7 +51,7 @@ class Trainer(NamedTuple):
 def trainer(script: Path, flags: list[str]) -> Trainer:
     """A side, with a seed where the script takes one and no flag names it."""
     if not script.is_file():
-        raise ToolError("trainer", script, "a Python file", "check the spelling")
+        raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
     takes_seed = SEED_FLAG.search(script.read_text("utf-8", errors="replace"))
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
@@ -102,13 +102,13 @@ class Bench:
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
             if self.manifest.is_file() and self.manifest.stat().st_size:
-                raise ToolError(f"file {self.manifest}", "one that no bench has written", "the manifest of a bench, or "
-                                "none", "move it away, or give another --out")
+                raise ToolError(f"file {self.manifest}", found="one that no bench has written",
+                                expected="the manifest of a bench, or none", hint="move it away, or give another --out")
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
-            raise ToolError(f"bench in {args.out}", "other sources, flags or ranks than it began with", "the same",
-                            "restore them to go on, or give another --out")
+            raise ToolError(f"bench in {args.out}", found="other sources, flags or ranks than it began with",
+                            expected="the same", hint="restore them to go on, or give another --out")
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
@@ -130,8 +130,9 @@ class Bench:
         """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
         side = self.sides[name]
         if side.plan() != self.plan["sides"][name]:
-            raise ToolError(f"source of {name}, {side.script}", "edited meanwhile", "as the bench began with",
-                            "restore it to go on, or start anew with another --out")
+            raise ToolError(f"source of {name}, {side.script}", found="edited meanwhile",
+                            expected="as the bench began with",
+                            hint="restore it to go on, or start anew with another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
         folder.mkdir(parents=True)
@@ -249,14 +250,14 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
     """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError("patch", patch, f"a file, or an arm of {known}", "check the spelling")
+        raise ToolError("patch", found=patch, expected=f"a file, or an arm of {known}", hint="check the spelling")
     copy = copied(script, folder)
     wrong = git_apply(patch, folder)
     if not wrong and copy.read_bytes() == script.read_bytes():
         wrong = f"it does not touch {TRAINER}"
     if wrong:
-        raise ToolError(f"patch {patch.name}", wrong, f"a change of {script.name} as it is here",
-                        f"make it anew: git diff {TRAINER} > {patch.name}")
+        raise ToolError(f"patch {patch.name}", found=wrong, expected=f"a change of {script.name} as it is here",
+                        hint=f"make it anew: git diff {TRAINER} > {patch.name}")
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -275,7 +276,7 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
             sides[name] = trainer(patched(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
-        raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
+        raise ToolError("sides", found="one", expected="two trainers, or --arm", hint="python records bench --help")
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -320,7 +321,8 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
-        raise ToolError("settings", f"--pairs={args.pairs} --ranks={args.ranks}", "at least 1", "give larger ones")
+        raise ToolError("settings", found=f"--pairs={args.pairs} --ranks={args.ranks}", expected="at least 1",
+                        hint="give larger ones")
     return args
 
 def main(argv: list[str]) -> int:

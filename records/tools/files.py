@@ -15,8 +15,8 @@ UNFINISHED = ".unfinished"             # begins the names of files and folders t
 class ToolError(Exception):
     """Says what was found, what was expected, and what to do about it."""
 
-    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+    def __init__(self, what: str, found: object, expected: object, hint: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}")
 
 def inside(folder: Path, name: object) -> Path:
     """Return the path of what a foreign file names in `folder`. Raises ToolError if the name is absolute, empty or has
@@ -28,8 +28,9 @@ def inside(folder: Path, name: object) -> Path:
         path = folder / name
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             return path
-    raise ToolError(f"name in a file of {folder}", repr(name), "a path below this folder, without .. and without a "
-                    "link that leads out of it", "do not trust the file; restore it, or leave it out")
+    raise ToolError(f"name in a file of {folder}", found=repr(name),
+                    expected="a path below this folder, without .. and without a link that leads out of it",
+                    hint="do not trust the file; restore it, or leave it out")
 
 def unfinished_name(folder: Path) -> Path:
     """Return a random name in `folder` for a file or folder that later gets its final name."""
@@ -39,7 +40,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     """Write a file beside `path` and rename it to `path`. A link of this name is replaced, and its target is unchanged.
     Raises ToolError if a folder, a pipe or a device has the name."""
     if path.exists() and not path.is_file():
-        raise ToolError(f"file {path}", "a folder, a pipe or a device", "a file, or no such name", "give another name")
+        raise ToolError(f"file {path}", found="a folder, a pipe or a device", expected="a file, or no such name",
+                        hint="give another name")
     beside = unfinished_name(path.parent)
     file = open(beside, "xb")
     try:
@@ -67,5 +69,5 @@ def open_to_append(path: Path) -> BinaryIO:
         if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
             return file
         file.close()
-    raise ToolError(f"file {path}", "a link, a pipe or a device", "a regular file with one name, or none",
-                    "move it away, or give another folder")
+    raise ToolError(f"file {path}", found="a link, a pipe or a device",
+                    expected="a regular file with one name, or none", hint="move it away, or give another folder")

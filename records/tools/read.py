@@ -154,7 +154,7 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
     path = compressed.stored(path)
     if not path.is_dir():
         if not path.exists():
-            raise ToolError("path", path, "a file or a directory", "check the spelling")
+            raise ToolError("path", found=path, expected="a file or a directory", hint="check the spelling")
         yield path, True
     for folder, inner, names in os.walk(path):
         inner.sort()

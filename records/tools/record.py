@@ -84,7 +84,8 @@ def load(folder: Path) -> Facts:
     try:
         return json.loads(text(inside(folder, RESULT)))
     except ValueError as error:
-        raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
+        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="the numbers of a record",
+                        hint="records new") from None
 
 def folders(root: Path) -> list[Path]:
     """What looks like a record, badly named ones too."""
@@ -96,7 +97,8 @@ def find(root: Path, name: str) -> Path:
     wanted = Path(name).name
     fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
     if len(fits) != 1:
-        raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
+        raise ToolError(f"record {name}", found=[path.name for path in fits], expected="one",
+                        hint="give its folder's name or its number")
     return fits[0]
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -108,7 +110,8 @@ def hashes(folder: Path) -> dict[str, str]:
             continue
         name = compressed.uncompressed(path).relative_to(folder).as_posix()
         if name in found or folder / name in made:
-            raise ToolError(f"{name} in {folder.name}", "compressed (.gz) and not", "one of them", "remove the other")
+            raise ToolError(f"{name} in {folder.name}", found="compressed (.gz) and not", expected="one of them",
+                            hint="remove the other")
         found[name] = sha256(compressed.read_bytes(path))
     return dict(sorted(found.items()))
 
@@ -146,7 +149,7 @@ def rivals(root: Path, stated: Facts) -> Facts:
     before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
     named = {folder_name(entry): entry for entry in before}
     if before and stated["parent"] not in named:
-        raise ToolError("parent", stated["parent"], f"one of {[*named]}", "name it: --parent")
+        raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="name it: --parent")
     return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
 
 def folder_name(result: Facts) -> str:
@@ -169,7 +172,8 @@ def read_log(path: Path) -> Run:
     try:
         return read_file(path)[0]
     except (OSError, NotALog) as error:
-        raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
+        raise ToolError(f"log {path}", found=error, expected="the log of one run",
+                        hint="restore it, or leave it out") from None
 
 def log_of(folder: Path, name: str) -> Path:
     """The log.jsonl of a run that result.json names, compressed or not. Raises ToolError if it is not in the record."""
@@ -413,14 +417,16 @@ def new(args: argparse.Namespace, root: Path) -> int:
         folder = inside(root, find(root, args.update).name)
         result = load(folder)
         if "sealed" in result:
-            raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
+            raise ToolError(f"record {folder.name}", found="a sealed one", expected="a record of runs",
+                            hint="leave it as it is")
         write(folder, result["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
         folder = root / f"{args.date}_{number}_{args.name}"
         if not FOLDER.fullmatch(folder.name) or not args.runs:
-            raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+            raise ToolError("record", found=f"{folder.name}, runs {args.runs}", expected="YYYY-MM-DD_nn_NAME, RUNS",
+                            hint="new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
@@ -456,7 +462,8 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             for log in logs_below(Path(path)) or [Path(path, LOG)]:
                 keep(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
-        raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
+        raise ToolError("runs", found=items, expected="at least one that is done",
+                        hint="give run directories, or folders of them")
     groups = list(stated["groups"])
     stated |= {"base": None, "main": "" if "" in groups else groups[0]}
     if len(groups) > 1 and not opponents:
@@ -480,7 +487,7 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         return                                                              # the manifest lists it
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
     if resumed:
-        raise ToolError(f"run {run.path}", resumed, "a run of one program", "leave it out")
+        raise ToolError(f"run {run.path}", found=resumed, expected="a run of one program", hint="leave it out")
     label = group or noted.get("side", "")
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     if opponents:                                                           # a bench has a folder of its own
@@ -492,7 +499,8 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = inside(staged, f"logs/{name}")
     if copy.exists():
-        raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
+        raise ToolError("two runs of one name", found=run.path, expected=f"another name than {name}",
+                        hint="rename its folder")
     copy.mkdir(parents=True)
     if manifest:
         home = copy.parents[len(Path(noted["folder"]).parts) - 1]
@@ -506,7 +514,8 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         if sha256(source.read_bytes()) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
-    raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
+    raise ToolError(f"source of {run.path}", found="none with its source_sha256", expected="a trainer",
+                    hint="put it beside the log")
 
 def write(folder: Path, stated: Facts) -> None:
     """Make all that follows from the logs; the text by hand stays."""
@@ -518,7 +527,8 @@ def write(folder: Path, stated: Facts) -> None:
         write_bytes(folder / DIFF, diff.encode())
     result = build(folder, stated, sides)
     if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
-        raise ToolError(f"picture {PLOT}", "no matplotlib", "a record with its picture", "pip install matplotlib")
+        raise ToolError(f"picture {PLOT}", found="no matplotlib", expected="a record with its picture",
+                        hint="pip install matplotlib")
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
@@ -529,7 +539,8 @@ def write(folder: Path, stated: Facts) -> None:
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
-        raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
+        raise ToolError(f"records in {shown(root)}", found="none", expected="at least one",
+                        hint="name their folder: --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
@@ -671,7 +682,7 @@ def stand(args: argparse.Namespace, root: Path) -> int:
     side = report.side_of("run", [args.folder])
     mixed = report.mixtures(side)
     if mixed:
-        raise ToolError(f"runs in {args.folder}", mixed[0], "runs of one kind", "name one of them")
+        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one kind", hint="name one of them")
     mine = statistics.summary(side.losses())
     said = []
     beside = "no entry has this preset, these data and as many tokens"

@@ -102,8 +102,9 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
-        raise ToolError(f"side {name}: {listed(map(shown, paths))}", listed(why) or "no file",
-                        "at least one finished run", "give a run directory, a text log, or a folder of them")
+        raise ToolError(f"side {name}: {listed(map(shown, paths))}", found=listed(why) or "no file",
+                        expected="at least one finished run",
+                        hint="give a run directory, a text log, or a folder of them")
     return side
 
 def sorted_out(name: str, reading: Reading) -> Side:
@@ -138,7 +139,8 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         found = [event for event in events if event["type"] == kind]
     except (ValueError, KeyError, TypeError):
-        raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
+        raise ToolError(f"manifest {manifest}", found="a damaged line", expected="JSON with a type",
+                        hint="restore it") from None
     if kind in OF_RUNS:
         for event in found:
             inside(manifest.parent, event.get("folder"))
@@ -587,11 +589,12 @@ def main(argv: list[str]) -> int:
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
         if not paths[1]:
-            raise ToolError("paths", args.paths, usage, "name both")
+            raise ToolError("paths", found=args.paths, expected=usage, hint="name both")
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if len(runs) != 1:
-            raise ToolError(f"run {paths[0]}", f"{len(runs)} runs", "the log of one", "give a log, or a run directory")
+            raise ToolError(f"run {paths[0]}", found=f"{len(runs)} runs", expected="the log of one",
+                            hint="give a log, or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = beside(runs[-1], pool.runs)
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}

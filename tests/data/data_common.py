@@ -33,11 +33,11 @@ def wrong_flag(tool, capsys, *arguments: object) -> str:
 def decode(out: Path, split: str = "train") -> list[str]:
     """Documents of a data set as the trainer reads it: checked headers, tokens, hashes and vocabulary."""
     texts = []
-    headers = tg.find_shards(tg.glob.escape(str(out)) + f"/*_{split}_*.bin")
-    tg.scan_shards(headers)
+    headers = tg.read_shard_headers(tg.glob.escape(str(out)) + f"/*_{split}_*.bin")
+    tg.verify_shards(headers)
     for header in headers:
         shard = tg.load_shard(header)
-        pieces = tg.read_vocabulary(out, preset("tiny", header.vocab_size, header.document_start))
+        pieces = tg.read_token_bytes(out, preset("tiny", header.vocab_size, header.bos_id))
         assert shard.doc_starts[0] == 0
         for start, length in zip(shard.doc_starts, shard.doc_lengths):
             tokens = shard.tokens[start + 1:start + length]

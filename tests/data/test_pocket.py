@@ -25,14 +25,14 @@ def test_shipped_data__are_those_of_the_records():
     """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
     headers = []
     for field in ("train_files", "val_files"):
-        headers += tg.find_shards(str(ROOT / tg.PRESETS["pocket"][field]))
-    shipped = tg.scan_shards(headers)
+        headers += tg.read_shard_headers(str(ROOT / tg.PRESETS["pocket"][field]))
+    shipped = tg.verify_shards(headers)
     assert shipped == "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
     runs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/"))
     headers = [json.loads(compressed.read_bytes(folder / "log.jsonl").splitlines()[0]) for folder in runs]
     stated = {header["data_sha256"] for header in headers}
     assert len(runs) == 6 and stated == {shipped}
-    assert len(tg.read_vocabulary(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
+    assert len(tg.read_token_bytes(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
 
 def test_shipped_data__come_with_their_licence():
     """In full: what its second clause wants retained, and a summary of the changes, as its third wants."""

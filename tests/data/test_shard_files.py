@@ -183,9 +183,9 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
     if name != "vocab.txt":                                   # ngram.py needs no vocabulary
         assert f"{name}: found other content than manifest.json names" in ngram_failure(f"{one}/x_train_*.bin")
     with pytest.raises(tg.DataError, match=name):
-        header = tg.find_shards(f"{one}/x_val_*.bin")[0]
-        tg.read_vocabulary(one, preset("tiny", header.vocab_size, header.document_start))
-        tg.scan_shards(tg.find_shards(f"{one}/*.bin"))
+        header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]
+        tg.read_token_bytes(one, preset("tiny", header.vocab_size, header.bos_id))
+        tg.verify_shards(tg.read_shard_headers(f"{one}/*.bin"))
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])

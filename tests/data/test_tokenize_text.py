@@ -192,9 +192,9 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
     text = "".join(f"{n} " for n in range(2000))
     run(write_jsonl(tmp_path / "in.jsonl", [text, "short"] * 3), f"--out={tmp_path / 'out'}", "--tokenizer=bytes",
         "--val_share=0", "--max_doc_tokens=100")
-    headers = tg.find_shards(str(tmp_path / "out/out_train_*.bin"))
+    headers = tg.read_shard_headers(str(tmp_path / "out/out_train_*.bin"))
     assert [Path(header.name).name for header in headers] == [f"out_train_{n:06d}.bin" for n in range(3)]
-    assert all(header.tokens <= 10_000 for header in headers)
+    assert all(header.num_tokens <= 10_000 for header in headers)
     assert max(tg.load_shard(header).doc_lengths.max() for header in headers) == 100
     assert "".join(decode(tmp_path / "out")) == (text + "short") * 3
 
@@ -212,18 +212,18 @@ def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, m
     done = train(tmp_path / "run", *flags, "--max_steps=2", "--num_scheduled_steps=3", "--model_dim=48",
                  "--head_dim=8", "--val_every=0", "--sample_tokens=0")
     assert done.status == 0, done.err
-    config = tg.parse_flags(flags)
-    assert config.num_slots == tool.SLOTS
+    config = tg.load_config(flags)
+    assert config.seqs_per_step == tool.SLOTS
     assert max(stage.batch_tokens for stage in config.stages) == tool.SLOTS * tool.POCKET_SLOT
 
 @pytest.mark.parametrize("mean", [30, 150, 220, 400])
 def test_training_line__the_trainer_can_pack_a_step_of_the_shortest_text(mean):
     for seed in range(60):
         tokens = random_stream(seed, 12_000, 50, 49, mean).astype(np.uint16)
-        lengths = tg.Shard(tokens, 49).doc_lengths
+        lengths = tg.TokenShard(tokens, 49).doc_lengths
         docs = np.searchsorted(lengths.clip(max=tool.MAX_DOC_LEN).cumsum(), tool.MIN_TOKENS) + 1
-        shortest = tg.Shard(tokens[:lengths[:docs].sum()], 49)
-        assert tg.pack_block(shortest, 0, tool.SLOTS, tool.POCKET_SLOT, tool.MAX_DOC_LEN) is not None, seed
+        shortest = tg.TokenShard(tokens[:lengths[:docs].sum()], 49)
+        assert tg.pack_batch(shortest, 0, tool.SLOTS, tool.POCKET_SLOT, tool.MAX_DOC_LEN) is not None, seed
 
 def test_training_line__too_short_a_text_names_sizes(tmp_path, capsys):
     (tmp_path / "in.txt").write_text(TEXT[:2000])

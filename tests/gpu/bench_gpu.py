@@ -83,13 +83,13 @@ def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[s
 def large_head(lab: gpu_cases.Lab) -> gpu_cases.Lab | str:
     """Return a lab whose micro-batch gives more than 2^32 logits, or why this device cannot have it."""
     tokens, most = max(gpu_cases.LARGE_HEADS.items())
-    if not lab.fabric.on_cuda:
-        return gpu_cases.Lab(lab.fabric, lab.sizes._replace(T=2 * lab.sizes.T), backend=lab.backend)
+    if not lab.comm.on_cuda:
+        return gpu_cases.Lab(lab.comm, lab.sizes._replace(T=2 * lab.sizes.T), backend=lab.backend)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < most:
         return f"the head at {tokens:,} tokens takes {most / 1e9:.0f} GB; {free / 1e9:.0f} GB are free"
-    return gpu_cases.Lab(lab.fabric, gpu_cases.RECORD._replace(T=tokens))
+    return gpu_cases.Lab(lab.comm, gpu_cases.RECORD._replace(T=tokens))
 
 def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
     report.add("sizes", lab.sizes._asdict())
@@ -135,15 +135,15 @@ def main(argv: Sequence[str]) -> int:
     if args.device == "cuda" and not torch.cuda.device_count():
         print(f"bench_gpu\n  found:    torch {torch.__version__}, which sees no CUDA device\n"
               "  expected: an NVIDIA GPU and torch for CUDA\n"
-              "  do:       --device=cpu runs the same lines at tiny sizes, which measures nothing", file=sys.stderr)
+              "  hint:     --device=cpu runs the same lines at tiny sizes, which measures nothing", file=sys.stderr)
         return 2
-    fabric = tg.Fabric(torch.device(args.device, 0))
-    fabric.enter_thread()
+    comm = tg.Communicator(torch.device(args.device, 0))
+    comm.set_thread_device()
     report = Report(args.out)
-    report.add("machine", dict(hardware=tg.hardware(fabric), torch=torch.__version__, cuda=torch.version.cuda,
-                               triton=tg.version_of("triton"), seed=args.seed,
+    report.add("machine", dict(hardware=tg.describe_hardware(comm), torch=torch.__version__, cuda=torch.version.cuda,
+                               triton=tg.package_version("triton"), seed=args.seed,
                                source_sha256=tg.file_sha256(Path(tg.__file__))))
-    bench_kernels(gpu_cases.Lab(fabric, seed=args.seed, backend=args.backend), args.rounds, report)
+    bench_kernels(gpu_cases.Lab(comm, seed=args.seed, backend=args.backend), args.rounds, report)
     print(f"written to {report.path}")
     return 1 if report.figures["wrong"] else 0
 

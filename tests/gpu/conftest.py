@@ -11,19 +11,19 @@ CUDA = pytest.param("cuda", marks=[
     pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: nothing of this is known here")])
 
 @functools.cache
-def fabric_of(device: str) -> tg.Fabric:
-    fabric = tg.Fabric(torch.device(device, 0))
-    fabric.enter_thread()
-    return fabric
+def comm_of(device: str) -> tg.Communicator:
+    comm = tg.Communicator(torch.device(device, 0))
+    comm.set_thread_device()
+    return comm
 
 @pytest.fixture(params=["cpu", CUDA])
-def fabric(request: pytest.FixtureRequest) -> tg.Fabric:
-    return fabric_of(request.param)
+def comm(request: pytest.FixtureRequest) -> tg.Communicator:
+    return comm_of(request.param)
 
 @pytest.fixture(params=[CUDA])
-def gpu(request: pytest.FixtureRequest) -> tg.Fabric:
+def gpu(request: pytest.FixtureRequest) -> tg.Communicator:
     """For what only a GPU has."""
-    return fabric_of(request.param)
+    return comm_of(request.param)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Ranks are forks of this process, and want it before it opens a GPU."""

@@ -91,15 +91,16 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
         problems.append(f"/dev/shm has {shared >> 20} MiB free, NCCL needs 1 GiB: docker run --shm-size=8g")
     return dict(card=first.name, gpus=count, capability=[first.major, first.minor], free_bytes=min(free),
                 nccl=".".join(map(str, torch.cuda.nccl.version())), shared_memory_bytes=shared,
-                kernels=tg.ATTENTION_BY_CARD.get(first.major, ("varlen",)))
+                kernels=tg.ATTENTION_BY_CAPABILITY.get(first.major, ("varlen",)))
 
 def preflight(args: argparse.Namespace) -> Facts:
     """Return facts about the machine, problems that forbid a run, and remarks."""
     problems = []
     remarks = []
-    facts = {package: tg.version_of(package) for package in PACKAGES}
+    facts = {package: tg.package_version(package) for package in PACKAGES}
     facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, missing=missing_compilers(),
-                  cpu=tg.hardware(tg.Fabric(torch.device("cpu"))), source_sha256=tg.file_sha256(Path(tg.__file__)))
+                  cpu=tg.describe_hardware(tg.Communicator(torch.device("cpu"))),
+                   source_sha256=tg.file_sha256(Path(tg.__file__)))
     if args.device == "cpu":
         facts |= dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"])
         return dict(facts=facts, problems=[], remarks=[])
@@ -137,18 +138,18 @@ def median_ms(call: Callable, inputs: list[Tensor], rounds: int = 5) -> float:
 
 def attention(args: argparse.Namespace) -> Facts:
     """Check one kernel against float64, and time the layers of one sequence in each of the three stages."""
-    fabric = fabric_of(args)
+    comm = comm_of(args)
     try:
-        lab = gpu_cases.Lab(fabric, kernel=args.kernel)
+        lab = gpu_cases.Lab(comm, kernel=args.kernel)
     except tg.TrainerError as error:
         return dict(refused=" ".join(str(error).split())[:400])
     wrong = []
     for name in ("attention, short window", "attention, long window", "attention, paired"):
         wrong += gpu_cases.check(name, gpu_cases.CASES[name](lab), lab)["wrong"]
-    cfg = tg.Config(**tg.PRESETS["record" if fabric.on_cuda else "tiny"])
+    cfg = tg.Config(**tg.PRESETS["record" if comm.on_cuda else "tiny"])
     stages = []
     for stage in cfg.stages[:3]:
-        lab.sizes = lab.sizes._replace(T=stage.batch_tokens // cfg.num_slots)
+        lab.sizes = lab.sizes._replace(T=stage.batch_tokens // cfg.seqs_per_step)
         ms = flops = 0
         for (kind, window), layers in Counter((layer.attention, layer.window) for layer in tg.LAYERS).items():
             if kind == "none":
@@ -170,12 +171,12 @@ def rate(amount: float, call: Callable, *inputs: Tensor) -> float:
 
 def ceilings(args: argparse.Namespace) -> Facts:
     """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
-    fabric = fabric_of(args)
-    device = fabric.device
+    comm = comm_of(args)
+    device = comm.device
     T, D, H, V, cube = (64, 32, 64, 128, 64)
-    if fabric.on_cuda:
+    if comm.on_cuda:
         T, D, H, V, cube = (49_152, 768, 3072, 50_304, 8192)
-        if fabric.total_memory() < gpu_cases.BIG_CARD:
+        if comm.total_memory() < gpu_cases.BIG_CARD:
             T = 16_384
     shapes = {}
     for m, n, k in ((cube, cube, cube), (T, H, D), (T, D, H), (H, D, T), (T, V, D), (D, V, T), (T, D, V)):
@@ -189,7 +190,7 @@ def ceilings(args: argparse.Namespace) -> Facts:
     rates["transposing"] = rate(2 * large.nbytes, transpose, large)
     a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
     rates["float32"] = rate(2 * (cube // 2)**3, torch.mm, a, b)
-    if gpu_cases.Lab(fabric, gpu_cases.TINY, kernel="reference").has_fp8:
+    if gpu_cases.Lab(comm, gpu_cases.TINY, kernel="reference").has_fp8:
         for m, n, k in ((cube, cube, cube), (T, V, D)):
             a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
             b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
@@ -197,8 +198,8 @@ def ceilings(args: argparse.Namespace) -> Facts:
                 found = rate(2 * m * n * k, partial(scaled_mm, fast=fast), a, b)
                 shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast}"] = found
         rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation: True"]
-    if fabric.on_cuda:
-        host = fabric.host_tensor(torch.zeros(1 << 28, dtype=torch.uint8))
+    if comm.on_cuda:
+        host = comm.pinned(torch.zeros(1 << 28, dtype=torch.uint8))
         device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
         rates["host_link"] = rate(host.nbytes, partial(Tensor.copy_, other=host, non_blocking=True), device_bytes)
         if torch.cuda.device_count() > 1:
@@ -221,25 +222,25 @@ def ranks(args: argparse.Namespace) -> Facts:
     """Train 20 steps with as many ranks as were started: losses of all of them, and each rank's hash of the weights."""
     files = dict(train_files=args.files, val_files=args.files) if args.files else {}
     settings = tg.Config(device=args.device)
-    fabric = tg.make_fabric(settings)
-    fabric.set_timeout(10 * settings.comm_timeout)            # the ranks compile
-    run = gpu_cases.Run(fabric, debug_rows=1, **files)
+    comm = tg.init_distributed(settings)
+    comm.set_timeout(10 * settings.comm_timeout)          # the ranks compile
+    run = gpu_cases.Run(comm, debug_rows=1, **files)
     losses = []
-    for found in run.steps(0, 20 // run.schedule.cycle):
-        losses.append(sum(fabric.gather(float(found.slot_sums.sum()))) / (found.tokens * fabric.world))
+    for found in run.steps(0, 20 // run.schedule.cycle_steps):
+        losses.append(sum(comm.all_gather(float(found.seq_sums.sum()))) / (found.tokens * comm.world_size))
     digest = hashlib.sha256()
-    rows = {row.label for row in tg.parameter_table(run.cfg) if row.rows}
+    rows = {row.label for row in tg.parameter_specs(run.cfg) if row.table}
     for label, p in run.engine.model.named_parameters():
         if label not in rows:                                 # a rank stores only its shard of a table
             digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
-    return dict(rank=fabric.rank, world=fabric.world, losses=losses, hashes=fabric.gather(digest.hexdigest()))
+    return dict(rank=comm.rank, world=comm.world_size, losses=losses, hashes=comm.all_gather(digest.hexdigest()))
 
 
 # ---- The command
-def fabric_of(args: argparse.Namespace) -> tg.Fabric:
-    fabric = tg.Fabric(torch.device(args.device, 0))
-    fabric.enter_thread()
-    return fabric
+def comm_of(args: argparse.Namespace) -> tg.Communicator:
+    comm = tg.Communicator(torch.device(args.device, 0))
+    comm.set_thread_device()
+    return comm
 
 PROBES: dict[str, Callable[[argparse.Namespace], Facts]] = dict(
     preflight=preflight, attention=attention, ceilings=ceilings, ranks=ranks)

@@ -30,7 +30,7 @@ EQUAL = 2e-3                             # relative difference of losses between
 SLOW = 1.15                              # measured over predicted
 LOW = 0.85                               # measured over assumed rates
 SLOWER = 1.1                             # an operation over plain PyTorch
-MEMORY_SHARE = 0.9                       # the trainer's estimate may fill this fraction of a GPU
+USABLE_MEMORY = 0.9                      # the trainer's estimate may fill this fraction of a GPU
 GUESS = math.log(50_257)                 # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
 RATES = "rates_measured.json"
@@ -210,9 +210,9 @@ def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures
             remarks.append(f"{stage}: {ms:.1f} ms a step, {ms / expected:.2f} of the predicted {expected:.1f}")
     if remarks and "stage 4" in predicted:                    # the profile is of the extension
         more = Counter()
-        part_of = dict(GROUPS.values()) | dict(gaps="launches")
+        partial_path = dict(GROUPS.values()) | dict(gaps="launches")
         for group, ms in figures["kernels"].items():
-            more[part_of[group]] += ms
+            more[partial_path[group]] += ms
         more.subtract(predicted["stage 4"])
         part, ms = more.most_common(1)[0]
         remarks.append(f"most of it in {part}: {ms:+.1f} ms in a profiled step of the extension")
@@ -239,7 +239,7 @@ def stages(day: Day, figures: Facts) -> list[str]:
     remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
     if figures["recompiles"]:
         raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
-    if not day.cpu and not 0.4 * mib < peak < mib / MEMORY_SHARE:
+    if not day.cpu and not 0.4 * mib < peak < mib / USABLE_MEMORY:
         raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
     if not result["val_loss"] < GUESS:
         raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")

@@ -86,7 +86,7 @@ def fill_free_memory(device: torch.device) -> bool:
 @contextlib.contextmanager
 def poisoned(lab: Lab) -> Iterator[bool]:
     """Memory that nobody has written holds NaN. Yields whether that is so."""
-    if lab.fabric.on_cuda:
+    if lab.comm.on_cuda:
         yield fill_free_memory(lab.device)
     elif lab.backend:                                         # no mode reaches into a compiled graph
         yield True
@@ -133,29 +133,29 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
-def chosen_attention(fabric: tg.Fabric, head_dim: int, kernel: str = "auto") -> tuple[Callable, str]:
+def chosen_attention(comm: tg.Communicator, head_dim: int, kernel: str = "auto") -> tuple[Callable, str]:
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim, attention=kernel))
-    return tg.choose_attention(cfg, fabric)
+    return tg.choose_attention(cfg, comm)
 
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
-    def __init__(self, fabric: tg.Fabric, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
+    def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
                  kernel: str = "auto") -> None:
         """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
         kernel: the attention, as --attention has it."""
-        self.fabric = fabric
-        self.device = fabric.device
+        self.comm = comm
+        self.device = comm.device
         self.sizes = sizes or TINY
         self.backend = backend
         self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
-        if fabric.on_cuda:
-            properties = torch.cuda.get_device_properties(fabric.device)
+        if comm.on_cuda:
+            properties = torch.cuda.get_device_properties(comm.device)
             self.sizes = sizes or (RECORD if properties.total_memory >= BIG_CARD else SMALL_CARD)
             self.backend = backend or "inductor"
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
-        self.generator = torch.Generator(fabric.device).manual_seed(seed)
+        self.generator = torch.Generator(comm.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for what the host has to know, too
-        self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E, kernel)
+        self.attention, self.attention_name = chosen_attention(comm, self.sizes.E, kernel)
 
     def cases(self) -> list[str]:
         return [name for name in CASES if self.has_fp8 or "fp8" not in name]
@@ -215,7 +215,7 @@ def attention(lab: Lab, window: str, fold: int = 1) -> Case:
 def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionSpan(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
+    span = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
     def way(attend: Callable) -> Call:
         return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
@@ -255,7 +255,7 @@ def head(lab: Lab, precision: str) -> Case:
 
 def evaluation_head(lab: Lab) -> Case:
     s = lab.sizes
-    rows = min(s.T, tg.EVAL_ROWS)
+    rows = min(s.T, tg.EVAL_CHUNK)
     y = tg.rms_norm(lab.normal(rows, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
 
@@ -346,35 +346,35 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
 
-FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
+SYNTHETIC_PREFIX = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
 
 class Run:
     """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
-    def __init__(self, fabric: tg.Fabric, **changes: Any) -> None:
+    def __init__(self, comm: tg.Communicator, **changes: Any) -> None:
         """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
         does not fit in memory."""
-        name = "record" if fabric.on_cuda else "tiny"
+        name = "record" if comm.on_cuda else "tiny"
         cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
-        if fabric.on_cuda:
+        if comm.on_cuda:
             torch.cuda.empty_cache()                          # cached memory does not count as free
-            cfg = replace(cfg, train_files=FORMULA)
+            cfg = replace(cfg, train_files=SYNTHETIC_PREFIX)
         cfg = replace(cfg, **changes)
         tg.check_config(cfg)
-        self.fabric = fabric
-        self.headers = tg.find_shards(cfg.train_files)
-        self.cfg = tg.resolve(cfg, self.headers, self.headers)
-        kernel, _ = tg.choose_attention(self.cfg, fabric)
-        slots_at_once, _ = tg.fit_memory(self.cfg, fabric, kernel)
+        self.comm = comm
+        self.headers = tg.read_shard_headers(cfg.train_files)
+        self.cfg = tg.resolve_sizes(cfg, self.headers, self.headers)
+        kernel, _ = tg.choose_attention(self.cfg, comm)
+        micro_batch_size, _ = tg.choose_micro_batch_size(self.cfg, comm, kernel)
         self.schedule = tg.Schedule(self.cfg)
-        self.engine = tg.Engine(self.cfg, fabric, kernel, tg.head_precision(self.cfg, fabric), slots_at_once)
+        self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm), micro_batch_size)
 
-    def steps(self, stage: int, cycles: int) -> Iterator[tg.Losses]:
+    def steps(self, stage: int, cycles: int) -> Iterator[tg.StepLoss]:
         """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
-        cycle = self.schedule.cycle
-        first = self.schedule.starts[stage] // cycle * cycle
+        cycle = self.schedule.cycle_steps
+        first = self.schedule.stage_starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]
         of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
-        loader = tg.Loader(self.cfg, self.fabric, self.headers)
+        loader = tg.Loader(self.cfg, self.comm, self.headers)
         with contextlib.closing(loader):
             loader.start(of_cycles[0])
             for of_cycle, following in zip(of_cycles, [*of_cycles[1:], []]):

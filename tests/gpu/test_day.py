@@ -192,11 +192,12 @@ def test_main__without_a_gpu_or_with_an_unknown_part(tmp_path, capsys):
 
 def test_write_text__is_a_shard_of_gpt2(tmp_path):
     day.write_text(tmp_path / "text.bin", "val")
-    (header,), (source,) = (tg.find_shards(name) for name in (f"{tmp_path}/text.bin", "data/pocket/pocket_val_*.bin"))
+    patterns = f"{tmp_path}/text.bin", "data/pocket/pocket_val_*.bin"
+    (header,), (source,) = map(tg.read_shard_headers, patterns)
     shard, pocket = tg.load_shard(header), tg.load_shard(source)
-    assert header.vocabulary == (tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START) and header.tokens == source.tokens
+    assert header.vocab_and_bos == (tg.GPT2_VOCAB, tg.GPT2_BOS_ID) and header.num_tokens == source.num_tokens
     assert (shard.doc_starts == pocket.doc_starts).all()
-    assert ((shard.tokens == pocket.tokens) | (pocket.tokens == source.document_start)).all()
+    assert ((shard.tokens == pocket.tokens) | (pocket.tokens == source.bos_id)).all()
 
 
 # ---- Steps
@@ -352,5 +353,5 @@ def test_tests__that_all_skip_themselves_show_nothing(summary, is_right):
 def test_stage_spans__as_the_schedule_has_them(preset, steps):
     cfg = tg.Config(**tg.PRESETS[preset] | dict(num_scheduled_steps=steps))
     schedule = tg.Schedule(cfg)
-    spans = price.stage_spans(vars(cfg), schedule.total_steps)
-    assert [(span.start, span.stop) for span in spans] == list(zip(schedule.starts, schedule.ends))
+    spans = price.stage_spans(vars(cfg), schedule.planned_steps)
+    assert [(span.start, span.stop) for span in spans] == list(zip(schedule.stage_starts, schedule.stage_ends))

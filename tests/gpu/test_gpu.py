@@ -19,12 +19,12 @@ from torch import Tensor
 import train_gpt as tg
 
 @functools.cache
-def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
+def lab_of(comm: tg.Communicator) -> gpu_cases.Lab:
     seed = 0
-    if fabric.on_cuda:
+    if comm.on_cuda:
         seed = torch.seed() % 2**31                           # fresh inputs, and printed
         print(f"inputs of seed {seed}")
-    return gpu_cases.Lab(fabric, seed=seed)
+    return gpu_cases.Lab(comm, seed=seed)
 
 def needs_memory(size: float) -> None:
     torch.cuda.empty_cache()
@@ -37,13 +37,13 @@ RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp
           ("sums of rows", dict(R=5, T=33, D=5))]
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
-def test_operation__against_f64_in_poisoned_memory(fabric, name, sizes):
+def test_operation__against_f64_in_poisoned_memory(comm, name, sizes):
     """Ragged: tiles that end at no edge; thousands of lines of one row, added in one order, to the same bits again."""
-    lab = lab_of(fabric)
+    lab = lab_of(comm)
     if name not in lab.cases():
         pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm_v2")
     if sizes:
-        lab = gpu_cases.Lab(fabric, gpu_cases.TINY._replace(**sizes))
+        lab = gpu_cases.Lab(comm, gpu_cases.TINY._replace(**sizes))
     case = CASES[name](lab)
     found = gpu_cases.check(name, case, lab)
     print(found)
@@ -89,11 +89,11 @@ WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, a
 HEADS = (6, 3)                           # of plain layers, of paired ones
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_choose_attention__against_the_reference(fabric, name):
-    lab = lab_of(fabric)
+def test_choose_attention__against_the_reference(comm, name):
+    lab = lab_of(comm)
     # A CPU has no other kernel than the reference, and gets shorter documents. Pairs stay pairs: in documents of one
     # token the exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
-    smaller = 1 if fabric.on_cuda or name == "pairs" else 8
+    smaller = 1 if comm.on_cuda or name == "pairs" else 8
     bounds = [0, *(end // smaller for end in DOCUMENTS[name])]
     for heads, window in itertools.product(HEADS, WINDOWS):
         case = gpu_cases.attention_of(lab, bounds, window, heads)
@@ -123,49 +123,49 @@ def fill_alike(model: tg.GPT) -> None:
     for p in model.parameters():
         p.copy_(SPREAD * p.bfloat16())
 
-def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
+def gradients_of_step(cfg: tg.Config, comm: tg.Communicator, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
     """Losses and gradients of two slots of random documents."""
     kernel = tg.attention_reference
     if dtype == BF16:
-        kernel, _ = gpu_cases.chosen_attention(fabric, cfg.head_dim)
-    cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."), compile=int(fabric.on_cuda and dtype == BF16))
-    engine = tg.Engine(cfg, fabric, kernel, "plain", 2)
+        kernel, _ = gpu_cases.chosen_attention(comm, cfg.head_dim)
+    cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."), compile=int(comm.on_cuda and dtype == BF16))
+    engine = tg.Engine(cfg, comm, kernel, "plain", 2)
     fill_alike(engine.model)
-    batch = random_batch(cfg, 3, 2, tokens, step=1).to(fabric.device)
-    losses = engine.forward_backward(batch, tg.Schedule(cfg).at(1)).slot_sums
+    batch = random_batch(cfg, 3, 2, tokens, step=1).to(comm.device)
+    losses = engine.forward_backward(batch, tg.Schedule(cfg).at(1)).seq_sums
     grads = {label: grad_of(engine.optimizer, label) for label, _ in engine.model.named_parameters()}
     return dict(grads, losses=losses)
 
-def test_forward_backward__bf16_and_f32_against_f64(fabric):
+def test_forward_backward__bf16_and_f32_against_f64(comm):
     """The full width with small tables; on a CPU all is small."""
     cfg = preset("record", 4096, 4095, bigram_rows=8192, max_doc_len=256)
     tokens = 2048
-    if not fabric.on_cuda:
+    if not comm.on_cuda:
         cfg = replace(cfg, bigram_rows=512, model_dim=64, num_heads=4, head_dim=16, attn_scale=0.8)
         tokens = 128
-    exact = gradients_of_step(cfg, fabric, F64, tokens)
+    exact = gradients_of_step(cfg, comm, F64, tokens)
     for dtype, (of_losses, of_matrices, of_sums) in BOUNDS.items():
-        found = gradients_of_step(cfg, fabric, dtype, tokens)
+        found = gradients_of_step(cfg, comm, dtype, tokens)
         errors = {label: relative(x, exact[label]) for label, x in found.items()}
         print(dtype, errors)
         assert errors.pop("losses") < of_losses
         wrong = {label: x for label, x in errors.items() if not x < (of_sums if label in SUMS else of_matrices)}
         assert not wrong, dtype
 
-def touched_by_steps(fabric: tg.Fabric, home: str) -> list[Tensor]:
+def touched_by_steps(comm: tg.Communicator, home: str) -> list[Tensor]:
     """Rows with their state that six steps have touched, on the host. A GPU copies those of the host store on streams
     of their own."""
-    tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home),)
+    tables = (tg.NgramTable("trigram_embed", 3, 3001, location=home),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
-    engine = tg.Engine(cfg, fabric, tg.attention_reference, "plain")
-    with started_loader(cfg, fabric, 6) as (loader, steps):
+    engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
+    with started_loader(cfg, comm, 6) as (loader, steps):
         for values in steps_of(loader, steps):
             tg.train_step(engine, loader, values)
     (local_rows, state), = engine.tables["trigram_embed"].store.touched_state()
     return [local_rows, *state]
 
-def test_HostRowStore__has_the_bits_of_the_device_store(fabric):
-    device, again, host = (touched_by_steps(fabric, home) for home in ("device", "device", "host"))
+def test_HostRowStore__has_the_bits_of_the_device_store(comm):
+    device, again, host = (touched_by_steps(comm, home) for home in ("device", "device", "host"))
     assert len(device[0]) > 300
     assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: stores cannot be compared"
     assert all(x.equal(y) for x, y in zip(device, host))
@@ -180,19 +180,19 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 @functools.cache
-def started(fabric: tg.Fabric) -> gpu_cases.Run:
+def started(comm: tg.Communicator) -> gpu_cases.Run:
     """The record preset at full size, on a CPU tiny."""
     try:
-        return gpu_cases.Run(fabric)
+        return gpu_cases.Run(comm)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
 
-def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
-    run = started(fabric)
+def test_snapshot__restored_the_same_steps_give_the_same_losses(comm):
+    run = started(comm)
     restore = run.engine.snapshot()
     losses = []
     for _ in range(2):
-        losses.append(torch.cat([x.slot_sums for x in run.steps(2, 1)]))
+        losses.append(torch.cat([x.seq_sums for x in run.steps(2, 1)]))
         restore()
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
 
@@ -211,7 +211,7 @@ def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     if not torch.cuda.device_count():
         assert bench_gpu.main(flags[1:]) == 2 and "sees no CUDA device" in capsys.readouterr().err
 
-LAB = gpu_cases.Lab(tg.Fabric(torch.device("cpu")))
+LAB = gpu_cases.Lab(tg.Communicator(torch.device("cpu")))
 
 def half_written(*inputs):
     output, *gradients = CASES["mlp"](LAB).ways[PLAIN](*inputs)
@@ -242,7 +242,7 @@ def one_line_short(sums, index, grad):
     return [sums]
 
 def wider_window(*inputs):
-    lab = gpu_cases.Lab(LAB.fabric, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
+    lab = gpu_cases.Lab(LAB.comm, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
     return CASES["attention, short window"](lab).ways[PLAIN](*inputs)
 
 @pytest.mark.parametrize("name, mistake, said", [

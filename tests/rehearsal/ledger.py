@@ -26,9 +26,9 @@ LARGEST_LINES, LARGEST_BUFFERS = 8, 3    # of a phase, in the file
 MOST_GROWTH = 0.02
 CULPRITS = 3
 ALLOWED_WAITS = {                        # in the timed loop, by line, and why
-    "Clock.start: self.fabric.synchronize()": "the clock starts and stops after what the device has done",
-    "Clock.stop: self.fabric.synchronize()": "the same",
-    "Log.flush: self.fabric.wait_for(copied)": "the loss of a step one cycle back, which is there",
+    "Clock.start: self.comm.synchronize()": "the clock starts and stops after what the device has done",
+    "Clock.stop: self.comm.synchronize()": "the same",
+    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle back, which is there",
 }
 
 

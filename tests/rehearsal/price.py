@@ -38,18 +38,19 @@ LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as
 
 class PriceError(Exception):
     """What was found, what was expected, and what to do about it."""
-    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+    def __init__(self, what: str, found: object, expected: object, hint: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}")
 
 def load(path: Path) -> dict[str, Any]:
     """The object of a JSON file in either form, NAME or NAME.gz."""
     try:
         found = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
-        raise PriceError(f"{path}", error, "a JSON file",
-                         "name another; python tests/rehearse.py --update makes a ledger") from None
+        raise PriceError(f"{path}", found=error, expected="a JSON file",
+                         hint="name another; python tests/rehearse.py --update makes a ledger") from None
     if not isinstance(found, dict):
-        raise PriceError(f"{path}", f"a {type(found).__name__}", "a JSON object", "name another file")
+        raise PriceError(f"{path}", found=f"a {type(found).__name__}", expected="a JSON object",
+                         hint="name another file")
     return found
 
 
@@ -59,7 +60,8 @@ class Card:
     def __init__(self, rates: dict[str, Any], name: str) -> None:
         if name not in rates["cards"]:
             known = ", ".join(rates["cards"])
-            raise PriceError("card", name, f"one of {known}", "add it to tests/rehearsal/rates.json")
+            raise PriceError("card", found=name, expected=f"one of {known}",
+                             hint="add it to tests/rehearsal/rates.json")
         self.name = name
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
@@ -73,9 +75,9 @@ class Card:
         if not amount:
             return 0.0
         if kind not in self.rates:
-            raise PriceError(f"rate of {kind!r} on {self.name}", "none in the table of rates",
-                             "a rate for all that the ledger does",
-                             f"rehearse for this card: python tests/rehearse.py --card={self.name}")
+            raise PriceError(f"rate of {kind!r} on {self.name}", found="none in the table of rates",
+                             expected="a rate for all that the ledger does",
+                             hint=f"rehearse for this card: python tests/rehearse.py --card={self.name}")
         return amount / self.rates[kind]
 
 def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
@@ -159,7 +161,7 @@ class Streams:
         asked = asked_of_card(kernel, self.card, self.attention)
         work = self.card.slack * max(asked.values())
         missing = max(0.0, self.card.launch_floor - work)
-        self.spend(part_of(kernel["kind"]), count * work)
+        self.spend(partial_path(kernel["kind"]), count * work)
         self.spend("launches", count * missing)
         name = line_name(kernel, self.tokens)
         self.step.lines[name, kernel["kind"]] += 1000 * count * (work + missing)
@@ -184,7 +186,7 @@ class Streams:
             self.spend("exposed communication", exposed)
             self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
 
-def part_of(kind: str) -> str:
+def partial_path(kind: str) -> str:
     """All kinds but these move memory."""
     return PART_OF_KIND.get(kind, "memory-bound kernels")
 
@@ -209,7 +211,8 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
-        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
+        raise PriceError("ledger", found=f"format {ledger.get('format')}", expected=FORMAT,
+                         hint="python tests/rehearse.py --out makes one")
     card = Card(rates, ledger["card"])
     return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
@@ -272,7 +275,7 @@ def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
         for line, ms in step.lines.items():
             mean.lines[line] += share * ms
     parts = {part: mean.parts[part] for part in PARTS}
-    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
+    lines = [[name, partial_path(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
     return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
 
 def of_run(stages: dict[str, Any]) -> dict[str, Any]:
@@ -394,19 +397,21 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     try:
         run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
     except (read.NotALog, OSError, ValueError) as error:
-        raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
+        raise PriceError(f"{path}", found=error, expected="the log of one run",
+                         hint="give log.jsonl of a run directory") from None
     counts = [sum(parities.values()) for parities in ledger["steps"].values()]
     spans = stage_spans(run.facts.get("config", {}), run.total)
     if not spans and run.total == sum(counts):                                # a log of text that has no settings
         ends = list(itertools.accumulate(counts, initial=0))
         spans = [range(*pair) for pair in zip(ends, ends[1:])]
     if len(spans) != len(counts):
-        raise PriceError(f"stages of {path}", f"{len(spans)} in {run.total} steps", f"{len(counts)}, as the "
-                         "ledger's run has", "name the log.jsonl of such a run, or rehearse with the flags of this one")
+        raise PriceError(f"stages of {path}", found=f"{len(spans)} in {run.total} steps",
+                         expected=f"{len(counts)}, as the ledger's run has",
+                         hint="name the log.jsonl of such a run, or rehearse with the flags of this one")
     world = f"{run.facts.get('world_size')}"
     if world not in prediction["worlds"]:
-        raise PriceError(f"world size of {path}", world, f"one of {', '.join(prediction['worlds'])}",
-                         f"python tests/rehearse.py --gpus={world}")
+        raise PriceError(f"world size of {path}", found=world, expected=f"one of {', '.join(prediction['worlds'])}",
+                         hint=f"python tests/rehearse.py --gpus={world}")
 
     seconds_after = {0: 0.0}             # by number of steps done
     seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)

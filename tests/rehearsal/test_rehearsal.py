@@ -61,26 +61,26 @@ def test_rehearse__quick_finds_nothing_forbidden(quick):
 
 # ---- Mistakes on purpose, in a copy of the trainer
 STEP = "        self.optimizer.step(values)\n"
-SUMS = "            sums.append(slot_sums.detach())\n"
+SUMS = "            sums.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
 SCRATCH = "        grad_w = ctx.grad_target.add_gradient(product, None)"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
-SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
-VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.name)"
+ARGS = "longest, step_cfg.rotary.attn_scale)\n"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, attn_args.name)"
 VARLEN_CLASS = "class Varlen(torch.autograd.Function):\n"
 VARLEN_CALL = "varlen(*inputs)\n"
-VARLEN_SCHEMA = "v: Tensor, cu_seqlens: Tensor, span: str)"
+VARLEN_SCHEMA = "v: Tensor, cu_seqlens: Tensor, args_name: str)"
 VARLEN_SHAPES = "*qkv, cu_seqlens, _ = inputs"
-DYNAMIC = "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)"
-LOGITS = "product_dtype = logits_dtype if native else accum"
+DYNAMIC = "torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)"
+LOGITS = "product_dtype = logits_dtype if use_scaled_mm else accum"
 PINNED = "pin_memory=True) for x in self.shard))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
 FIRST_GRAPHS = ["--stages=1", "--first-stage"]
 PLANTED = {                              # what is replaced, how the copy is walked, what is said: kind, where
     "waits, buffers, a spill": (
-        {SUMS: SUMS + "            print(float(slot_sums.sum()))\n",
+        {SUMS: SUMS + "            print(float(seq_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
          ADD: "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,
          SCRATCH: SCRATCH.replace("product,", "product.clone(),"),
@@ -88,14 +88,14 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
          ("buffer of a gradient's size", "RowLookup.backward: bank = "),
          ("buffer of a gradient's size", "product.clone()"),
-         ("host wait", "Engine.forward_backward: print(float(slot_sums.sum()))")]),
+         ("host wait", "Engine.forward_backward: print(float(seq_sums.sum()))")]),
     "a graph break": ({HIDDEN: HIDDEN + "        x = x if x.sum() > 0 else -x\n"}, FIRST_GRAPHS,
                       [("graph break", "x = x if x.sum() > 0")]),
     "a step's number in a graph": (
-        {SPANS: SPANS.replace("attn_scale)", "attn_scale + values.step // 4)"),
-         VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, FIRST_GRAPHS,
+        {ARGS: ARGS.replace("attn_scale)", "attn_scale + step_cfg.step // 4)"),
+         VARLEN: VARLEN.replace("(q,", "(q * attn_args.scale,")}, FIRST_GRAPHS,
         [("recompile", "GPT.losses forward, stage 1")]),
-    "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(part.cu_seqlens)"}, FIRST_GRAPHS,
+    "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(micro_batch.cu_seqlens)"}, FIRST_GRAPHS,
                               [("recompile", "cu_seqlens")]),
     "attention that takes a tensor of the host": (
         {VARLEN_CLASS: "HOST = torch.zeros(())\n" + VARLEN_CLASS, VARLEN_CALL: "varlen(*inputs, HOST)\n",
@@ -104,10 +104,10 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("unaligned pointer", "triton_poi_fused__unsafe_view")]),
     "logits in f32": ({LOGITS: "product_dtype = accum"}, FIRST_GRAPHS,
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
-    "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostRowStore._store: copied.synchronize()")]),
+    "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostRowStore._store: self.comm.wait_for(copied)")]),
     "a table that is not pinned": ({PINNED: PINNED.replace("=True", "=False")}, HOST_TABLE,
                                    [("host wait", "HostRowStore.write_back: out.copy_(x, non_blocking=True)"),
-                                    ("elsewhere", "HostRowStore._store: copied.synchronize()"),
+                                    ("elsewhere", "HostRowStore._store: self.comm.wait_for(copied)"),
                                     ("elsewhere", "RowState.to")]),
 }
 

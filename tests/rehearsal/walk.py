@@ -39,8 +39,8 @@ OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only m
 
 
 # ---- Listening to the trainer: every call goes through, some lines around it
-LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Engine, backward=Tensor,
-                evaluate=tg.Engine, whole_state=tg.Engine)
+LISTENED = dict(train_step=tg, warm_up=tg, train_loop=tg, forward_backward=tg.Engine, backward=Tensor,
+                evaluate=tg.Engine, full_state=tg.Engine)
 
 def listen(listeners: Any) -> None:
     """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
@@ -65,13 +65,13 @@ class Listeners:
 
     def train_step(self, *args: Any) -> Iterator[None]:
         if self.tally.racing:
-            values = argument(tg.Values, args)
+            values = argument(tg.StepConfig, args)
             self.tally.begin(name_of_step(self.tally.schedule, values.step), values.stage)
         yield
 
     def forward_backward(self, engine: Any, *args: Any) -> Iterator[None]:
-        batch, values = argument(tg.Batch, args), argument(tg.Values, args)
-        slots = min(engine.slots_at_once, len(batch.tokens))
+        batch, values = argument(tg.Batch, args), argument(tg.StepConfig, args)
+        slots = min(engine.micro_batch_size, len(batch.tokens))
         self.tally.stage = values.stage
         self.tally.logit_numbers = math.inf
         if has_graph(self.tally, self.options, "GPT.losses"):
@@ -85,13 +85,13 @@ class Listeners:
         self.tally.in_backward = False
 
     def evaluate(self, engine: Any, *args: Any, **__: Any) -> Iterator[None]:
-        values = argument(tg.Values, args)
+        values = argument(tg.StepConfig, args)
         self.tally.stage = values.stage
         of_stage = engine.cfg.stages[values.stage].long_window * engine.cfg.window_block
         final = values.long_window > of_stage                 # the others are like it
         yield from self.off_the_clock("validation final" if final else BETWEEN, values.stage)
 
-    def whole_state(self, *_: Any, **__: Any) -> Iterator[None]:
+    def full_state(self, *_: Any, **__: Any) -> Iterator[None]:
         yield from self.off_the_clock("checkpoint")
 
     def off_the_clock(self, name: str, stage: int | None = None) -> Iterator[None]:
@@ -105,7 +105,7 @@ class Listeners:
     def warm_up(self, *_: Any, **__: Any) -> Iterator[None]:
         yield from self.off_the_clock("warm-up")
 
-    def race(self, *args: Any, **__: Any) -> Iterator[None]:
+    def train_loop(self, *args: Any, **__: Any) -> Iterator[None]:
         self.tally.schedule = argument(tg.Log, args).schedule                 # which only a time budget changes
         start_race(self.tally, argument(tg.Engine, args))
         yield
@@ -195,7 +195,7 @@ def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
     """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
     schedule = tg.Schedule(cfg)
     steps = {}
-    for number, (start, end) in enumerate(zip(schedule.starts, schedule.ends), 1):
+    for number, (start, end) in enumerate(zip(schedule.stage_starts, schedule.stage_ends), 1):
         odd = end // 2 - start // 2
         steps[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
     return steps
@@ -232,7 +232,7 @@ def english_like(count: int, seed: int) -> np.ndarray:
     tokens = tokens.ravel()
     lengths = np.exp(rng.normal(6.15, 0.88, count // 50)).astype(np.int64) + 2
     starts = np.cumsum(lengths) - lengths[0]
-    tokens[starts[starts < len(tokens)]] = tg.GPT2_DOCUMENT_START
+    tokens[starts[starts < len(tokens)]] = tg.GPT2_BOS_ID
     return tokens.astype("<u2")
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -293,7 +293,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         try:
-            cfg = tg.parse_flags(["--preset=record", *options.flags])
+            cfg = tg.load_config(["--preset=record", *options.flags])
             last = len(cfg.stages)
             if any(int(stage) > last for stage in options.stages.split(",") if stage):
                 raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of 1 to {last}",
@@ -301,13 +301,13 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             flags = flags_of_walk(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
-            given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+            given = tg.load_config(["--preset=record", *options.flags, *flags])
         except tg.TrainerError as error:
             return dict(error=str(error))
         ended = {}
         try:
             with mode, contextlib.redirect_stdout(sys.stderr):
-                tg.train(given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
+                tg.train(given, tg.init_distributed(given), tg.ExitHandler(), Path(tg.__file__).read_bytes())
         except tg.TrainerError as error:                      # a card on which the preset does not fit
             return dict(error=str(error))
         except Exception as error:
@@ -359,8 +359,8 @@ def name_of_step(schedule: tg.Schedule, step: int) -> str:
     if step == schedule.untie_step:
         return "untie step"
     k = schedule.stage_at(step)
-    place = schedule.ends[k] - step                           # from the end
-    steady = min(2 * CYCLE, schedule.ends[k] - schedule.starts[k])
+    place = schedule.stage_ends[k] - step                 # from the end
+    steady = min(2 * CYCLE, schedule.stage_ends[k] - schedule.stage_starts[k])
     if not 0 <= steady - place < CYCLE:
         return BETWEEN
     return f"stage {k + 1} {'odd' if step % CYCLE else 'even'} step"
