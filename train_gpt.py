@@ -3508,7 +3508,7 @@ class Engine:
 # ---- Memory: an estimate before anything is built
 USABLE_MEMORY = 0.9                      # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 HOST_TABLES = "tables on the host"       # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its peak, in the head: compiled (counted by tests/rehearse.py), or in plain PyTorch.
+# What a step keeps per token at its peak, in the head: compiled (counted by tests/dry_run.py), or in plain PyTorch.
 SAVED_VECTORS = 17                       # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -4045,8 +4045,8 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
         out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider window of
-    # the final validation.
+    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider
+    # window of the final validation.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done

@@ -12,11 +12,11 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # 
 import pytest
 import torch
 from common import nothing
-from ranks import Ranks
+from forked_ranks import Ranks
 
 import train_gpt as tg
 
-LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_tables.py",
+LONGEST_FILES = ["test_dry_run.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_faults.py", "test_main.py", "test_files.py"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,16 +26,16 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
-    for mark in ("all: long loops, run with --all only",
+    for mark in ("slow: long loops, run with --all only",
                  "recipe: must fail when the mathematics changes; forks leave it out",
-                 "house: judges this repository's main, its size and its records, not a fork",
+                 "style: judges this repository's main, its size and its records, not a fork",
                  "gpu: needs a CUDA device; `pytest -m gpu` runs them all",
                  "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
         config.addinivalue_line("markers", mark)
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Starts W ranks, and returns what each found: ranks.py."""
+    """Starts W ranks, and returns what each found: forked_ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def small_pieces() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the rehearsal: what one walk has compiled, the next one finds."""
-    return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
+    return Path(os.environ.get("DRY_RUN_CACHE") or tmp_path_factory.mktemp("cache"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
         items.sort(key=parse_layer)
     for item in items:
-        if item.get_closest_marker("all") and not config.getoption("--all"):
+        if item.get_closest_marker("slow") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
 def parse_layer(item: pytest.Item) -> int:

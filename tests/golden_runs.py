@@ -31,6 +31,7 @@ TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_ev
             adam_every=2)
 POCKET = dict(num_scheduled_steps=15, num_extension_steps=5, val_every=10, checkpoint_every=8, adam_every=2)
 DTYPES = dict(f64="float64", fp32="float32", bf16="bfloat16")
+OLD_FLAGS = dict(micro_batch_size="slots_per_micro_batch")
 CUT = dict(max_steps=18)                 # untied at step 17, after the last checkpoint
 # N-gram tables. The columns of --tables: label order rows layer signs location update_every lr wd beta2.
 TWO_TABLES = "more_bigram_embed 2 200 stream 0 {0} {1}; trigram_embed 3 300 stream 1 {0} {1}"
@@ -89,6 +90,8 @@ def launch(trainer: Path, world: int, flags: dict[str, Any]) -> None:
     command = [sys.executable]
     if world > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    if "    slots_per_micro_batch: " in trainer.read_text("utf-8"):               # a trainer of before 2026-11-26
+        flags = {OLD_FLAGS.get(name, name): value for name, value in flags.items()}
     command += [str(trainer), *(f"--{name}={value}" for name, value in flags.items())]
     process = subprocess.Popen(command, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
                                stderr=subprocess.PIPE, text=True)

@@ -1,7 +1,7 @@
-"""Print predicted times of the rehearsed run, or set measured ones beside them: rehearsal/price.py does it."""
+"""Print predicted times of the rehearsed run, or set measured ones beside them: dry_run/price.py does it."""
 import sys
 
-from rehearsal.price import main
+from dry_run.price import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -348,8 +348,8 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table():
         threading.setprofile(None)
     assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "what it traces"
     assert (0, "numpy.empty") in calls, "builtins, too"
-    assert {name for section, name in calls if section == 1} <= {"Communicator.pinned", "Communicator.set_thread_device",
-                                                                 "Communicator.on_cuda"}
+    allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda"}
+    assert {name for section, name in calls if section == 1} <= allowed
     assert {section for section, _ in calls} == {0, 1, 3, 5, 6}
     owners = {name.partition(".")[0] for section, name in calls if section}
     assert not owners & {cls.__name__ for cls in NO_CONCERN}

@@ -353,9 +353,9 @@ def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     with refused(tg.RunError, "memory", "7.5 GiB to use", "weights 35.8", "home host"):
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
-@pytest.mark.house
+@pytest.mark.style
 def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
-    ledger = json.loads((Path(__file__).parent / "rehearsal/ledger.json").read_text())
+    ledger = json.loads((Path(__file__).parent / "dry_run/expected_costs.json").read_text())
     for world, walked in ledger["worlds"].items():
         cfg = record(*ledger["flags"])
         phases = walked["phases"]

@@ -1,7 +1,7 @@
 """Real processes in which something goes wrong: all end, the first cause is named once, and the log can be read.
 
-Faults come from faults.py; nothing in the trainer knows of them. No time is measured, for a machine may be busy: a rank
-that is there after BOUND seconds has no status of its own.
+Faults come from fault_injection.py; nothing in the trainer knows of them. No time is measured, because a machine may be
+busy: a rank that is there after BOUND seconds has no status of its own.
 """
 import os
 import re
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from common import ROOT, Run, write_shard
-from faults import BOUND, FLAGS, PATIENT, TIMEOUT, Ended, Job
+from fault_injection import BOUND, FLAGS, PATIENT, TIMEOUT, Ended, Job
 
 import train_gpt as tg
 
@@ -173,7 +173,7 @@ def waiting(request, tmp_path_factory):
     names = [item.callspec.params["name"] for item in asked if not item.get_closest_marker("skip")]
     return {name: begin(name, folder / name.replace(" ", "_")) for name in names if name in WAITING}
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * (name in LONG)) for name in CASES])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CASES])
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
     job = waiting.get(name) or begin(name, tmp_path)
     check(job.wait(), CASES[name])
@@ -183,7 +183,7 @@ def test_end__is_promised_in_5_s_after_the_timeout_in_force():
     assert tg.STORE_TIMEOUT_S + 2 * tg.ALL_RANKS_TIMEOUT_S < tg.EXIT_TIMEOUT_S == 5
     assert 2 * TIMEOUT + PATIENT * tg.EXIT_TIMEOUT_S < BOUND < tg.SLOW_TIMEOUT_FACTOR * TIMEOUT
 
-@pytest.mark.all
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TWO)
 def test_end__again_and_again(tmp_path, name):
     """Three at a time, so that they meet in different orders on a busy machine."""
@@ -236,13 +236,13 @@ def test_race__data_that_end_lose_no_line(tmp_path):
     assert [event["step"] for event in log.of("step")] == list(map(int, named)) == [1, 2, 3, 4, 5, 6]
 
 @pytest.mark.parametrize("fault", ["kill in forward", *(
-    pytest.param(fault, marks=pytest.mark.all)
+    pytest.param(fault, marks=pytest.mark.slow)
     for fault in ("kill in warm-up", "sleep in forward", "bad data in the loader"))])
 def test_end__under_torchrun(tmp_path, fault):
     """torchrun adds a trace and a summary of its own; the ranks still name the cause once. It looks every 0.1 s: if it
     sees a killed rank before the others do, they are ended from outside; the cause is the killed rank all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               ROOT / "tests/faults.py", fault, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
+               ROOT / "tests/fault_injection.py", fault, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * BOUND, cwd=tmp_path,
                           env=os.environ | dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1"))
     cause = "DataError: shard 7" if "data" in fault else LOST[0]

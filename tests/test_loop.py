@@ -295,7 +295,7 @@ def kind(x):
 
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_extension_steps=0),
-    *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(micro_batch_size=3), dict(max_doc_len=2)))],
+    *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(micro_batch_size=3), dict(max_doc_len=2)))],
     ids=str)
 def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     seen = set()

@@ -186,7 +186,7 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0].get("recompiles") == again
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_make_profile__two_ranks(tmp_path):
     log = launch(tmp_path / "run", 2, "--profile=6:9", "--sample_tokens=0")[0]
     assert log.of("result")[0]["void"] == "profiled" and "this time does not count: profiled" in log.lines

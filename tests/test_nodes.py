@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from common import PATIENCE, ROOT, Run, launch, losses
-from faults import BOUND, TIMEOUT
+from fault_injection import BOUND, TIMEOUT
 
 LINK = "link0"                           # the name of either end, in its node
 SHORT = ("--max_steps=4", "--sample_tokens=0")
@@ -55,7 +55,7 @@ def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
     with open(folder / f"{name}.txt", "w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
     status = [launcher.wait(PATIENCE) for launcher in launchers]
@@ -63,7 +63,7 @@ def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_p
     one = launch(tmp_path / "one", 4, *SHORT)
     assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, "--num_scheduled_steps=20000", "--epochs=0", f"--comm_timeout={TIMEOUT}")
                  for node, name in enumerate(nodes, 1)]

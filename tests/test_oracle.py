@@ -656,7 +656,7 @@ def cases() -> Iterator:
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
 
-@pytest.mark.all
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DIRECTORIES.values(), ids=DIRECTORIES)
 def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
     if not path.is_dir():

@@ -48,7 +48,7 @@ def test_race_svg__follows_from_the_logs():
     spec.loader.exec_module(race)
     assert (ROOT / "records/guide/race.svg").read_text() == race.draw(), "run python records/guide/race.py"
 
-@pytest.mark.house
+@pytest.mark.style
 @pytest.mark.parametrize("pattern", LONGEST)
 def test_pages_are_short(pattern):
     lines = {page.name: len(page.read_text().splitlines()) for page in ROOT.glob(pattern)}

@@ -28,14 +28,14 @@ import torch
 from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngrams, set_grad,
                     started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
-from ranks import COMM_TIMEOUT, Rank, Ranks
+from forked_ranks import COMM_TIMEOUT, Rank, Ranks
 from reference import put_together
-from row_cycles import PAIRS, TRIPLES, StagedStore
+from table_harness import PAIRS, TRIPLES, StagedStore
 from torch import Tensor
 
 import train_gpt as tg
 
-SLOW_3, SLOW_4 = (pytest.param(world, marks=pytest.mark.all) for world in (3, 4))
+SLOW_3, SLOW_4 = (pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))
 worlds = pytest.mark.parametrize("world", [2, SLOW_3, SLOW_4, 8], ids="W{}".format)
 
 Arrays = dict[str, np.ndarray]
@@ -149,7 +149,7 @@ def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[d
 
 runs = pytest.mark.parametrize("name, world", [
     ("all layers", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
-    *(pytest.param(name, 4, marks=pytest.mark.all) for name in RUNS)])
+    *(pytest.param(name, 4, marks=pytest.mark.slow) for name in RUNS)])
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
@@ -234,7 +234,7 @@ COUNTED = [
     *(("cycles", "device", world) for world in (1, 2, 4, 8)), ("dense", "device", 2), ("every step", "device", 2),
     ("layers", "device", 1), ("layers", "device", 2), ("layers", "host", 1), ("layers", "host", 2),
     ("cadence 4", "device", 2), ("cadence 4", "host", 1),
-    *(pytest.param(name, home, 4, marks=pytest.mark.all)
+    *(pytest.param(name, home, 4, marks=pytest.mark.slow)
       for name, home in (("dense", "device"), ("layers", "host"), ("cadence 4", "device"), ("cadence 4", "host")))]
 
 @pytest.mark.parametrize("name, home, world", COUNTED)
@@ -340,7 +340,7 @@ def grads_of(table: tg.LocalTable | tg.ExchangedTable) -> Tensor:
 
 def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
     """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
-    come the integers of this rank's slots; those of tables, of which row_cycles.py has more, are zeros. spoil: with NaN
+    come the integers of this rank's slots; those of tables are zeros (table_harness.py has more). spoil: with NaN
     in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
     reverse, else one by chance. Returns the state right after the untying and at the end."""
     stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
@@ -386,7 +386,7 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
 
 @pytest.mark.parametrize("world, dtype, mode", [
     (2, "float64", "sparse"), (2, "float64", "dense"), (2, "bfloat16", "sparse"), (8, "bfloat16", "sparse"),
-    *(pytest.param(world, dtype, mode, marks=pytest.mark.all) for world in (3, 4, 8)
+    *(pytest.param(world, dtype, mode, marks=pytest.mark.slow) for world in (3, 4, 8)
       for dtype, mode in (("float64", "sparse"), ("float32", "dense")))])
 def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, world, dtype, mode):
     """Tied and untied, with integers for gradients; 24 slots, of which 1/24 is no binary number."""
@@ -407,7 +407,8 @@ def test_ShardedGroup__padding_comes_nowhere(ranks, world):
     assert_same_bits(by_rank[0]["end"], ranks(world, hand, dtype="bfloat16", row_comms="sparse")[0]["end"])
 
 @pytest.mark.parametrize("world, order", [
-    (2, 1), (2, 2), *(pytest.param(world, order, marks=pytest.mark.all) for world in (3, 8) for order in range(1, 12))])
+    (2, 1), (2, 2), *(pytest.param(world, order, marks=pytest.mark.slow)
+                       for world in (3, 8) for order in range(1, 12))])
 def test_orders__any_order_of_communication_gives_the_same_bits(ranks, world, order):
     for found, want in zip(ranks(world, hand, order=order), ranks(world, hand, order=0)):
         assert found["hashes"] == want["hashes"]

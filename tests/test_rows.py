@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from common import compiled_for, interpreted, needs_triton, owned, plan_of
 from pytest import MonkeyPatch
-from ranks import Rank, Ranks
+from forked_ranks import Rank, Ranks
 from reference import put_together
-from row_cycles import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
+from table_harness import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
 from torch import Tensor
 
 import train_gpt as tg
@@ -29,7 +29,7 @@ import train_gpt as tg
 MODES = ("sparse", "dense")
 KINDS = (*MODES, *tg.ROW_STORES)         # of tables: how a dense one exchanges rows, or the store of a row-wise one
 ELEMENT = dict(float32=4, bfloat16=2)    # bytes
-SLOW = pytest.param(4, marks=pytest.mark.all)
+SLOW = pytest.param(4, marks=pytest.mark.slow)
 worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
 
 
@@ -116,7 +116,7 @@ def kinds_of(world: int) -> tuple[str, ...]:
 def by_world(without: str = "") -> pytest.MarkDecorator:
     """Parametrize a test by number of ranks and kind of table, all kinds but one."""
     cases = [(world, kind) for world in (1, 2) for kind in kinds_of(world) if kind != without]
-    return pytest.mark.parametrize("world, kind", cases + [pytest.param(4, kind, marks=pytest.mark.all)
+    return pytest.mark.parametrize("world, kind", cases + [pytest.param(4, kind, marks=pytest.mark.slow)
                                                            for kind in KINDS])
 
 def of_each_kind(rank: Rank, case: Callable[[tg.Communicator, str], Any], without: str = "") -> dict[str, Any]:

@@ -97,7 +97,7 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
     if tables:
         assert same(checkpoint(tmp_path / "run", 10), checkpoint(place / f"whole{world}", 10)), "with v and last"
 
-@pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.all)])
+@pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world):
     done_well(tmp_path / "run", world, f"--resume={place / f'cut{before}'}", *ON, f"--tables={HOST}",
               f"--save={tmp_path / 'save'}")

@@ -28,15 +28,15 @@ from common import (exact_array, comm, few_layers, fill_randomly, plan_of, prese
                     tensors_of)
 from common import engine as make_engine
 from pytest import MonkeyPatch
-from ranks import Rank
+from forked_ranks import Rank
 from reference import ngram_rows, put_together
-from row_cycles import PAIRS, PATTERNS, TRIPLES, StagedStore, Trial, differences, drive
+from table_harness import PAIRS, PATTERNS, TRIPLES, StagedStore, Trial, differences, drive
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt as tg
 
-SLOW = pytest.param(4, marks=pytest.mark.all)
+SLOW = pytest.param(4, marks=pytest.mark.slow)
 worlds = pytest.mark.parametrize("world", [1, 2, SLOW, 8], ids="W{}".format)
 STORES = ("device", "host")
 stores = pytest.mark.parametrize("location", STORES)
@@ -100,7 +100,7 @@ def test_rowwise_update__in_bf16_to_the_bit(ranks, location):
         together = put_together([of_rank[label][name] for of_rank in two], rows)
         assert alone[name].tobytes() == together.tobytes(), f"{label}: {name}"
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.all)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
     """In bf16. Sums of squares of these gradients are exact in any order."""
     graphs = CompileCounterWithBackend(backend)
@@ -593,7 +593,8 @@ class StandInCuda:
 
         for name, stand_in in dict(copy_=late_copy, to=late_to, record_stream=record_stream).items():
             patch.setattr(torch.Tensor, name, stand_in)
-        where = SimpleNamespace(device=torch.device("cpu"), on_cuda=True, world_size=1, rank=0, set_thread_device=self.enter,
+        where = SimpleNamespace(device=torch.device("cpu"), on_cuda=True, world_size=1, rank=0,
+                                set_thread_device=self.enter,
                                 wait_for=lambda event: event.synchronize())
         self.store = store_of(CudaStore, where)
         everything = torch.arange(ROWS)

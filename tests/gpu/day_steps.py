@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from rehearsal import price
+from dry_run import price
 
 if TYPE_CHECKING:
     from day import Day

@@ -16,7 +16,7 @@ import pytest
 import torch
 from day import Day, Step
 from day_steps import Verdict
-from rehearsal import price
+from dry_run import price
 
 import train_gpt as tg
 
@@ -45,7 +45,7 @@ def test_day__one_step_walks_on_a_cpu(tmp_path):
     rates = price.load(out / "rates_measured.json")
     assert price.Card(rates, "cpu").rates["bfloat16"] == found["steps"][1]["figures"]["rates"]["bfloat16"] > 0
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_day__all_steps_walk_on_a_cpu(tmp_path):
     status, lines, found = walk(tmp_path, "--full", limit=900)
     assert status == 0, lines
@@ -53,7 +53,7 @@ def test_day__all_steps_walk_on_a_cpu(tmp_path):
     assert found["verdict"] == "rehearsed" and all(step["figures"] for step in found["steps"])
     assert list((tmp_path / "records").glob("*_Day/result.json"))
 
-@pytest.mark.all
+@pytest.mark.slow
 def test_day__its_end_ends_the_step(tmp_path):
     command = [sys.executable, str(SCRIPT), "--device=cpu", f"--out={tmp_path}", "--parts=stages"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

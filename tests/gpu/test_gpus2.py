@@ -6,8 +6,8 @@ what test_faults.py shows, and is tried here with --all.
 import pytest
 import torch
 from common import preset, random_stream, started_loader, steps_of, write_shard
-from faults import Job
-from ranks import COMM_TIMEOUT, Rank
+from fault_injection import Job
+from forked_ranks import COMM_TIMEOUT, Rank
 
 import train_gpt as tg
 
@@ -45,7 +45,7 @@ def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
     for found in ranks(world, losses_of_steps, device=device):
         assert found == pytest.approx(alone, rel=1e-4)
 
-@devices(pytest.mark.all)
+@devices(pytest.mark.slow)
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
 def test_main__ranks_that_lose_one(tmp_path, fault, device, world):
     """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other

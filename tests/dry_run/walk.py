@@ -1,8 +1,8 @@
 """One rank's walk through `train()` on a card that is not there; what it launches, moves, keeps and waits for.
 
-    PYTHONPATH=tests python -m rehearsal.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
+    PYTHONPATH=tests python -m dry_run.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
 
-For a process of its own; rehearse.py starts it. Of the trainer it knows: where a run, a step, its two halves, a
+For a process of its own; dry_run.py starts it. Of the trainer it knows: where a run, a step, its two halves, a
 validation and a checkpoint begin (LISTENED), custom operations, weights that are sharded, tables and row stores.
 """
 from __future__ import annotations
@@ -24,7 +24,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from . import phantom  # noqa: I001  before torch
+from . import fake_cuda  # noqa: I001  before torch
 import numpy as np
 import torch
 from torch import Tensor
@@ -246,19 +246,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*")
     return parser.parse_args(argv)
 
-def install(card: str, recorder: Tally, world: int) -> phantom.Card:
+def install(card: str, recorder: Tally, world: int) -> fake_cuda.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
-    mode = phantom.install(card, recorder, world)
+    mode = fake_cuda.install(card, recorder, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     for name, operation in torch._library.custom_ops.OPDEFS.items():
         if name.startswith("train_gpt::"):
-            phantom.bodies[operation._opoverload] = operation._init_fn
+            fake_cuda.bodies[operation._opoverload] = operation._init_fn
 
     def save_nothing(content: Any, file: Any) -> None:        # a word in the place of tensors without numbers
         file.write(b"tensors")
 
     torch.save = save_nothing
-    tg.DeviceRowStore.touched_rows = phantom.always(())       # rows without numbers do not say if they were touched
+    tg.DeviceRowStore.touched_rows = fake_cuda.always(())       # rows without numbers do not say if they were touched
     tg.ROW_STORES.update(host=WalkedRowStore)
     return mode
 
@@ -278,7 +278,7 @@ class WalkedRowStore(tg.HostRowStore):
     def result_of(self, work: Future, timeout: float | None = None) -> Any:
         while not work.done():
             next_work, call, args = self.to_do.pop(0)
-            with phantom.mode.recorder.elsewhere():
+            with fake_cuda.mode.recorder.elsewhere():
                 next_work.set_result(call(*args))             # an exception surfaces here
         return Future.result(work)
 

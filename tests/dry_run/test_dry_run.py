@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from common import ROOT
 
-from rehearsal import command, ledger, price
+from dry_run import command, expected_costs, price
 
 REASON = command.why_not()
 PATIENCE = 3600                          # s for walks on a busy machine
@@ -22,7 +22,7 @@ needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 TODAY = json.loads(price.LEDGER.read_text())
 
 def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
-    environment = dict(os.environ, REHEARSAL_CACHE=str(cache), OMP_NUM_THREADS="1", PYTHONPATH=str(root / "tests"))
+    environment = dict(os.environ, DRY_RUN_CACHE=str(cache), OMP_NUM_THREADS="1", PYTHONPATH=str(root / "tests"))
     return subprocess.Popen([sys.executable, *words], cwd=root, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
 
@@ -37,22 +37,22 @@ def ended_well(root: Path, cache: Path, *words: str) -> None:
 @pytest.fixture(scope="module")
 def quick(cache: Path) -> Iterator[subprocess.Popen]:
     """The quick part, under way: it takes a core of its own."""
-    with started(ROOT, cache, "tests/rehearse.py", "--quick") as process:
+    with started(ROOT, cache, "tests/dry_run.py", "--quick") as process:
         yield process
         process.kill()
 
 @needs_tool
-@pytest.mark.all
-@pytest.mark.house
-def test_rehearse__all_is_as_the_ledger_says(cache):
-    ended_well(ROOT, cache, "tests/rehearse.py")
+@pytest.mark.slow
+@pytest.mark.style
+def test_dry_run__all_is_as_the_ledger_says(cache):
+    ended_well(ROOT, cache, "tests/dry_run.py")
 
 @needs_tool
 def test_Tally__counts_what_others_count(cache, quick):
-    ended_well(ROOT, cache, "-m", "rehearsal.counted")
+    ended_well(ROOT, cache, "-m", "dry_run.counted")
 
 @needs_tool
-def test_rehearse__quick_finds_nothing_forbidden(quick):
+def test_dry_run__quick_finds_nothing_forbidden(quick):
     """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
     gradient beside its main_grad."""
     said, _ = quick.communicate(timeout=PATIENCE)
@@ -111,7 +111,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
                                     ("elsewhere", "RowState.to")]),
 }
 
-@pytest.mark.house
+@pytest.mark.style
 def test_walk__what_mistakes_are_planted_in_is_there():
     """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
@@ -119,7 +119,7 @@ def test_walk__what_mistakes_are_planted_in_is_there():
     assert set(counts.values()) == {1}, counts
 
 @needs_tool
-@pytest.mark.all
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
 def test_walk__a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
     changes, words, expected = PLANTED[name]
@@ -127,23 +127,24 @@ def test_walk__a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
     for old, new in changes.items():
         text = text.replace(old, new)
     (tmp_path / "train_gpt.py").write_text(text, "utf-8")
-    shutil.copytree(ROOT / "tests/rehearsal", tmp_path / "tests/rehearsal",
+    shutil.copytree(ROOT / "tests/dry_run", tmp_path / "tests/dry_run",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    ended_well(tmp_path, cache, "-m", "rehearsal.walk", "--out=found.json", "--world=8", *words)
+    ended_well(tmp_path, cache, "-m", "dry_run.walk", "--out=found.json", "--world=8", *words)
     found = json.loads((tmp_path / "found.json").read_text())
-    said = ledger.forbidden(dict(worlds={"8": found})) + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
+    failures = expected_costs.forbidden(dict(worlds={"8": found}))
+    said = failures + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
     for kind, where in expected:
         assert any(f"{kind}: " in line and where in line for line in said), (kind, where, said)
     kinds = {kind for kind, _ in expected}
     assert all(any(f"{kind}: " in line for kind in kinds) for line in said), "something else is said"
 
-@pytest.mark.house
+@pytest.mark.style
 def test_forbidden__nothing_in_the_ledger_and_its_prices_are_of_todays_rates():
-    assert ledger.forbidden(TODAY) == [] and set(TODAY["worlds"]) == {"1", "8"}
-    assert TODAY["rates_sha256"] == ledger.hashlib.sha256(price.RATES.read_bytes()).hexdigest(), "--update"
+    assert expected_costs.forbidden(TODAY) == [] and set(TODAY["worlds"]) == {"1", "8"}
+    assert TODAY["rates_sha256"] == expected_costs.hashlib.sha256(price.RATES.read_bytes()).hexdigest(), "--update"
     for by_attention in price.kept_prediction(TODAY)["worlds"].values():
         assert by_attention["FA3"]["run_s"] < by_attention["FA2"]["run_s"]
-    assert ledger.report(TODAY, copy.deepcopy(TODAY)) == []
+    assert expected_costs.report(TODAY, copy.deepcopy(TODAY)) == []
 
 
 # ---- The command, with walks that are made up
@@ -162,7 +163,7 @@ def rehearse(monkeypatch, tmp_path, capsys):
     """rehearse(found, *flags): status and text of a call whose walks all find this, beside a ledger of its own."""
     def call(found: dict[str, Any], *flags: str) -> tuple[int, str]:
         monkeypatch.setattr(command, "walk_all", lambda jobs, _: {name: copy.deepcopy(found) for name in jobs})
-        status = command.main([f"--ledger={tmp_path}/ledger.json", *flags])
+        status = command.main([f"--ledger={tmp_path}/expected_costs.json", *flags])
         return status, capsys.readouterr().out
 
     monkeypatch.setattr(command, "why_not", str)
@@ -188,14 +189,15 @@ def test_report__growth_fails_by_name_until_an_update_accepts_it(rehearse, said)
 FORBIDDEN = {                            # kind -> what a walk says of it
     "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
     "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
-    "host wait": dict(host_waits=dict.fromkeys(ledger.ALLOWED_WAITS, 3) | {"Log.flush: line.losses.sum().item()": 2})}
+    "host wait": dict(host_waits=dict.fromkeys(expected_costs.ALLOWED_WAITS, 3) |
+                      {"Log.flush: line.losses.sum().item()": 2})}
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
 def test_forbidden__no_update_accepts_it(rehearse, tmp_path, kind):
-    before = (tmp_path / "ledger.json").read_text()
+    before = (tmp_path / "expected_costs.json").read_text()
     for flag, worlds in (("--quick", "8"), ("--gpus=8,1", "81"), ("--update", "81")):
         status, said = rehearse(walked(**FORBIDDEN[kind]), flag)
         assert status == 1 and said.count("FAILED") == len(worlds)
         assert all(f"FAILED  W = {world}: {kind}: " in said for world in worlds)
-    assert (tmp_path / "ledger.json").read_text() == before
+    assert (tmp_path / "expected_costs.json").read_text() == before
     assert rehearse(walked(launches=99), "--quick")[0] == 0, "growth is not the quick part's business"

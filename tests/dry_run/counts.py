@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import phantom  # noqa: I001  before torch
+from . import fake_cuda  # noqa: I001  before torch
 import numpy as np
 import torch
 from torch import Tensor
@@ -242,7 +242,7 @@ class Tally:
     def launched(self, function: str, owner: Any, warps: int, grid: tuple[int, ...], args: tuple) -> None:
         """owner: Inductor's autotuner, if it has made the kernel."""
         tensors = [x for x in args if isinstance(x, FakeTensor)]
-        facts = phantom.binaries[function]
+        facts = fake_cuda.binaries[function]
         common = dict(programs=math.prod(grid), warps=warps, **facts)
         if owner is None and facts["tensor_core"]:
             key = self.product(common, tensors)
@@ -265,7 +265,7 @@ class Tally:
         name = owner.inductor_meta["kernel_name"]
         base = re.sub(r"_\d+$", "", name)
         source = owner.fn.src.replace(name, base)
-        config = owner.launchers[0].config                    # phantom.first_of_all
+        config = owner.launchers[0].config                    # fake_cuda.first_of_all
         trips = 1
         length = re.search(r"\br0_numel = (\d+)", source)
         if length and "R0_BLOCK" in config.kwargs:
@@ -361,7 +361,7 @@ def unique(tensors: list[Tensor]) -> list[Tensor]:
 
 def fakes(values: Iterable) -> list[FakeTensor]:
     """The tensors of the card among the values, and in lists of them."""
-    return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
+    return [x for x in fake_cuda.flat(values, {}) if isinstance(x, FakeTensor)]
 
 def trainer_line() -> str:
     """Function and text, without its comment, of the innermost line of the trainer that is running."""

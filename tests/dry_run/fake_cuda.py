@@ -33,12 +33,12 @@ PROPERTIES = dict(                       # of every card here
 CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json").read_text())["cards"].items()}
 
 def load_shim(folder: Path) -> None:
-    """Build phantom.cpp into the folder and load it, which has to come before torch is imported."""
-    assert "torch" not in sys.modules, "phantom.py wants to be imported before torch"
+    """Build fake_cuda.cpp into the folder and load it, which has to come before torch is imported."""
+    assert "torch" not in sys.modules, "fake_cuda.py wants to be imported before torch"
     torch = Path(importlib.util.find_spec("torch").origin).parent
-    source = HERE / "phantom.cpp"
+    source = HERE / "fake_cuda.cpp"
     digest = hashlib.sha256(source.read_bytes() + str(torch).encode()).hexdigest()[:16]
-    library = folder / f"phantom-{digest}.so"
+    library = folder / f"fake_cuda-{digest}.so"
     if not library.exists():
         unfinished = folder / f"{library.name}.{os.getpid()}"
         compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
@@ -48,7 +48,7 @@ def load_shim(folder: Path) -> None:
         unfinished.rename(library)
     ctypes.CDLL(str(library))
 
-SCRATCH = Path(os.environ.get("REHEARSAL_CACHE") or tempfile.mkdtemp(prefix="rehearsal-"))
+SCRATCH = Path(os.environ.get("DRY_RUN_CACHE") or tempfile.mkdtemp(prefix="dry-run-"))
 os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "inductor"), TRITON_CACHE_DIR=str(SCRATCH / "triton"),
                   TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_FX_GRAPH_CACHE="1")
 SCRATCH.mkdir(parents=True, exist_ok=True)

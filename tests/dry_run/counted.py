@@ -1,7 +1,7 @@
-"""What a walk counts, against counts of another kind, in a process of its own: test_rehearsal.py starts it."""
+"""What a walk counts, against counts of another kind, in a process of its own: test_dry_run.py starts it."""
 from __future__ import annotations
 
-from . import phantom  # noqa: I001  before torch
+from . import fake_cuda  # noqa: I001  before torch
 import numpy as np
 import torch
 
@@ -71,7 +71,7 @@ def check_tiles() -> None:
 
 if __name__ == "__main__":
     tally = Tally(1)
-    with phantom.install("H100", tally):
+    with fake_cuda.install("H100", tally):
         for check in (check_operations, check_waits, check_memory):
             check(tally)
     check_tiles()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rehearsal import ledger, price
+from dry_run import expected_costs, price
 
 # Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
@@ -113,7 +113,7 @@ def test_load__either_form_of_a_ledger(tmp_path) -> None:
     for path in (tmp_path / "made.json", tmp_path / "none.json"):
         with pytest.raises(price.PriceError, match="a JSON file"):
             price.load(path)
-    assert ledger.ledger_in(tmp_path / "none.json") is None
+    assert expected_costs.ledger_in(tmp_path / "none.json") is None
 
 def write_log(folder: Path, config: dict, times: list[float]) -> None:
     """Write the log of a run whose steps take these ms."""

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 from common import PATIENCE, ROOT
 from density import AIM, CONSTRUCTS, density, docstrings
-from ranks import Rank
+from forked_ranks import Rank
 
 import train_gpt as tg
 
-pytestmark = pytest.mark.house           # of this repository's main: a fork may have other sizes
+pytestmark = pytest.mark.style           # of this repository's main: a fork may have other sizes
 
 SOURCE = ROOT / "train_gpt.py"
 TEXT = SOURCE.read_text("utf-8")
@@ -135,7 +135,7 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
     assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
 
 
-# ---- Sections ----------------------------------------------------------------------------------------------------------
+# ---- Sections -------------------------------------------------------------------------------------------------------
 def test_sections__in_order_with_banner_plan_and_tests():
     banners = [line for line in LINES if line.startswith("# ===")]
     numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
@@ -239,7 +239,8 @@ def test_sections__no_code_calls_a_later_section(ranks, world):
     named = {(caller, callee) for caller, _, callee, _ in calls}
     seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
             ("Engine.forward_backward", "first_order_only.<locals>.call"),         # autograd calls it in between
-            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"), ("finish_run", "save_weights"),
+            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"),
+            ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
     assert seen <= named, "what the runs are traced for"
     downward = sorted(call for call in calls if call[3] > call[1])

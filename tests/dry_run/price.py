@@ -5,7 +5,7 @@
 Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
 waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
 instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
-`rehearse.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
+`dry_run.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
 """
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
 from tools import compressed             # noqa: E402
 
-LEDGER, RATES = Path(__file__).with_name("ledger.json"), Path(__file__).with_name("rates.json")
+LEDGER, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
 FORMAT = 2                               # of timelines
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
 PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication", "": ""}
@@ -47,7 +47,7 @@ def load(path: Path) -> dict[str, Any]:
         found = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PriceError(f"{path}", found=error, expected="a JSON file",
-                         hint="name another; python tests/rehearse.py --update makes a ledger") from None
+                         hint="name another; python tests/dry_run.py --update makes a ledger") from None
     if not isinstance(found, dict):
         raise PriceError(f"{path}", found=f"a {type(found).__name__}", expected="a JSON object",
                          hint="name another file")
@@ -61,7 +61,7 @@ class Card:
         if name not in rates["cards"]:
             known = ", ".join(rates["cards"])
             raise PriceError("card", found=name, expected=f"one of {known}",
-                             hint="add it to tests/rehearsal/rates.json")
+                             hint="add it to tests/dry_run/rates.json")
         self.name = name
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
@@ -77,7 +77,7 @@ class Card:
         if kind not in self.rates:
             raise PriceError(f"rate of {kind!r} on {self.name}", found="none in the table of rates",
                              expected="a rate for all that the ledger does",
-                             hint=f"rehearse for this card: python tests/rehearse.py --card={self.name}")
+                             hint=f"rehearse for this card: python tests/dry_run.py --card={self.name}")
         return amount / self.rates[kind]
 
 def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
@@ -212,7 +212,7 @@ def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", found=f"format {ledger.get('format')}", expected=FORMAT,
-                         hint="python tests/rehearse.py --out makes one")
+                         hint="python tests/dry_run.py --out makes one")
     card = Card(rates, ledger["card"])
     return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
@@ -411,7 +411,7 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     world = f"{run.facts.get('world_size')}"
     if world not in prediction["worlds"]:
         raise PriceError(f"world size of {path}", found=world, expected=f"one of {', '.join(prediction['worlds'])}",
-                         hint=f"python tests/rehearse.py --gpus={world}")
+                         hint=f"python tests/dry_run.py --gpus={world}")
 
     seconds_after = {0: 0.0}             # by number of steps done
     seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)

@@ -195,7 +195,8 @@ class TableOptimizer(tg.Optimizer):
         for spec in specs:
             shape = spec.num_rows, WIDTH
             betas = BETA1 * (not trial.location), trial.beta2
-            parameter = tg.ParameterSpec(spec.label, shape, None, "rowwise" if trial.location else "adam", lr_mul=LR_MUL,
+            optimizer = "rowwise" if trial.location else "adam"
+            parameter = tg.ParameterSpec(spec.label, shape, None, optimizer, lr_mul=LR_MUL,
                                      wd_mul=WD_MUL, betas=betas, table=spec)
             table = tables[spec.label]
             if trial.location:
@@ -290,8 +291,8 @@ class Cycles:
             for step in range(trial.update_every):
                 for label in self.tables:
                     self.look_up(label, update, step)
-                values = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update), tied=False,
-                                         untie_after=False)
+                values = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
+                                         tied=False, untie_after=False)
                 next_plans = self.plans_after(update, step)
                 for label, plan in next_plans.items():
                     self.tables[label].prefetch(plan)

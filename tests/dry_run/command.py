@@ -1,7 +1,7 @@
 """Rehearse a run on GPUs that are not there: what it launches, moves, keeps and waits for, and what a change adds.
 
 README.md says what the flags do, what fails and how to accept growth. Status: 0; 1 for a failure; 2 for a request that
-cannot be met. REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
+cannot be met. DRY_RUN_CACHE names a folder that keeps what was compiled for the next call.
 """
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from . import price
-from .ledger import add_prices, forbidden, kept, ledger_in, report, sums_of, summary_of, written
+from .expected_costs import add_prices, forbidden, kept, ledger_in, report, sums_of, summary_of, written
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
-TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
+TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals fake_cuda.py knows
 BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
 
@@ -49,12 +49,12 @@ def why_not() -> str:
 # ---- Walks
 def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What walk.py finds with each of these arguments, in processes side by side."""
-    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(TESTS))
-        environment.setdefault("REHEARSAL_CACHE", folder)
+        environment.setdefault("DRY_RUN_CACHE", folder)
         processes = {}
         for name, arguments in jobs.items():
-            command = [sys.executable, "-m", "rehearsal.walk", f"--out={folder}/{name}.json", *arguments, "--", *flags]
+            command = [sys.executable, "-m", "dry_run.walk", f"--out={folder}/{name}.json", *arguments, "--", *flags]
             with open(f"{folder}/{name}.log", "w") as log:
                 processes[name] = subprocess.Popen(command, env=environment, stderr=log)
         return {name: found_by(process, Path(folder, name)) for name, process in processes.items()}
@@ -116,7 +116,7 @@ def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str,
 
 # ---- The command
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("rehearse.py", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser("dry_run.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", default="8,1", type=numbers, help="numbers of GPUs [%(default)s]")
     parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
     parser.add_argument("--stages", default=[], type=numbers, help="lower the graphs of these only, such as 1,2 [all]")
