@@ -350,7 +350,7 @@ def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     for cfg, comm in ((host, on_gpu()), (device, init_distributed())):
         _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
         assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
-    with refused(tg.RunError, "memory", "7.5 GiB to use", "weights 35.8", "home host"):
+    with refused(tg.RunError, "memory", "7.5 GiB to use", "weights 35.8", "location host"):
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.style

@@ -17,7 +17,7 @@ from fault_injection import BOUND, FLAGS, PATIENT, TIMEOUT, Ended, Job
 
 import train_gpt as tg
 
-CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|DataEnded|RunError): |interrupted$|ended from outside|Traceback)")
+CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|OutOfData|RunError): |interrupted$|ended from outside|Traceback)")
 KILLED = -9
 ENDED = (1, 143)                         # by itself, or by the launcher
 LOST = ("RunError: lost another rank", "dmesg")
@@ -228,7 +228,7 @@ def test_race__data_that_end_lose_no_line(tmp_path):
     """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
     max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
     ended = Job(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
-    check(ended, Case({}, (2, 2), ("DataEnded: training data ended", "enough for 6 steps", "--max_steps"), "result"))
+    check(ended, Case({}, (2, 2), ("OutOfData: training data ended", "enough for 6 steps", "--max_steps"), "result"))
     log = Run(ended.run_dir, 2, "", "")
     result, = log.of("result")
     assert (result["steps"], result["void"]) == (6, "the data ended early")

@@ -60,7 +60,7 @@ def test_dry_run__quick_finds_nothing_forbidden(quick):
 
 
 # ---- Mistakes on purpose, in a copy of the trainer
-STEP = "        self.optimizer.step(values)\n"
+STEP = "        self.optimizer.step(step_cfg)\n"
 SUMS = "            sums.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
 SCRATCH = "        grad_w = ctx.grad_target.add_gradient(product, None)"
