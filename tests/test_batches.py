@@ -428,7 +428,7 @@ def test_ValidationSet__batches_of_blocks_with_plans_of_their_own(tmp_path, monk
             check_plans([batch], cfg, "validation", tied, world)
     assert set(groups) == {None}
 
-def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
+def test_text_metrics__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
     stream = random_stream(1, 300, 5, 4)
     pieces = [b"a", b"bc", b"\xff\x00", b"defg"]
     lines = [f"{base64.b64encode(piece).decode()} {token}" for token, piece in enumerate(pieces)]

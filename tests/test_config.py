@@ -191,7 +191,7 @@ def test_PRESETS__settings_of_the_published_losses(name, settings):
     assert {field: getattr(cfg, field) for field in settings} == settings
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
-def test_parse_flags__every_field_is_a_flag(name):
+def test_load_config__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
     assert set(tg.PRESETS[name]) < {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
     assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["help"]), "--help names it"
@@ -208,7 +208,7 @@ def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables():
     assert replace(tables, preset="race", tables=race.tables) == race
     assert tables.tables == preset_of("pocket_tables").tables
 
-def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
+def test_load_config__a_flag_beats_the_preset_and_the_config_is_frozen():
     cfg = tg.load_config(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
     assert (cfg.seed, cfg.adam_lr, cfg.head_dim, cfg.adam_every, cfg.compile) == (7, 1e-3, 16, 1, -1)
@@ -245,10 +245,10 @@ REFUSED = {                                  # flags over the tiny preset -> wha
 }
 
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
-def test_parse_flags__a_bad_setting(flag):
+def test_load_config__a_bad_setting(flag):
     refuse(["--preset=tiny", flag], *REFUSED[flag])
 
-def test_parse_flags__sample_takes_no_flag_of_the_model():
+def test_load_config__sample_takes_no_flag_of_the_model():
     """Not even --preset, which would say nothing about the saved weights."""
     cfg = tg.load_config(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
     assert cfg == tg.Config(sample="w", prompt="once upon", seed=3, device="cpu")
@@ -256,7 +256,7 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
 
-def test_names_of__each_flag_has_one_role():
+def test_flag_names__each_flag_has_one_role():
     """A flag of the groups `common` and `run` changes no result, except the preset and the seed."""
     groups = {f.name: f.metadata["group"] for f in fields(tg.Config)}
     numbers, free, once = map(tg.flag_names, (tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN))
@@ -270,7 +270,7 @@ def test_names_of__each_flag_has_one_role():
     assert tg.numeric_settings(replace(cfg, seed=1))["seed"] == "1"
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
-def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):
+def test_load_config__help_names_every_field_with_the_values_of_the_preset(name, capsys):
     flags = [] if name == "record" else [f"--preset={name}"]
     with pytest.raises(SystemExit) as end:
         tg.load_config(["--help", *flags])
@@ -282,7 +282,7 @@ def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name,
         assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
+def test_print0__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
         comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
@@ -303,7 +303,7 @@ def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_
     assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
     assert ranks.timeout == 5
 
-def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
+def test_load_config__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = ("train_files", "val_files", "run_dir", "save")

@@ -25,7 +25,7 @@ MOST_ROWS = 2**31 - 1
 # ---- packing and validation slots -----------------------------------------------------------------------------------
 @pytest.mark.recipe
 @pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
-def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
+def test_validation_sequences__equal_a_plain_loop(sizes, slots, length):
     """A block needs its tokens, one more as the last target, and by the peer's rule another one; else: next shard."""
     streams = [random_stream(seed, count, 20, 3) for seed, count in enumerate(sizes)]
     want = []
@@ -43,7 +43,7 @@ def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     assert got == want
 
 @pytest.mark.recipe
-def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
+def test_synthetic_tokens__are_the_same_everywhere_and_full_of_documents():
     tokens = tg.synthetic_tokens(1, 40_000, 512, 511)
     assert tokens.dtype == np.uint16 and tokens.max() == 511 and tokens[0] == 511
     assert tokens[:8].tolist() == tg.synthetic_tokens(1, 8, 512, 511).tolist()
@@ -66,7 +66,7 @@ BAD_FILES = {                                # how the file is made, bytes cut o
 }
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-def test_scan_shards__a_damaged_one(tmp_path, kind):
+def test_verify_shards__a_damaged_one(tmp_path, kind):
     header, cut, *parts = BAD_FILES[kind]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, bos_id=3) | header)
@@ -81,7 +81,7 @@ def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     with refused(tg.DataError, "a.bin", "110 tokens", "120"):
         tg.load_shard(header)
 
-def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
+def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
     first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
     second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
@@ -92,7 +92,7 @@ def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
     ("{}/none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
     ("formula:512:511:100:0", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS"))])
-def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
+def test_read_shard_headers__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     """A broken link passed over in silence would be training on less than was asked for."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
@@ -100,7 +100,7 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     with refused(tg.DataError, *parts):
         tg.read_shard_headers(name.format(tmp_path))
 
-def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
+def test_read_shard_headers__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
     odd = tmp_path / "my [data] *"
     odd.mkdir()
@@ -114,7 +114,7 @@ def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monke
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
     return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
 
-def test_resolve__the_header_decides_the_sizes():
+def test_resolve_sizes__the_header_decides_the_sizes():
     gpt2 = shards(1, vocab=(50_257, 50_256))
     cfg = tg.resolve_sizes(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
     assert (cfg.vocab_size, cfg.bos_id, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
@@ -124,7 +124,7 @@ def test_resolve__the_header_decides_the_sizes():
     (dict(bos_id=0), (512, 511), tg.ConfigError, ("--bos_id", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
     (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
-def test_resolve__contradictions(changes, val_vocab, kind, parts):
+def test_resolve_sizes__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
     with refused(kind, *parts):
@@ -171,7 +171,7 @@ def test_check_enough_data__validation_tokens(tmp_path):
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
     ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
-def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
+def test_read_token_bytes__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
     """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
     cfg = preset(vocab_size=5, bos_id=3)
     assert tg.read_token_bytes(tmp_path, cfg) is None
@@ -188,7 +188,7 @@ def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
         entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
 
-def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
+def test_verify_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     """Every byte of every shard counts, in order; names may be any bytes."""
     names = b"a.bin", b"b.bin", b"\xff.bin"
     want = hashlib.sha256()

@@ -238,7 +238,7 @@ def bytes_of(tensors) -> int:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (8, 0)])
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode):
+def test_estimate_memory__weights_gradients_and_moments(dtype, world, rank, mode):
     """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
     runner = engine(cfg, world, rank)
@@ -275,7 +275,7 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 4)])
-def test_memory_estimate__large_tables(home, world, rows, cadence):
+def test_estimate_memory__large_tables(home, world, rows, cadence):
     """Against the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows; not the 8 bytes of
     state of a row."""
     cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
@@ -319,7 +319,7 @@ def record(*flags: str) -> tg.Config:
 
 @pytest.mark.parametrize("comm, kernel", [(init_distributed(), tg.attention_reference),
                                           (on_gpu(), tg.attention_varlen)])
-def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
+def test_choose_micro_batch_size__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
     cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
     total = {m: tg.estimate_memory(cfg, comm, kernel, m).total() for m in (1, 2, 4, 8)}
@@ -338,12 +338,12 @@ def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, comm, ke
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
-def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
+def test_choose_micro_batch_size__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
     let_room_be(monkeypatch, card * 2**30 * tg.USABLE_MEMORY)
     assert tg.choose_micro_batch_size(record(), on_gpu(world), tg.attention_varlen)[0] == want
 
-def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
+def test_choose_micro_batch_size__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
     let_room_be(monkeypatch, 8e9)
@@ -354,7 +354,7 @@ def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.style
-def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
+def test_estimate_memory__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
     ledger = json.loads((Path(__file__).parent / "dry_run/expected_costs.json").read_text())
     for world, walked in ledger["worlds"].items():
         cfg = record(*ledger["flags"])
@@ -379,7 +379,7 @@ print(min(passes))                       # given back, memory costs each of them
 """
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
-def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
+def test_init_distributed__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
                           timeout=PATIENCE).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

@@ -219,7 +219,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     restore()
     assert (left_behind(ex) != before) == (name is not None)
 
-def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):
+def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):
     """Backend aot_eager: the graphs as they are traced, run operation by operation. Each kind of layer once. Both sides
     take the branches that are for compilers, which are to fuse: of the loss, other operations."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

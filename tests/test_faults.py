@@ -224,7 +224,7 @@ def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause):
     same = "--train_files=data/train_*.bin"                                   # relative: the flags must not differ
     check(Job(tmp_path, same, world=2, folders=folders).wait(), Case({}, status, cause, ""))
 
-def test_race__data_that_end_lose_no_line(tmp_path):
+def test_train_loop__data_that_end_lose_no_line(tmp_path):
     """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
     max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
     ended = Job(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()

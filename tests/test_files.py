@@ -206,7 +206,7 @@ def test_load_checkpoint__of_another_model(newest, changes):
     with refused(tg.DataError, "a whole one"):
         load(newest, **changes)
 
-def test_sample_saved__damaged_settings(save):
+def test_sample_from_save__damaged_settings(save):
     path = save / tg.SETTINGS_FILE
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
     with refused(tg.DataError, tg.SETTINGS_FILE, "says manifest.json"):
@@ -214,7 +214,7 @@ def test_sample_saved__damaged_settings(save):
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
-def test_write_folder__the_manifest_names_every_file(sound):
+def test_write_directory__the_manifest_names_every_file(sound):
     for folder in (sound / "save", sound / "run" / tg.CHECKPOINT_DIR / "step-0000004"):
         manifest = json.loads((folder / tg.MANIFEST_FILE).read_text())
         assert manifest["format"] == 2 and sorted([*manifest["files"], tg.MANIFEST_FILE]) == names(folder)
@@ -226,14 +226,14 @@ def test_write_folder__the_manifest_names_every_file(sound):
             assert (folder / f"rows-{label}-0of1-1.pt").exists()
     assert names(sound / "run" / tg.CHECKPOINT_DIR) == ["step-0000002", "step-0000004"]
 
-def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_write_directory__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     tg.write_directory(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
     inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST_FILE, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
 
 @pytest.mark.parametrize("at", range(5))
-def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
+def test_write_directory__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
     """At any flush before the name: of a file, of the manifest, of the folder."""
     left = iter(range(at, -2, -1))
 
@@ -248,7 +248,7 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     assert names(tmp_path) == []
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
-def test_write_folder__a_file_system_that_cannot_flush_folders_loses_nothing(tmp_path, monkeypatch, code):
+def test_write_directory__a_file_system_that_cannot_flush_folders_loses_nothing(tmp_path, monkeypatch, code):
     """A save and checkpoints are made all the same. A file that cannot be flushed is an error, by any code."""
     fsync = os.fsync
 
@@ -273,7 +273,7 @@ def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)
 
 @pytest.mark.parametrize("take", [Path.touch, take_by_folder])
-def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
+def test_write_directory__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
     folder = tmp_path / "new"
     def taken(path: Path) -> None:
         if path.name == "mine":
@@ -287,14 +287,14 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
 @pytest.mark.parametrize("where, found", [
     ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
     ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
-def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found):
+def test_preflight__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found):
     for make, name in ((Path.touch, "file"), (Path.mkdir, "run")):
         make(tmp_path / name)
     done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / where}")
     assert done.status == 2 and done.err.startswith("ConfigError") and found in done.err
     assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
-def test_finish__a_full_disk(tmp_path, monkeypatch):
+def test_finish_run__a_full_disk(tmp_path, monkeypatch):
     before_flush(monkeypatch, full_disk, "elsewhere")
     folder = tmp_path / "elsewhere"
     done = run(tmp_path / "run", *SHORT, f"--save={folder}")
@@ -304,7 +304,7 @@ def test_finish__a_full_disk(tmp_path, monkeypatch):
     assert names(tmp_path) == ["run"]
     sample(tmp_path / "run/save")
 
-def test_finish__room_nowhere_takes_no_result_along(tmp_path):
+def test_finish_run__room_nowhere_takes_no_result_along(tmp_path):
     with no_large_files(300_000):
         done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
     assert done.status == 1 and done.events[-1]["type"] == "result"
@@ -391,7 +391,7 @@ def test_resume__in_bf16_with_its_mantissas(tmp_path):
                     for folder in (tmp_path / "whole", done.folder))
     assert unequal(again, whole) == [] and whole["mlp.mantissa"].count_nonzero() > 1000
 
-def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
+def test_check_resume__what_differs_is_said_and_written(newest, tmp_path):
     def edit(facts: dict) -> dict:
         return facts | dict(source_sha256="0" * 64, seed="7", adam_lr="0.5")
     change(newest / "run.pt", on("fingerprint", edit))

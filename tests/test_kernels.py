@@ -59,7 +59,7 @@ def test_rms_norm(shape, size):
     assert_close(tg.rms_norm(x).reshape(-1, shape[-1]), rows)
 
 @pytest.mark.parametrize("length, heads, width", [(1, 1, 8), (5, 2, 16)])
-def test_rotate__is_a_complex_product_with_exp_minus_i_angle(length, heads, width):
+def test_apply_rotary__is_a_complex_product_with_exp_minus_i_angle(length, heads, width):
     x = randn(length, heads, width, seed=2)
     frequencies = 3 * randn(width // 4, seed=3)
     positions = torch.arange(length)[:, None].expand(length, heads)
@@ -280,7 +280,7 @@ def test_HeadLoss__and_its_gradients_are_those_of_autograd(slots, length, weight
     assert_close(tg.next_token_losses(y, w, targets.flatten()), wanted((1.0,)))
 
 @pytest.mark.parametrize("targets", [1, 3])
-def test_losses_with_gradient__as_a_compiler_takes_them_are_those_of_a_softmax(monkeypatch, targets):
+def test_mtp_losses_and_grad__as_a_compiler_takes_them_are_those_of_a_softmax(monkeypatch, targets):
     logits = 6 * randn(40, 64, seed=1)
     logits[0] = -80
     logits[1, 3] = 60

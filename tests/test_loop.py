@@ -118,7 +118,7 @@ def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
     (dict(val_every=2), [0, 2, 4, 5], []), (dict(val_every=0, checkpoint_every=2), [5], [2, 4]),
     (dict(val_every=2, checkpoint_every=4, max_steps=3), [0, 2, 3], []),
     (dict(val_every=2, checkpoint_every=2), [0, 2, 4, 5], [2, 4])])
-def test_race__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_path, changes, validated, written):
+def test_train_loop__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_path, changes, validated, written):
     """Validations take 40 s and checkpoints 20 s, off the clock. A checkpoint has the clock and the log of its step."""
     time = SimulatedTime(monkeypatch)
     runner = Racer(time)
@@ -261,7 +261,7 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms step_avg:50.00ms {for_people}\n")
     assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
 
-def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
+def test_write_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     """Also from another thread, while this one may be stuck in a write; a log that is closed is not aborted."""
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
@@ -348,7 +348,7 @@ SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) fo
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
-def test_cycle_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(monkeypatch, name, adam_every):
+def test_schedule_cycle__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(monkeypatch, name, adam_every):
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
@@ -365,7 +365,7 @@ def test_cycle_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(monke
     assert [values.step for values in steps if values.untie_after] == [schedule.untie_step]
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
 
-def test_cycle_from__ranks_take_the_clock_of_rank_0(monkeypatch):
+def test_schedule_cycle__ranks_take_the_clock_of_rank_0(monkeypatch):
     """A rank 40 s ahead of rank 0 is at the same place of the plan. Places that are known, as after a checkpoint, need
     no clock, and no place lies before the one that precedes it."""
     time = SimulatedTime(monkeypatch)
@@ -413,7 +413,7 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     return places
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypatch, tmp_path, ranks):
+def test_train_loop__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypatch, tmp_path, ranks):
     """Only the main thread reads the clock. Up to its last checkpoint the resumed run has the same steps;
     then it goes on from the place."""
     class MainThreadClock(tg.Clock):

@@ -81,13 +81,13 @@ def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_re
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
-def test_seconds_of_others__counts_another_process():
+def test_other_cpu_seconds__counts_another_process():
     before = tg.other_cpu_seconds(comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
     assert tg.other_cpu_seconds(comm()) - before > 0.4, "nothing gives time back"
 
-def test_finish__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
+def test_finish_run__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
     assert first.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
 
@@ -169,7 +169,7 @@ def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
 
 @pytest.mark.parametrize("rows, again", [(tg.EVAL_CHUNK, None), (256, 1)])
-def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
+def test_finish_run__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
     """The run goes on. Validation losses are compiled, in the place of all else; the warm-up had all rows in one."""
     race = tg.train_loop
 
@@ -187,7 +187,7 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
     assert done.of("result")[0].get("recompiles") == again
 
 @pytest.mark.slow
-def test_make_profile__two_ranks(tmp_path):
+def test_make_profiler__two_ranks(tmp_path):
     log = launch(tmp_path / "run", 2, "--profile=6:9", "--sample_tokens=0")[0]
     assert log.of("result")[0]["void"] == "profiled" and "this time does not count: profiled" in log.lines
     assert any("Self CPU time total" in line for line in log.lines), "the table"
@@ -231,7 +231,7 @@ def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch):
     assert any(f"{event['val_bpb']:.4f} bits per byte" in line for line in done.lines)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_print_result__a_full_console(text, tmp_path, monkeypatch):
+def test_print_stdout__a_full_console(text, tmp_path, monkeypatch):
     """Training goes on; without its result the status is 1."""
     def before() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
@@ -411,7 +411,7 @@ MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # 
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
     *((MEETING | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
        ("more ranks than devices", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
-def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
+def test_init_distributed__a_bad_launch(ask, monkeypatch, env, parts):
     """Every rank knows of more ranks than devices, not only those without a GPU, so that rank 0 can say it."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
@@ -422,14 +422,14 @@ def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
         flags.append("--device=auto")
     assert not ask(flags, 2, *parts).folder.exists()
 
-def test_check_start__a_compiler_that_CC_names_is_one(monkeypatch):
+def test_preflight__a_compiler_that_CC_names_is_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setenv("PATH", "")
     tg.preflight(preset("tiny", compile=1), "run", [], comm())
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
-def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
+def test_preflight__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
     """torch takes what CXX names, and nothing else then."""
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
@@ -444,7 +444,7 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
 
 @pytest.mark.parametrize("lacking, changes", [
     ("no C compiler", dict(PATH="")), ("no C compiler", dict(CC="no-such-compiler")), ("no Python.h", {})])
-def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
+def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
     """On a GPU, whatever --compile says; a CPU needs none of it. Headers may also lie where CPATH says."""
     cfg = preset("tiny", compile=0)
     gpu = tg.Communicator(torch.device("cuda", 0))
@@ -466,7 +466,7 @@ def test_check_start__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, 
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
-def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
+def test_train_loop__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     """There are enough tokens by the count, but packing drops the rests of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
     done = ask([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
@@ -519,7 +519,7 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
 
 @pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8")])
-def test_head_precision__by_device(monkeypatch, capability, native):
+def test_resolve_head_precision__by_device(monkeypatch, capability, native):
     cpu = tg.Communicator(torch.device("cpu"))
     cuda = tg.Communicator(torch.device("cuda", 0))
     cfg = tg.Config(**tg.PRESETS["record"])

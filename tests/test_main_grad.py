@@ -69,7 +69,7 @@ def contract_weight(main_grad: bool, flag: bool) -> Tensor:
 
 @pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_linear__what_backward_returns(main_grad, flag, deferred, want, scale):
+def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale):
     """Every row of the contract in two micro-batches: plain, accumulated and deferred, each without and with the flag.
 
     Hooks on the weight see what backward returns. No gradient keeps a graph, because it would keep its factors.
@@ -127,7 +127,7 @@ def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, 
     assert not flag or weight.grad_added_to_main_grad is False
 
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
-def test_linear__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _):
+def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _):
     """Each use writes once, and autograd adds no main_grad to itself."""
     weight = owner(4, 4)
     if not main_grad:
@@ -213,7 +213,7 @@ def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused():
         tg.matrices_by_layer(bank, (4, 4, 4))
 
 @pytest.mark.parametrize("flag", (True, False), ids=("flag", "deferred"))
-def test_linear__compiled_code_takes_neither_flag_nor_queue(flag):
+def test_linear_main_grad__compiled_code_takes_neither_flag_nor_queue(flag):
     """The compiler raises its own error. It never loses a flag or a queue without one."""
     weight = owner(4, 3)
     if flag:
@@ -251,7 +251,7 @@ def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_gra
         assert weight.write_counts.tolist() == [int(name != frozen)]
         assert weight.main_grad.isnan().all() == (name == frozen)
 
-def test_linear__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches():
+def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches():
     """Against a sum in f64 of products of the same bf16 factors. Rounding each product to bf16 errs by 3e-3."""
     bank = owner(2, 48, 16, dtype=BF16, kept_in=F32, matrices=4)
     scales = torch.nn.Parameter(torch.tensor([0.7, 1.3]))
@@ -287,14 +287,14 @@ def weights_for(operation: Callable) -> list[Tensor]:
     return weights
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_first_order__a_gradient_of_a_gradient_is_refused(operation: Callable):
+def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callable):
     """Also where the arriving gradient is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
     with refused(tg.RunError, "create_graph", "first order"):
         torch.autograd.grad(total, x, create_graph=True)
 
-def test_first_order__guards_every_operation_of_the_trainer():
+def test_first_order_only__guards_every_operation_of_the_trainer():
     classes = (x for x in vars(tg).values() if isinstance(x, type))
     operations = [x for x in classes if issubclass(x, torch.autograd.Function)]
     assert len(operations) >= 5
@@ -436,7 +436,7 @@ def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch):
         found.append(ex.state_tensors())
     assert unequal(*found) == []
 
-def test_whole_state__padding_is_not_saved():
+def test_full_state__padding_is_not_saved():
     """torch.save writes the whole storage of a view."""
     ex, _ = trained()
     ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as with several ranks

@@ -74,7 +74,7 @@ def record_rows() -> dict[str, tg.ParameterSpec]:
     return {row.label: row for row in tg.parameter_specs(preset("record", 50_257, 50_256))}
 
 @pytest.mark.recipe
-def test_parameter_table__of_the_record_preset():
+def test_parameter_specs__of_the_record_preset():
     rows = record_rows()
     total = 0
     for label, shape, optimizer, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
@@ -182,7 +182,7 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
     # The key shift does so in each layer. A document's first token sees one key: nothing to weigh.
     (10, 0.0, (10,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (3, 10), range(3, 7)),
     (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
-def test_hidden__positions_that_a_token_moves(monkeypatch, at, smear, shifting, want):
+def test_hidden_states__positions_that_a_token_moves(monkeypatch, at, smear, shifting, want):
     """In any bit, in slot 0, when its token at `at` changes and its bigram row stays; slot 1 must not move."""
     layers = tuple(replace(layer, key_offset=depth in shifting) for depth, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)

@@ -214,7 +214,7 @@ def test_Optimizer__ranks_own_every_piece_once(world):
         lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
         assert torch.cat(lr_muls).equal(alone.groups[label].lr_muls)
 
-def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
+def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
     def memory() -> int:
         return tg.estimate_memory(cfg, comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]

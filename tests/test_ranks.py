@@ -238,7 +238,7 @@ COUNTED = [
       for name, home in (("dense", "device"), ("layers", "host"), ("cadence 4", "device"), ("cadence 4", "host")))]
 
 @pytest.mark.parametrize("name, home, world", COUNTED)
-def test_finish__comms_are_what_training_has_moved(ranks, name, home, world):
+def test_finish_run__comms_are_what_training_has_moved(ranks, name, home, world):
     """By table, summed over ranks: without warm-up and validations, with the rows of a last cycle that is cut short."""
     by_rank = runs_of(ranks, world, name, home)
     text = (ranks.folder_of(world, tiny_run, name=name, home=home) / "run/log.jsonl").read_text()

@@ -339,7 +339,7 @@ def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
     assert said == [(version, platform.python_version())] * line
 
 @pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
-def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams):
+def test_print0__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams):
     """Whether it is closed or full. Nothing but the console gets what is said."""
     script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
     done = run_sh("--seed=1", script=script, LACKS="packages")

@@ -145,7 +145,7 @@ def by_place(values: tg.StepConfig) -> dict:
     """What goes by the place in the plan, not by the number of the step."""
     return {name: value for name, value in vars(values).items() if name not in BY_STEP}
 
-def test_place__by_the_clock():
+def test_progress__by_the_clock():
     """Both steps of a cycle have its place; stages, rates, momentum and token weights are those of the plan there."""
     cfg = plan(time_budget=60.0)
     planned = tg.Schedule(plan())

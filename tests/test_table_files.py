@@ -70,7 +70,7 @@ def validations(folder: Path) -> list[float]:
 
 
 # ---- Resumed ---------------------------------------------------------------------------------------------------------
-def test_row_files__every_owner_writes_its_touched_rows(place):
+def test_touched_row_files__every_owner_writes_its_touched_rows(place):
     result, = Run(place / "whole2", 0, "", "").of("result")
     for label in LABELS:
         for rank in range(2):
@@ -104,7 +104,7 @@ def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp
     assert validations(tmp_path / "run") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(tmp_path / "save", place / "save1", ROW_ROUNDING)
 
-def test_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(place):
+def test_touched_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(place):
     assert validations(place / "whole2") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(place / "save2", place / "save1", ROW_ROUNDING)
     assert same(checkpoint(place / "whole2", 10), checkpoint(place / "whole1", 10), ROW_ROUNDING)
@@ -156,7 +156,7 @@ def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Path, "rename", stopped)
 
 @pytest.mark.parametrize("kill", [kill_in_a_file, kill_before_the_name])
-def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, kill):
+def test_write_directory__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, kill):
     with monkeypatch.context() as patch:
         kill(patch)
         killed, = launch(tmp_path / "killed", 1, f"--tables={DEVICE}", *F64, OFTEN, *CUT)
@@ -167,7 +167,7 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
     assert losses(done.folder) == losses(place / "whole1")
     assert done.of("resumed")[0]["step"] == 6
 
-def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
+def test_write_directory__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
@@ -184,14 +184,14 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
-def test_sample_saved__is_the_runs_text(place, tmp_path):
+def test_sample_from_save__is_the_runs_text(place, tmp_path):
     """Saves of one rank and of two are the same to rounding."""
     run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
     one, two = (done_well(tmp_path, 1, f"--sample={place / f'save{world}'}", "--sample_tokens=8").out
                 for world in (1, 2))
     assert one == two and one.strip().splitlines()[-1] in run.out
 
-def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
+def test_sample_from_save__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
     monkeypatch.delitem(tg.ROW_STORES, "device")
     monkeypatch.setattr(tg, "Optimizer", None)
     tg.sample_from_save(tg.load_config([f"--sample={place / 'save1'}", "--sample_tokens=4"]))

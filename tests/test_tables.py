@@ -772,7 +772,7 @@ def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
         assert [traffic["bytes_up"], traffic["bytes_down"]] == expected
 
 @stores
-def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(location):
+def test_reseed__the_second_of_two_runs_is_a_run_of_its_own(location):
     """Also in bf16. Nothing of the first run is left in a table."""
     with few_layers_and_staging():
         both, alone = (tables_engine(location, dtype="bfloat16", seed=seed) for seed in (4, 5))
