@@ -76,7 +76,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -2835,7 +2835,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
-def polar_express(x):
+def polar_express(x: Tensor) -> Tensor:
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
@@ -2848,58 +2848,58 @@ def polar_express(x):
         x = torch.baddbmm(x, higher_terms, x, beta=a)
     return x.mT if tall else x
 
-def normuon_direction(grad, momentum, second_moment, mu, beta2: float,
-                      polar_dtype: torch.dtype):
+def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
+                      polar_dtype: torch.dtype) -> Tensor:
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
-    o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+    orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
     # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
     axis = -1 if second_moment.shape[-1] == 1 else -2     # the one that second lacks
-    mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
+    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # shaped like second
     second_moment.lerp_(mean_square, 1 - beta2)
-    scale = second_moment.clamp_min(1e-10).rsqrt()
+    inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
     # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
     count = grad.shape[axis]                                                  # numbers in each mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    scaled_square = mean_square * scale.square()
+    scaled_square = mean_square * inverse_rms.square()
     scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    factor = scale * norm / scaled_norm.clamp_min(1e-10)
-    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, RECIPE 3.1
+    scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
+    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded, RECIPE 3.1
 
-def with_mantissa(p, mantissa):
+def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
-def normuon_update(p, mantissa: Tensor | None, grad, momentum, second_moment,
-                   grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
-    rates = lr_muls * lr
+    lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
-    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (RECIPE 3.1)
+    new_p = exact - exact * agrees * decay * lrs - update * lrs               # in that order (RECIPE 3.1)
     if mantissa is None:
-        p.copy_(moved)
+        p.copy_(new_p)
         return
     # The f32 weight is cut in two halves, never rounded: together they are all of it (RECIPE 3.2).
-    words = moved.view(torch.int32)
-    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_(words.to(torch.int16))
+    bits = new_p.view(torch.int32)
+    p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(bits.to(torch.int16))
 
-def cautious_adam(p, update, decay):
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
     """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (RECIPE 3.3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
-def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
-                eps: float, step_size, decay):
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+                eps: float, step_size: Tensor, decay: Tensor) -> None:
     """Make one dense Adam step in place (RECIPE 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -2907,7 +2907,8 @@ def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
-def rowwise_update(rows, v, last, grad, grad_scale: float, update_num, beta2: float, eps: float, step_size, decay):
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay."""
@@ -2919,17 +2920,17 @@ def rowwise_update(rows, v, last, grad, grad_scale: float, update_num, beta2: fl
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
-def cpu_scalar(value: float):
+def cpu_scalar(value: float) -> Tensor:
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
-def bank_matrices(spec: ParameterSpec, weight):
+def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if spec.optimizer != "normuon":
         return weight
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])        # q, k and v are one part of three
 
-def init_optimizer_state(spec: ParameterSpec, shard):
+def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
     """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(spec, shard)
@@ -3008,8 +3009,8 @@ class ShardedGroup:
         self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
         self.padded[:count] = units
         weight.data = self.padded[:count].view_as(weight)
-        first = comm.rank * self.shard_size
-        self.slice = slice(first, first + self.shard_size)
+        start = comm.rank * self.shard_size
+        self.slice = slice(start, start + self.shard_size)
         self.shard = self.padded[:count][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
@@ -3047,7 +3048,7 @@ class ShardedGroup:
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, step_cfg: StepConfig) -> Any:
+    def update(self, step_cfg: StepConfig) -> dist.Work | None:
         """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
         wait_for_work(self.work)
         self.update_shard(self.grad[:len(self.shard)], step_cfg)
@@ -3135,7 +3136,7 @@ class RowwiseTableGroup(TableGroup):
         self.table = table
         self.rowwise = rowwise
         self.update_every = spec.table.update_every
-        self.state = {}
+        self.state: dict[str, dict[str, Tensor]] = {}
 
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, update the requested rows, and store them."""
@@ -3156,15 +3157,15 @@ class Optimizer:
 
     Gradients are sums over slots and ranks; the updates scale them by 1 / S.
     """
-    def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Any],
-                 multiple_micro_batches: bool):
+    def __init__(self, cfg: Config, comm: Communicator, model: GPT,
+                 tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
         """tables: by label. multiple_micro_batches: of a step on this rank."""
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
         normuon = compile_fn(normuon_update, cfg, comm)
         rowwise = compile_fn(rowwise_update, cfg, comm)
-        self.groups = {}
+        self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
         replicated = []
         for spec in parameter_specs(cfg):
             label = spec.label
@@ -3183,7 +3184,7 @@ class Optimizer:
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # The optimizer state that this rank owns, by label. Snapshots and checkpoints use its names.
-        self.state = {}
+        self.state: dict[str, dict[str, Tensor]] = {}
         for group in self.groups.values():
             self.state |= group.state
         # N-gram tables are inserted into both orders. A group that an order omits would never be trained.
@@ -3276,7 +3277,7 @@ class Engine:
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        self.rotary = None                                # the Rotary whose angles the model has
+        self.rotary: Rotary | None = None                 # the Rotary whose angles the model has
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
@@ -3289,7 +3290,7 @@ class Engine:
         self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
         self.reseed(cfg.seed)
         self.model.to(comm.device)
-        self.tables = {}
+        self.tables: dict[str, LocalTable | ExchangedTable] = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
@@ -3313,20 +3314,20 @@ class Engine:
             self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
 
     @torch.no_grad()
-    def reseed(self, seed: int):
+    def reseed(self, seed: int) -> None:
         """Give all weights their initial values."""
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
-    def local_part(self, name: str, whole: Tensor):
+    def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded_groups:
-            return whole[self.optimizer.sharded_groups[label].slice]
+            return full[self.optimizer.sharded_groups[label].slice]
         if label not in self.shard_rows:
-            return whole
-        rows = whole[self.comm.rank::self.comm.world_size]
-        return F.pad(rows, (0, 0, 0, self.shard_rows[label] - len(rows)))
+            return full
+        owned_rows = full[self.comm.rank::self.comm.world_size]
+        return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
         """Add loss_scale * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
@@ -3357,7 +3358,7 @@ class Engine:
             sums.append(seq_sums.detach())
         return StepLoss(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, step_cfg: StepConfig):
+    def optim_step(self, step_cfg: StepConfig) -> None:
         """Update what this step updates with the gradients so far, and clear these."""
         self.optimizer.step(step_cfg)
 
@@ -3372,37 +3373,38 @@ class Engine:
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig):
+    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
         # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
-        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        tokens = 0
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        num_tokens = 0
         for batch in batches:
             attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
             for micro_batch in self._micro_batches(batch):
-                rows = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-                for y, targets in zip(rows.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                hidden = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
+                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
-                    total += losses.sum(dtype=torch.float64)
-            tokens += batch.targets.numel() * self.comm.world_size
+                    total_loss += losses.sum(dtype=torch.float64)
+            num_tokens += batch.targets.numel() * self.comm.world_size
         self.comm.synchronize()          # has a time limit, and float() has none
-        return sum(self.comm.all_gather(float(total))) / tokens
+        return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: list, step_cfg: StepConfig):
+    def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
         """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
-        length = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
-        padded = np.zeros(length + 1, np.uint16)
+        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
-        seq = PackedSeq(padded, np.asarray([0, length], np.int32))
+        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, None, "sample", [step_cfg], [[seq]])
         batch = batch.to(self.comm.device)
         hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _eval_inputs(self, batch: Batch, step_cfg: StepConfig):
+    def _eval_inputs(self, batch: Batch,
+                     step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3412,36 +3414,36 @@ class Engine:
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
-    def _set_attention(self, step_cfg: StepConfig, longest: int):
+    def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
         """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
-        return attention_args(step_cfg.short_window, step_cfg.long_window, longest, step_cfg.rotary.attn_scale)
+        return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
-    def _micro_batches(self, batch: Batch):
-        for first in range(0, len(batch.tokens), self.micro_batch_size):
-            micro_batch = batch.map(operator.itemgetter(slice(first, first + self.micro_batch_size)))
+    def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
+        for start in range(0, len(batch.tokens), self.micro_batch_size):
+            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
             if self.compiling:                                # any number of documents, one graph
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
-    def state_tensors(self):
+    def state_tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a run trains, by name: weights and state of the optimizer."""
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
-    def snapshot(self):
+    def snapshot(self) -> Callable[[], None]:
         """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
         rng = torch.get_rng_state()                           # of the device nothing draws
 
         @torch.no_grad()
-        def restore():
+        def restore() -> None:
             # Every tensor keeps its address, so that nothing recompiles.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
@@ -3453,7 +3455,7 @@ class Engine:
 
         return restore
 
-    def discard_grads(self):
+    def discard_grads(self) -> None:
         """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
@@ -3461,37 +3463,37 @@ class Engine:
             else:
                 group.zero_grad()
 
-    def _gather_full(self, name: str, x: Tensor):
+    def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.comm.all_gather(piece.cpu()) for piece in x.split(CHUNK_ROWS)]
+        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
         if self.comm.rank != 0:
             return None
         if is_shard:
-            return torch.cat(*pieces)                         # few matrices or rows: one piece
+            return torch.cat(*chunks)                         # few matrices or rows: one piece
         # Row r is at rank r mod W, and padding follows the last.
-        rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
+        rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
         return rows[:self.num_rows[label]]
 
-    def full_state(self, step_cfg: StepConfig, with_moments: bool):
+    def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
         """Return weights, without row-wise tables, and optimizer state by name, whole and in logical order, on rank 0's
         host; elsewhere what is sharded is None. Equal at every W. Between cycles; collective.
         values: of the next step to train, which say whether the embedding is still the head."""
-        wholes = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
-                  if with_moments or "." not in name}
+        tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
+                   if with_moments or "." not in name}
         if step_cfg.tied:
-            wholes["embed"] = wholes["lm_head"].t().contiguous()
-        return wholes
+            tensors["embed"] = tensors["lm_head"].t().contiguous()
+        return tensors
 
     @torch.no_grad()
-    def load_state(self, wholes: dict):
+    def load_state(self, full_tensors: dict[str, Tensor]) -> None:
         """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
         for name, x in self.state_tensors().items():
-            x.copy_(self.local_part(name, wholes[name]))
+            x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter]:
@@ -3499,8 +3501,8 @@ class Engine:
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
-            between_host_and_device = table.store.traffic if table.store else {}
-            for totals in self.comm.all_gather({**table.byte_totals, **between_host_and_device}):
+            host_traffic = table.store.traffic if table.store else {}
+            for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
                 result[label].update(totals)
         return result
 
@@ -3514,71 +3516,74 @@ SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_EAGER = 6                   # the same in f32 or f64
 
-def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int):
+def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
     """Return the most memory that a rank takes, bytes by part: activations by the constants above, all else counted."""
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
-    item = dtype.itemsize
-    accum_item = accum_dtype(dtype).itemsize
+    item_bytes = dtype.itemsize
+    accum_bytes = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    parts = Counter()
+    uses: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
-        kept = math.prod(spec.shape)     # numbers that have a gradient here
-        gradient = accum_item                                 # bytes of each
+        num_elements = math.prod(spec.shape)     # numbers that have a gradient here
+        grad_bytes = accum_bytes                                 # bytes of each
         if table:
             # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
             # on the device, with a host home those of two. (Their state is left out: 8 bytes a row.)
-            shard = kept // W
-            read = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
-            cache = min(kept, read // W) if table.rowwise or cfg.row_comms == "sparse" else kept
+            shard_elements = num_elements // W
+            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
+            cache_elements = num_elements
+            if table.rowwise or cfg.row_comms == "sparse":
+                cache_elements = min(num_elements, looked_up // W)
             if table.rowwise:
-                home = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
-                parts[home] += shard * item
-                parts["weights"] += min(shard, read) * item * (2 if table.location == "host" else 1)
-                kept = cache
+                shard_use = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
+                uses[shard_use] += shard_elements * item_bytes
+                active_copies = 2 if table.location == "host" else 1
+                uses["weights"] += min(shard_elements, looked_up) * item_bytes * active_copies
+                num_elements = cache_elements
             elif W > 1:
-                kept = shard + cache
+                num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            gradient = item                                   # written once, and sent as it is
-        elif W > 1 and accum_item > item:
-            gradient += item                                  # the copy that is sent
-        parts["weights"] += kept * item
-        parts["gradients"] += kept * gradient
+            grad_bytes = item_bytes                                   # written once, and sent as it is
+        elif W > 1 and accum_bytes > item_bytes:
+            grad_bytes += item_bytes                                  # the copy that is sent
+        uses["weights"] += num_elements * item_bytes
+        uses["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
             owners = W if spec.table or spec.matrix_heights else 1
-            parts["moments"] += sum(x.nbytes for x in state.values()) // owners
+            uses["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Activations of a step of the largest stage. Evaluation, whose logits come in chunks, and updates of rows take
     # less, unless slots are many and short.
-    saved_rows = SAVED_VECTORS
-    logit_bytes = LOGIT_COPIES * item
+    saved_vectors = SAVED_VECTORS
+    logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
-        saved_rows = SAVED_VECTORS_EAGER
-        logit_bytes = LOGIT_COPIES_EAGER * accum_item
-    token_bytes = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
-    parts["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
-    return parts
+        saved_vectors = SAVED_VECTORS_EAGER
+        logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
+    token_bytes = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
+    uses["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
+    return uses
 
-def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable):
+def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
-    local = cfg.seqs_per_step // comm.world_size
+    local_seqs = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
         total = torch.cuda.mem_get_info(comm.device)[1]
     available = USABLE_MEMORY * min(comm.all_gather(total))
-    choices = [m for m in range(local, 0, -1) if local % m == 0]
+    sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
-        choices = [min(cfg.micro_batch_size, local)]
+        sizes = [min(cfg.micro_batch_size, local_seqs)]
     # As many slots as fit: products are larger then, and graphs run less often.
-    for micro_batch_size in choices:
+    for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available:
             return micro_batch_size, estimate
-    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", found=f"{available / 2**30:.1f} GiB to use", expected=f"room for {parts}",
+    components = ", ".join(f"{use} {num_bytes / 2**30:.1f} GiB" for use, num_bytes in estimate.items())
+    raise RunError("memory", found=f"{available / 2**30:.1f} GiB to use", expected=f"room for {components}",
                    hint="more ranks, a larger device, more and shorter slots (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
                         "there, a smaller model")
@@ -3588,9 +3593,9 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
 CHECKPOINT_DIR = "checkpoints"           # folder in the run directory
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
-PARTIAL_DIRS = set()                     # folders that this process writes and has not named: its end removes them
+PARTIAL_DIRS: set[Path] = set()          # folders that this process writes and has not named: its end removes them
 
-def file_sha256(path: Path):
+def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -3608,7 +3613,7 @@ def fsync_path(path: Path) -> None:
             raise
 
 @contextlib.contextmanager
-def write_errors(path: Path, error_type: type[TrainerError] = RunError):
+def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
     """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
     try:
         yield
@@ -3617,7 +3622,7 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError):
                    "free some, or name another folder") from None
 
 @contextlib.contextmanager
-def read_errors(path: Path):
+def read_errors(path: Path) -> Iterator[None]:
     """Turn any error in the body, other than our own, into a DataError that names the path."""
     try:
         yield
@@ -3628,31 +3633,31 @@ def read_errors(path: Path):
         raise DataError(path, found=found, expected="content as this trainer writes it",
                         hint="take another, write it again, or use the trainer that wrote it") from None
 
-def partial_path(directory: Path, run_id: str):
+def partial_path(directory: Path, run_id: str) -> Path:
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
-def touched_row_files(engine: Engine):
+def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
             # In pieces, for a table may be larger than the memory that is left.
-            for number, (local_rows, state) in enumerate(table.store.touched_state()):
-                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{number}.pt"
+            for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
+                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
-def write_directory(folder: Path, run_id: str, files: dict, engine: Engine):
+def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
     """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
     give it its name. Raises RunError. Collective."""
     comm = engine.comm
-    part = partial_path(folder, run_id)
+    partial = partial_path(directory, run_id)
     contents = touched_row_files(engine)                  # each made when the one before it is on the disk
     if comm.rank == 0:
         contents = itertools.chain(files.items(), contents)
 
-    def write(name: str, content):
-        path = part / name
+    def write(name: str, content: Any) -> dict[str, int | str]:
+        path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
@@ -3661,27 +3666,27 @@ def write_directory(folder: Path, run_id: str, files: dict, engine: Engine):
         fsync_path(path)
         return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
-    PARTIAL_DIRS.add(part)
+    PARTIAL_DIRS.add(partial)
     try:
-        with comm.raise_together(), write_errors(part):
+        with comm.raise_together(), write_errors(partial):
             if comm.rank == 0:
-                part.mkdir(parents=True)
-        with comm.raise_together(), write_errors(part):
-            facts = {name: write(name, content) for name, content in contents}
+                partial.mkdir(parents=True)
+        with comm.raise_together(), write_errors(partial):
+            entries = {name: write(name, content) for name, content in contents}
         # The name comes last, when every byte under it is on the disk.
-        facts = functools.reduce(operator.or_, comm.all_gather(facts))
-        with comm.raise_together(), write_errors(folder):
+        entries = functools.reduce(operator.or_, comm.all_gather(entries))
+        with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
-                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
-                fsync_path(part)
-                part.rename(folder)                           # fails if another run has taken the name
-                fsync_path(folder.parent)
+                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
+                fsync_path(partial)
+                partial.rename(directory)                           # fails if another run has taken the name
+                fsync_path(directory.parent)
     finally:
-        PARTIAL_DIRS.discard(part)
+        PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
+            shutil.rmtree(partial, ignore_errors=True)           # of a failure; else nothing has this name any more
 
-def read_tensors(path: Path, manifest: dict):
+def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
@@ -3689,14 +3694,14 @@ def read_tensors(path: Path, manifest: dict):
               hint="name a folder that --save made; if this is one, it is damaged: copy it again", error=DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
-def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
+def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
     """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for spec in parameter_specs(cfg):
         if spec.optimizer != "rowwise":
-            own_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=own_dtype, device="meta")
+            weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
             if with_moments:
                 state = init_optimizer_state(spec, weight)
                 tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
@@ -3708,7 +3713,7 @@ def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
               expected=expected.get(name, "no such tensor"), hint="use the trainer and settings of that run",
               error=DataError)
 
-def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
+def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -3716,44 +3721,45 @@ def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
             table.store.clear()
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
-                    content = read_tensors(folder / name, manifest)
-                    with read_errors(folder / name):      # rows of another width, dtype or table
+                    content = read_tensors(directory / name, manifest)
+                    with read_errors(directory / name):      # rows of another width, dtype or table
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
                         state = RowState(rows.to(table.shard.dtype), v, last)
                         table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
-def settings_json(cfg: Config):
+def settings_json(cfg: Config) -> bytes:
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
-def save_weights(folder: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
-                 token_bytes: list[bytes] | None):
+def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
+                 token_bytes: list[bytes] | None) -> None:
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
-        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(token_bytes) if piece]
+        lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
         files[VOCAB_FILE] = b"".join(lines)
-    write_directory(folder, run_id, files, engine)
+    write_directory(directory, run_id, files, engine)
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Engine, step_cfg: StepConfig):
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
+                     step_cfg: StepConfig) -> None:
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
     # A checkpoint that cannot be written ends nothing: the next may be.
     comm = engine.comm
-    folder = run_dir / CHECKPOINT_DIR
+    checkpoints = run_dir / CHECKPOINT_DIR
     name = f"step-{step_cfg.step:07d}"
     files = {"run.pt": dict(content, state=engine.full_state(step_cfg, with_moments=True))}
     try:
-        write_directory(folder / name, run_id, files, engine)
+        write_directory(checkpoints / name, run_id, files, engine)
     except RunError as error:
         comm.print0(f"{error}\nthe run goes on without this checkpoint")
         return
     if comm.rank == 0:
-        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
-        for old in before[:1 - KEPT_CHECKPOINTS]:
+        earlier = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
+        for old in earlier[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
-def load_checkpoint(run_dir: Path, engine: Engine):
+def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
@@ -3765,12 +3771,12 @@ def load_checkpoint(run_dir: Path, engine: Engine):
             with comm.raise_together(), read_errors(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                wholes = content.pop("state")
-                check("moments" not in wholes, run, found="a checkpoint of an older trainer",
+                state = content.pop("state")
+                check("moments" not in state, run, found="a checkpoint of an older trainer",
                       expected="one of this trainer", hint="resume it with the train_gpt.py in that run directory",
                       error=DataError)
-                check_tensors(run, engine.cfg, wholes, with_moments=True)
-                engine.load_state(wholes)
+                check_tensors(run, engine.cfg, state, with_moments=True)
+                engine.load_state(state)
                 load_rows(path, manifest, engine)
                 return content
         except DataError as error:
