@@ -3032,8 +3032,8 @@ class ShardedGroup:
         counts = self.weight.write_counts
         check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
               found=f"its matrices were written {counts.tolist()} times",
-              expected=f"{self.num_backwards} times each, once in every backward pass since the last update",
-              hint="a micro-batch was lost or ran twice: call discard_grads, and repeat the step", error=RunError)
+              expected=f"{self.num_backwards} times each, once per backward pass since the last update",
+              hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
         """Start a gradient of zeros unless there is one."""
@@ -3213,8 +3213,9 @@ class Optimizer:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
         missing = sorted(label for label in due if not self.groups[label].has_gradient())
-        check(not missing, "optim_step", found=f"no gradient of {missing}",
-              expected="a gradient of every parameter that is due", hint="call forward_backward first", error=RunError)
+        check(not missing, "optim_step", found=f"no gradients for {missing}",
+              expected="gradients for every group that is due for an update", hint="call forward_backward first",
+              error=RunError)
 
         # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3583,10 +3584,10 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
         if estimate.total() - estimate[HOST_TABLES] <= available:
             return micro_batch_size, estimate
     components = ", ".join(f"{use} {num_bytes / 2**30:.1f} GiB" for use, num_bytes in estimate.items())
-    raise RunError("memory", found=f"{available / 2**30:.1f} GiB to use", expected=f"room for {components}",
-                   hint="more ranks, a larger device, more and shorter slots (--seqs_per_step=32), "
+    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
+                   hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
-                        "there, a smaller model")
+                        "there, or a smaller model")
 
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
@@ -3618,8 +3619,9 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Itera
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise error_type(f"writing {path}", error.__context__ or error, "room, and the right to write there",
-                   "free some, or name another folder") from None
+        raise error_type(f"writing {path}", found=error.__context__ or error,
+                         expected="free disk space and write permission",
+                         hint="free disk space, fix the permissions, or choose another directory") from None
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
@@ -3629,9 +3631,9 @@ def read_errors(path: Path) -> Iterator[None]:
     except TrainerError:
         raise
     except Exception as error:           # without torch's text, which advises to let a file run its code
-        found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
-        raise DataError(path, found=found, expected="content as this trainer writes it",
-                        hint="take another, write it again, or use the trainer that wrote it") from None
+        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
+        raise DataError(path, found=found, expected="a file as this trainer writes it",
+                        hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
     """Return where a run writes a folder until it is whole; no other run touches it."""
@@ -3690,8 +3692,8 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
-              found="no such file, or another content than its manifest says", expected="the file as it was written",
-              hint="name a folder that --save made; if this is one, it is damaged: copy it again", error=DataError)
+              found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
+              hint="name a directory that --save wrote; if it is one, copy it again", error=DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
@@ -3710,8 +3712,8 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
         found = {name: (x.dtype, *x.shape) for name, x in found.items()}
     for name in expected | found:
         check(found.get(name) == expected.get(name), f"{name} in {path}", found=found.get(name, "no such tensor"),
-              expected=expected.get(name, "no such tensor"), hint="use the trainer and settings of that run",
-              error=DataError)
+              expected=expected.get(name, "no such tensor"),
+              hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
@@ -3752,7 +3754,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
     try:
         write_directory(checkpoints / name, run_id, files, engine)
     except RunError as error:
-        comm.print0(f"{error}\nthe run goes on without this checkpoint")
+        comm.print0(f"{error}\nwarning: continuing without this checkpoint")
         return
     if comm.rank == 0:
         earlier = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
@@ -3773,17 +3775,17 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
                 content = read_tensors(run, manifest)
                 state = content.pop("state")
                 check("moments" not in state, run, found="a checkpoint of an older trainer",
-                      expected="one of this trainer", hint="resume it with the train_gpt.py in that run directory",
-                      error=DataError)
+                      expected="a checkpoint of this trainer",
+                      hint="resume with the train_gpt.py in that run directory", error=DataError)
                 check_tensors(run, engine.cfg, state, with_moments=True)
                 engine.load_state(state)
                 load_rows(path, manifest, engine)
                 return content
         except DataError as error:
-            comm.print0(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
-    raise DataError(f"checkpoints in {run_dir}", found=[path.name for path in newest_first],
-                    expected="a whole one of this trainer",
-                    hint="--resume the run before it, if it was itself resumed; or start anew, with "
+            comm.print0(f"{error}\nwarning: skipping checkpoint {path.name}; trying the one before it")
+    raise DataError(f"checkpoints in {run_dir}", found=f"none is intact: {[path.name for path in newest_first]}",
+                    expected="an intact checkpoint of this trainer",
+                    hint="if this run was resumed, --resume the earlier run; otherwise start again with "
                          "--checkpoint_every=100")
 
 
