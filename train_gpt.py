@@ -2822,27 +2822,33 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# Reductions are launched, and updates computed, in two orders that may differ. NorMuon comes first, because it overlaps
-# the all-to-all of row gradients. N-gram tables are inserted before the last group.
+# The order in which gradients are reduced, and the order in which updates are computed and gathered. The two may
+# differ. NorMuon comes first, because it overlaps the all-to-all of row gradients. N-gram tables are inserted before
+# the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
-UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
-POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, RECIPE 3.1)
+UPDATE_ORDER = REDUCE_ORDER
+POLAR_EXPRESS = (                        # (a, b, c) of each iteration (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
+DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the down matrices of the MLP
 
 def polar_express(x: Tensor) -> Tensor:
-    """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
+    """Approximate the polar factor of each matrix, (M, r, c) -> (M, r, c): singular values become 0.86 to 1.14.
+
+    Computes in the dtype of x (Polar Express, arXiv 2505.16932).
+    """
     norm = x.norm(dim=(-2, -1), keepdim=True)
+    # Transpose tall matrices, because x^T x is then the smaller of the two Gram matrices.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.mT                                                              # the smaller of the two Gram matrices
-    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (RECIPE 3.1)
-    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
+        x = x.mT
+    # The Frobenius norm bounds the largest singular value. Dividing by 1.02 of it leaves a margin of 2 % (RECIPE 3.1).
+    x = x / (1.02 * norm + 1e-6)
+    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b A + c A^2) x, A = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
@@ -2850,57 +2856,80 @@ def polar_express(x: Tensor) -> Tensor:
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
-    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
+    """Orthogonalize the Nesterov momentum, and normalize its rows at an unchanged Frobenius norm (arXiv 2510.05491).
+
+        momentum      <- mu * momentum + (1 - mu) * grad
+        O             =  polar_express(mu * momentum + (1 - mu) * grad)
+        second_moment <- beta2 * second_moment + (1 - beta2) * mean over a row of O^2
+        U             =  O / sqrt(second_moment)
+        result        =  U * |O| / |U|, with the Frobenius norm of each matrix
+
+    grad, momentum (M, r, c) -> (M, r, c); mu (). second_moment is (M, r, 1). For wide matrices it is (M, 1, c), and
+    columns are normalized instead of rows. Changes momentum and second_moment in place. polar_express computes in
+    polar_dtype.
+    """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
-    axis = -1 if second_moment.shape[-1] == 1 else -2     # the one that second lacks
-    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # shaped like second
+    # Divide each row by the running root mean square of its updates.
+    axis = -1 if second_moment.shape[-1] == 1 else -2                         # the axis of the mean
+    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # (M, r, 1) or (M, 1, c)
     second_moment.lerp_(mean_square, 1 - beta2)
     inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
-    # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
-    count = grad.shape[axis]                                                  # numbers in each mean
+    # Compute the norms |O| and |U| from the means. The matrices are then read once more only, for the last product.
+    count = grad.shape[axis]                                                  # elements per mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * inverse_rms.square()
     scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
-    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded, RECIPE 3.1
+    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
+    """Join a bf16 weight, the upper 16 bits, and its mantissa, the lower 16 bits as i16, to the f32 weight."""
+    # The sign bit of an i16 mantissa is an ordinary bit here, so mask the sign extension of int().
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
+    """Apply one NorMuon step to the matrices p in place.
+
+        U = normuon_direction(grad * grad_scale)
+        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
+        p <- p - lr_muls * lr * U                 elsewhere
+
+    p, grad (M, r, c), where grad is a sum over sequences; lr_muls (M, 1, 1); mu (), lr (), decay (). decay is weight
+    decay * lr. With a mantissa, p is the upper half of an f32 weight, and both halves are updated.
+    """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
     lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
-    new_p = exact - exact * agrees * decay * lrs - update * lrs               # in that order (RECIPE 3.1)
+    new_p = exact - exact * agrees * decay * lrs - update * lrs               # order of operations: RECIPE 3.1
     if mantissa is None:
         p.copy_(new_p)
         return
-    # The f32 weight is cut in two halves, never rounded: together they are all of it (RECIPE 3.2).
+    # Split the f32 weight into its two halves without rounding, so that no bit is lost (RECIPE 3.2).
     bits = new_p.view(torch.int32)
     p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_(bits.to(torch.int16))
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (RECIPE 3.3)."""
+    """Return p - update, minus decay * p where update * p > 0 (RECIPE 3.3)."""
+    # normuon_update has >= instead of >.
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Make one dense Adam step in place (RECIPE 3.4): eps joins the uncorrected root, decay is cautious."""
+    """Apply one dense Adam step to p in place (RECIPE 3.4).
+
+    eps is added to the square root of the uncorrected second moment. step_size () includes the bias corrections;
+    decay () is cautious.
+    """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
@@ -2909,11 +2938,18 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Make one update of the requested rows of a row-wise table in place: one second moment per row.
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
-    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay."""
+    """Apply one update to the requested rows of a row-wise table in place, with one second moment per row.
+
+        v    <- beta2^(update_num - last) * v + (1 - beta2) * mean over a row of grad^2
+        last <- update_num
+        rows <- cautious_adam(rows, step_size * grad / (sqrt(v) + eps), decay)
+
+    rows (u, D), v (u,), last (u,) i32. grad (u, D) is a sum over sequences and ranks, which grad_scale multiplies.
+    update_num () counts updates from 1; step_size () = lr * sqrt(1 - beta2^update_num); decay () = lr^2 * weight decay.
+    """
     grad = grad * grad_scale
-    # v decays for all updates that a row missed, as if it had been in each; in f64, rounded once.
+    # v decays for every update since the last one of the row, as if the row had been part of each with a zero gradient.
+    # Compute the power in f64, and round it once.
     missed = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
@@ -2921,23 +2957,24 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float) -> Tensor:
-    """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
+    """Wrap a value that changes every step in a CPU tensor (). A float would recompile the updates in every step."""
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
+    """View a NorMuon bank as the matrices that are orthogonalized, (M, r, c). Other weights are returned unchanged."""
     if spec.optimizer != "normuon":
         return weight
-    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])        # q, k and v are one part of three
+    # q, k and v are one matrix of the forward pass, but three matrices here.
+    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
-    # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
+    """Create the optimizer state of a parameter, or of a shard of it: zeros by state name."""
+    # Only this function lists the state. Snapshots, checkpoints and the memory estimate use what it returns.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon takes means of squares along rows, or along columns of wide matrices: the smaller state.
+    # NorMuon averages squares along rows, or along the columns of wide matrices, so that the state is the smaller one.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -2946,7 +2983,7 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Return the number of an Adam or row-wise update, from 1, its step size and its weight decay."""
+    """Compute the scalars of an Adam or row-wise update: its number, counted from 1, step size () and decay ()."""
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
     beta1, beta2 = spec.betas
@@ -2962,7 +2999,7 @@ def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor,
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. Each reduces its gradient, updates what this rank owns, and owns its optimizer state.
+# ---- Parameter groups. Each reduces its gradients, updates the shard that this rank owns, and owns the state for it.
 class ReplicatedGroup:
     """All parameters that every rank updates in full. One all-reduce sums their gradients."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
@@ -2979,7 +3016,7 @@ class ReplicatedGroup:
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch the all-reduce of all gradients in one message, in accum_dtype."""
+        """Launch the all-reduce of all gradients, as one tensor in accum_dtype."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -2996,14 +3033,22 @@ class ReplicatedGroup:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad, of which each rank updates one of W shards and owns its optimizer state."""
+    """One parameter with a main_grad. Each rank updates one of W shards, and owns the optimizer state of that shard.
+
+    Subclasses define update_shard(grad, step_cfg).
+    """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, units: Tensor, num_matrices: int,
                  grad_dtype: torch.dtype):
-        """units: the weight as the matrices or rows that are divided among ranks. num_matrices: of its main_grad."""
+        """Move the weight and its gradient into buffers that can be sharded.
+
+        units: a view of the weight, whose first dimension is divided among the ranks. num_matrices: weight matrices,
+        whose gradients the backward pass writes separately.
+        """
         self.comm = comm
         self.spec = spec
         self.weight = weight
-        # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they read padding.
+        # Move the weight into a buffer of W equal shards, so that collectives work in place. Only collectives read the
+        # padding.
         count = len(units)
         self.shard_size = -(-count // comm.world_size)
         self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
@@ -3014,7 +3059,7 @@ class ShardedGroup:
         self.shard = self.padded[:count][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
-        # Messages have the dtype of the weight.
+        # Gradients accumulate in grad_dtype and are sent in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
         self.comm_buffer = self.main_grad
         if comm.world_size > 1:
@@ -3036,7 +3081,7 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Start a gradient of zeros unless there is one."""
+        """Set the gradient to zeros if there is none."""
         if self.num_backwards == 0:
             self.num_backwards = 1
             self.weight.write_counts.fill_(1)
@@ -3044,7 +3089,7 @@ class ShardedGroup:
 
     def launch_reduce(self) -> None:
         """Launch the reduce-scatter of the gradient."""
-        self.comm_buffer.copy_(self.main_grad)                                # nothing to do if they are one tensor
+        self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
@@ -3055,18 +3100,22 @@ class ShardedGroup:
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Discard the gradient. The next write overwrites main_grad, so it needs no clearing."""
+        """Discard the gradient."""
+        # main_grad itself is not cleared, because the next write overwrites it.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
 
 class BankGroup(ShardedGroup):
-    """A bank of matrices, updated by NorMuon on every step."""
+    """A bank of matrices, updated by NorMuon on every step. Each rank updates some of the matrices."""
     update_every = 1
 
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
                  multiple_micro_batches: bool, normuon: Callable):
-        """multiple_micro_batches: of a step on this rank; their gradients accumulate in f32."""
+        """multiple_micro_batches: a step has several on this rank, whose gradients accumulate in f32.
+
+        normuon: `normuon_update` or its compiled form.
+        """
         self.cfg = cfg
         self.normuon = normuon
         units = bank_matrices(spec, weight.data)
@@ -3074,7 +3123,8 @@ class BankGroup(ShardedGroup):
         grad_dtype = accum if multiple_micro_batches else weight.dtype
         super().__init__(comm, spec, weight, units, len(spec.matrix_heights) * len(weight), grad_dtype)
 
-        # Tall matrices take larger steps, by the square root of their aspect ratio; down matrices take twice as large.
+        # The learning rate of tall matrices is multiplied by the square root of their aspect ratio, and that of down
+        # matrices also by DOWN_LR_MUL.
         aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
         lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
         if spec.label == "mlp":
@@ -3082,23 +3132,26 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update this rank's matrices; grad (matrices, r, c)."""
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
         state = self.state[self.spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * cfg.normuon_weight_decay             # the update multiplies by the learning rate once more
+        # normuon_update multiplies this by the learning rate once more.
+        decay = lr * cfg.normuon_weight_decay
         self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.seqs_per_step,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head, updated by Adam. The gradients of its cycle accumulate in f32."""
+    """The head, (D, V), updated by Adam and sharded along D. Its gradients accumulate in f32 during a cycle."""
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         self.update_every = cfg.adam_every
         self.adam = adam
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update this rank's shard of the head; grad (D / W, V)."""
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
@@ -3115,7 +3168,7 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the row gradients to the owners of the rows."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows."""
         self.table.launch_reduce()
 
     def update(self, step_cfg: StepConfig) -> None:
@@ -3130,6 +3183,7 @@ class TableGroup:
 class RowwiseTableGroup(TableGroup):
     """A row-wise table: an update changes only the requested rows. The row store owns their state."""
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
+        """rowwise: `rowwise_update` or its compiled form."""
         self.cfg = cfg
         self.compiling = comm.compiles(cfg)
         self.spec = spec
@@ -3143,7 +3197,7 @@ class RowwiseTableGroup(TableGroup):
         grad = self.table.reduced_grads()
         active = self.table.active
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
-        # Create the number on the device. Copying it from the host would synchronize.
+        # Create the scalar on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.compiling:                                # one graph for any number of rows
             for x in (*active, grad):
@@ -3155,11 +3209,11 @@ class RowwiseTableGroup(TableGroup):
 class Optimizer:
     """NorMuon for banks on every step, Adam for all else every --adam_every steps, row-wise updates for n-gram tables.
 
-    Gradients are sums over slots and ranks; the updates scale them by 1 / S.
+    Gradients are sums over sequences and ranks. The updates scale them by 1 / S.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """tables: by label. multiple_micro_batches: of a step on this rank."""
+        """tables: by label. multiple_micro_batches: a step has several on this rank."""
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
@@ -3183,18 +3237,18 @@ class Optimizer:
         weights = [model.get_parameter(spec.label) for spec in replicated]
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
-        # The optimizer state that this rank owns, by label. Snapshots and checkpoints use its names.
+        # The optimizer state that this rank owns, by label and state name. Snapshots and checkpoints use these names.
         self.state: dict[str, dict[str, Tensor]] = {}
         for group in self.groups.values():
             self.state |= group.state
-        # N-gram tables are inserted into both orders. A group that an order omits would never be trained.
+        # Insert the n-gram tables into both orders. A group that is missing in an order would never be trained.
         ngrams = [table.label for table in cfg.tables]
         orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Start gradients of zeros where there are none, so that a rank without data joins the reductions."""
+        """Set missing gradients to zeros, so that a rank whose loss scale is 0 takes part in the reductions."""
         for group in self.sharded_groups.values():
             group.add_zero_grads()
         for p in self.groups[REPLICATED].weights:
@@ -3206,8 +3260,9 @@ class Optimizer:
         """Reduce gradients, update the parameters that are due, gather the results, and clear their gradients.
 
         Raises RunError if a gradient is missing, or if a main_grad was not written once in every backward pass.
+        Collective.
         """
-        # Check before anything is launched, while no weight has changed.
+        # Check before launching anything, so that an error leaves all weights unchanged.
         due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
         for label in due:
             if label in self.sharded_groups:
@@ -3235,13 +3290,14 @@ class Optimizer:
                 self.groups[label].zero_grad()
         for work in gathers:
             wait_for_work(work)
-        if tied_update and self.comm.world_size == 1:     # with more ranks, its rows are read from the head
+        # With W > 1 and tied weights, `ExchangedTable` reads the rows from the head.
+        if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self._untie()
 
     def _untie(self) -> None:
-        """Make head and embedding two parameters. The embedding starts with the head's weights and moments."""
+        """Split head and embedding into two parameters. The embedding starts with the head's weights and moments."""
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # The head's moments are sharded along D, and the embedding's along V: rank r owns rows r, r + W, ...
