@@ -3315,30 +3315,35 @@ class Optimizer:
 
 
 # ====== Section 9: Engine =============================================================================================
-EVAL_CHUNK = 8192                        # rows of validation logits at a time: evaluation never decides the memory
-RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
+EVAL_CHUNK = 8192                        # positions whose validation logits are in memory at once
+# Graphs per compiled function. A function has one for each set of shapes, and with the attention reference also one for
+# each AttentionArgs.
+RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
-    seq_sums: Tensor                     # (b,) f32 or f64: sum over the slot's positions
+    """Unscaled loss of one forward_backward on this rank. Stays on the device, so creating it does not synchronize."""
+    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: sum of the losses of each sequence
     num_tokens: int
 
 class Engine:
     """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
 
-    Independent of the schedule, except for the `StepConfig` of a step, and of logs.
+    Independent of logs and of the schedule, except for the StepConfig of the current step.
     """
     def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
                  micro_batch_size: int = 0):
-        """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. micro_batch_size: 0 for all."""
+        """head_precision: "plain", "fp8" or "emulated"; None: evaluation only, without an optimizer.
+
+        micro_batch_size: sequences per forward and backward pass; 0: all sequences of this rank.
+        """
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        self.rotary: Rotary | None = None                 # the Rotary whose angles the model has
+        self.rotary: Rotary | None = None                 # rotation that the model is set to, if any
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
-        # Buffers fit the largest batch of the run, so that shapes and addresses never change.
+        # Buffers fit the largest batch of the run, so that their shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
@@ -3359,7 +3364,7 @@ class Engine:
                 table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
             self.tables[spec.label] = table
 
-        # Only what is called often, and with few sets of shapes, is compiled.
+        # Compile only functions that are called often and with few sets of shapes.
         self.compiling = comm.compiles(cfg)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3372,12 +3377,15 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Give all weights their initial values."""
+        """Set all weights to the initial values of this seed."""
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
+        """Return the part of a full weight or moment that this rank stores. `name` is a key of `state_tensors`.
+
+        The part of a table is every W-th row, padded with zeros to C rows.
+        """
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded_groups:
             return full[self.optimizer.sharded_groups[label].slice]
@@ -3387,20 +3395,24 @@ class Engine:
         return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Add loss_scale * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
-        A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
-        # The rows of the tables were launched after the last update; wait for them here.
+        """Accumulate the gradients of this batch, scaled by loss_scale. Does not synchronize with the device.
+
+            gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
+
+        A loss_scale of 0 adds zeros even if the loss is not finite, so that this rank still takes part in the update.
+        """
+        # `fetch_rows` launched the exchange of the rows after the last update. The compute stream waits for it here.
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
-        # Scalars are made on the device: a copy from the host would wait.
+        # Create scalars on the device. Copying them from the host would synchronize.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
         scale = scalar(loss_scale)
 
-        # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
+        # All micro-batches accumulate into the same gradients, so their size affects rounding only.
         sums = []
         for micro_batch in self._micro_batches(batch):
             losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
@@ -3416,7 +3428,7 @@ class Engine:
         return StepLoss(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
-        """Update what this step updates with the gradients so far, and clear these."""
+        """Update the parameters that are due in this step, and clear their gradients. Raises RunError. Collective."""
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
@@ -3425,14 +3437,17 @@ class Engine:
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`."""
+        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`. Collective."""
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
+        """Compute the mean loss per token, in nats, over the batches of all ranks. Collective.
+
+        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
+        """
+        # Sum on the device, so that no batch synchronizes, and in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
@@ -3443,13 +3458,18 @@ class Engine:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
-        self.comm.synchronize()          # has a time limit, and float() has none
+        # Synchronize before float(), because only this call has a timeout.
+        self.comm.synchronize()
         return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
-        # A slot has a length that attention takes; no position looks at those after it, which are padding.
+        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
+
+        The context is the last tokens, as many as a validation sequence has.
+        """
+        # Pad the sequence to a length that the attention kernels support. Attention is causal, so the padding behind
+        # the context does not affect its last position.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
@@ -3462,58 +3482,68 @@ class Engine:
 
     def _eval_inputs(self, batch: Batch,
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Return the spans of uncut documents, and rows of tables that take no gradient."""
+        """Fetch the table rows of a batch, and return the attention arguments and the rows, without gradient buffers.
+
+        Documents are not truncated, so they may be as long as a sequence.
+        """
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:       # one graph for any number of rows
+            if self.compiling and label in batch.plans:   # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
+        """Set the model's rotary angles, and return the attention arguments of every kind of layer.
+
+        max_doc_len: upper bound of the length of a document, in tokens.
+        """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
+        """Split a batch into micro-batches of at most micro_batch_size sequences."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
-            if self.compiling:                                # any number of documents, one graph
+            if self.compiling:                            # one graph for any number of documents
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
+    # A snapshot copies the state that this rank stores. Files contain full tensors, which do not depend on W.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a run trains, by name: weights and state of the optimizer."""
+        """Return every tensor of this rank that training changes, without row-wise tables.
+
+        Weights are named by their labels, and optimizer state "label.name", for example "attn.momentum".
+        """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
+        """Copy everything that a run changes to the host. Returns a function that restores it in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
-        rng = torch.get_rng_state()                           # of the device nothing draws
+        rng = torch.get_rng_state()                       # on the CPU; the device's generator is never used
 
         @torch.no_grad()
         def restore() -> None:
-            # Every tensor keeps its address, so that nothing recompiles.
+            # Copy in place, so that every tensor keeps its address and no graph is recompiled.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for store, chunks in touched:
                 store.load(chunks)
-            self.rotary = None                                # the next step makes its angles
+            self.rotary = None                            # the next step sets the angles
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
     def discard_grads(self) -> None:
-        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+        """Discard all gradients. Tables also discard fetched rows and byte counts."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -3521,25 +3551,32 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
+        """Gather a full weight or moment, in global row order, on the host of rank 0. Collective.
+
+        Other ranks get None if the tensor is sharded, and otherwise their own copy.
+        """
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # Piece by piece: messages go through memory of the device.
+        # Gather in chunks, because the messages take memory of the device.
         chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
         if self.comm.rank != 0:
             return None
         if is_shard:
-            return torch.cat(*chunks)                         # few matrices or rows: one piece
-        # Row r is at rank r mod W, and padding follows the last.
+            # A shard of a bank or of the head has fewer than CHUNK_ROWS matrices or rows, and so is a single chunk.
+            return torch.cat(*chunks)
+        # Global row r is local row r // W of rank r % W. The padding follows the last row.
         rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
         return rows[:self.num_rows[label]]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Return weights, without row-wise tables, and optimizer state by name, whole and in logical order, on rank 0's
-        host; elsewhere what is sharded is None. Equal at every W. Between cycles; collective.
-        values: of the next step to train, which say whether the embedding is still the head."""
+        """Gather full weights, and optimizer state if with_moments, by name, on the host of rank 0. Collective.
+
+        The result does not depend on W: rows are in global order. It does not contain row-wise tables. On other ranks,
+        sharded tensors are None. Call this between cycles only. step_cfg is that of the next step to train; its `tied`
+        decides whether the embedding is a copy of the head.
+        """
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
         if step_cfg.tied:
@@ -3548,13 +3585,13 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
+        """Load this rank's part of full weights and moments, in place. `check_tensors` must have checked them."""
         for name, x in self.state_tensors().items():
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter]:
-        """Return by table the bytes that training has exchanged, summed over ranks. Collective."""
+        """Return the bytes that training has exchanged, summed over ranks: table -> kind -> bytes. Collective."""
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
@@ -3564,17 +3601,21 @@ class Engine:
         return result
 
 
-# ---- Memory: an estimate before anything is built
-USABLE_MEMORY = 0.9                      # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-HOST_TABLES = "tables on the host"       # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its peak, in the head: compiled (counted by tests/dry_run.py), or in plain PyTorch.
-SAVED_VECTORS = 17                       # of width D, in each layer: 183 in 11 layers, and statistics in f32
+# ---- Memory, estimated before the model is built
+USABLE_MEMORY = 0.9                      # fraction of the device; the rest is for driver, NCCL, allocator and compiler
+HOST_TABLES = "tables on the host"       # takes memory row by row, as rows are updated
+# Activations per token at the peak of a step, which is in the head. Those of compiled steps are counted by
+# tests/dry_run.py; *_EAGER is for plain PyTorch.
+SAVED_VECTORS = 17                       # vectors of size D per layer: 183 in 11 layers, and statistics in f32
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_EAGER = 6                   # the same in f32 or f64
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Return the most memory that a rank takes, bytes by part: activations by the constants above, all else counted."""
+    """Estimate the peak memory of a rank, in bytes by use.
+
+    Activations are estimated from the constants above. Weights, gradients and optimizer state are counted.
+    """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
     item_bytes = dtype.itemsize
@@ -3583,13 +3624,15 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     uses: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
-        num_elements = math.prod(spec.shape)     # numbers that have a gradient here
-        grad_bytes = accum_bytes                                 # bytes of each
+        num_elements = math.prod(spec.shape)              # elements that have a gradient on this rank
+        grad_bytes = accum_bytes                          # bytes per element
         if table:
-            # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
-            # on the device, with a host home those of two. (Their state is left out: 8 bytes a row.)
+            # A table takes a shard, and a row cache for the most rows that a cycle can look up. A row-wise table also
+            # has the active rows on the device: those of one update, or of two if it is stored on the host. Their
+            # optimizer state, 8 bytes per row, is not counted. looked_up is for all ranks together, because all may
+            # look up rows of the same shard.
             shard_elements = num_elements // W
-            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
+            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
             if table.rowwise or cfg.row_comms == "sparse":
                 cache_elements = min(num_elements, looked_up // W)
@@ -3602,9 +3645,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             elif W > 1:
                 num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            grad_bytes = item_bytes                                   # written once, and sent as it is
+            grad_bytes = item_bytes                       # one micro-batch: written once, sent without a copy
         elif W > 1 and accum_bytes > item_bytes:
-            grad_bytes += item_bytes                                  # the copy that is sent
+            grad_bytes += item_bytes                      # the copy that is sent
         uses["weights"] += num_elements * item_bytes
         uses["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
@@ -3612,8 +3655,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             owners = W if spec.table or spec.matrix_heights else 1
             uses["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Activations of a step of the largest stage. Evaluation, whose logits come in chunks, and updates of rows take
-    # less, unless slots are many and short.
+    # Count the activations of a step in the largest stage. Evaluation computes its logits in chunks. It and row-wise
+    # updates take less memory, unless a step has many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
@@ -3624,8 +3667,11 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     return uses
 
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
-    """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
-    # They follow from the card, not from what others use of it now: a run is the same each time.
+    """Choose the largest micro-batch size that fits in memory. Returns it with the memory estimate, bytes by use.
+
+    If --micro_batch_size is set, only this size is tried. Raises RunError if no size fits. Collective.
+    """
+    # Use total rather than free memory, so that the choice does not depend on what else runs on the device.
     local_seqs = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
@@ -3634,7 +3680,7 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # As many slots as fit: products are larger then, and graphs run less often.
+    # Larger micro-batches are faster, because matmuls are larger and graphs run less often.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available:
@@ -3646,19 +3692,25 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
                         "there, or a smaller model")
 
 
-# ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
-CHECKPOINT_DIR = "checkpoints"           # folder in the run directory
+# ---- Files. A save and a checkpoint are directories that get their final names only when they are complete on the disk.
+# An interrupted write therefore leaves nothing that looks complete. Loading never executes code from the files.
+CHECKPOINT_DIR = "checkpoints"           # in the run directory
 KEPT_CHECKPOINTS = 2
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
-PARTIAL_DIRS: set[Path] = set()          # folders that this process writes and has not named: its end removes them
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # the disk has lost data, or is full
+PARTIAL_DIRS: set[Path] = set()          # unfinished directories of this process; the exit handler deletes them
 
 def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
-    # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
+    """Wait until a file's content is on the disk, or a directory's list of names, if its file system supports that.
+
+    Raises OSError if the disk fails or is full, or if a file cannot be flushed.
+    """
+    # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
+    # errors, because no data is lost.
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -3671,50 +3723,66 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
+    """Turn a system error in the body, for example of a full disk, into an `error_type` that names the path."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
+    except (OSError, ValueError, RuntimeError) as error:
+        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
         raise error_type(f"writing {path}", found=error.__context__ or error,
                          expected="free disk space and write permission",
                          hint="free disk space, fix the permissions, or choose another directory") from None
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn any error in the body, other than our own, into a DataError that names the path."""
+    """Turn any error in the body, except TrainerErrors, into a DataError that names the path."""
     try:
         yield
     except TrainerError:
         raise
-    except Exception as error:           # without torch's text, which advises to let a file run its code
+    except Exception as error:
+        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
         found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
         raise DataError(path, found=found, expected="a file as this trainer writes it",
                         hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return where a run writes a folder until it is whole; no other run touches it."""
+    """Return the name under which a run writes a directory until it is complete. No other run uses this name."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
+    """Yield the (file name, content) of this rank's touched rows, the rows of row-wise tables that updates have changed.
+
+    A file contains a chunk of one table: ids (n,) i64, the global rows, and the fields of `RowState`.
+    """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
-            # In pieces, for a table may be larger than the memory that is left.
+            # Write chunks, because the rows of a table may exceed the free memory.
             for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
                 name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
-    """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
-    give it its name. Raises RunError. Collective."""
+    """Write a directory with the files of rank 0 and the row-wise tables of all ranks. Raises RunError. Collective.
+
+    files: name -> bytes, or an object for torch.save; of rank 0 only. The order of the writes makes sure that a
+    directory with its final name is complete, even after a crash or power loss:
+
+        1. Rank 0 creates a partial directory, `partial_path`.
+        2. Every rank writes its files there, and flushes each one with fsync.
+        3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes it and the directory.
+        4. Rank 0 renames the directory to its final name, and flushes the directory above it.
+
+    A failure on any rank raises on all ranks, and rank 0 deletes the partial directory.
+    """
     comm = engine.comm
     partial = partial_path(directory, run_id)
-    contents = touched_row_files(engine)                  # each made when the one before it is on the disk
+    contents = touched_row_files(engine)                  # a generator: one chunk in memory at a time
     if comm.rank == 0:
         contents = itertools.chain(files.items(), contents)
 
     def write(name: str, content: Any) -> dict[str, int | str]:
+        """Write one file, wait until it is on the disk, and return its manifest entry."""
         path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -3731,21 +3799,25 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
                 partial.mkdir(parents=True)
         with comm.raise_together(), write_errors(partial):
             entries = {name: write(name, content) for name, content in contents}
-        # The name comes last, when every byte under it is on the disk.
+        # All files of all ranks are on the disk now. Write the manifest, and rename last.
         entries = functools.reduce(operator.or_, comm.all_gather(entries))
         with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
                 write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
                 fsync_path(partial)
-                partial.rename(directory)                           # fails if another run has taken the name
+                partial.rename(directory)                 # fails if another run has created it meanwhile
                 fsync_path(directory.parent)
     finally:
         PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)           # of a failure; else nothing has this name any more
+            # After a failure, delete the incomplete directory. After a success, this path does not exist any more.
+            shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
+    """Load a file that torch.save wrote, without executing code in it. The tensors stay in the file, mapped.
+
+    manifest: file name -> sha256. Raises DataError for any invalid file.
+    """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
               found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
@@ -3753,7 +3825,10 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
-    """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
+    """Check that `found`, name -> tensor, has the names, shapes and dtypes of this config's weights.
+
+    With with_moments, it must have the optimizer state too. Raises DataError.
+    """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for spec in parameter_specs(cfg):
@@ -3772,7 +3847,10 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
+    """Load the row-wise tables of a save or checkpoint. Every rank loads the rows it owns. Raises DataError.
+
+    The files may have been written by another number of ranks.
+    """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
@@ -3780,19 +3858,23 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(directory / name, manifest)
-                    with read_errors(directory / name):      # rows of another width, dtype or table
+                    # Rows of another width, dtype or table raise an error here.
+                    with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
                         state = RowState(rows.to(table.shard.dtype), v, last)
                         table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
 def settings_json(cfg: Config) -> bytes:
-    """Return a run's settings as texts of its flags; `read_settings` reads them."""
+    """Format the settings of a run as JSON, {field: text of the flag}. `read_settings` reads it."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
+    """Write a save: full weights, settings, the bytes of the tokens, and row-wise tables. Raises RunError. Collective.
+
+    token_bytes: by token id, empty for tokens without text. If it is None, no vocabulary is written.
+    """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
         lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
@@ -3801,8 +3883,12 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
                      step_cfg: StepConfig) -> None:
-    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
-    # A checkpoint that cannot be written ends nothing: the next may be.
+    """Write the checkpoint that lets a run resume at the step of step_cfg, and delete older ones. Collective.
+
+    content: what the checkpoint contains besides the state of the engine. The last KEPT_CHECKPOINTS are retained.
+    Checkpoints of later steps are not deleted, because another run wrote them.
+    """
+    # If a checkpoint cannot be written, continue: the next one may succeed.
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
     name = f"step-{step_cfg.step:07d}"
@@ -3818,11 +3904,14 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
             shutil.rmtree(old, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
+    """Load the newest checkpoint that is intact on every rank into the engine. Raises DataError. Collective.
+
+    Returns what the checkpoint contains besides the state of the engine.
+    """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
-    # What one rank cannot read nobody takes: all ranks go on from the same step.
+    # If one rank cannot read a checkpoint, all ranks skip it, so that all resume at the same step.
     for path in newest_first:
         run = path / "run.pt"
         try:
@@ -3845,6 +3934,8 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
                          "--checkpoint_every=100")
 
 
+# ====== Section 10: Loop ==============================================================================================
+# ====== Section 10: Loop ==============================================================================================
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
