@@ -3468,8 +3468,8 @@ class Engine:
 
         The context is the last tokens, as many as a validation sequence has.
         """
-        # Pad the sequence to a length that the attention kernels support. Attention is causal, so the padding behind
-        # the context does not affect its last position.
+        # The padding that follows the context does not affect its last position, because attention is causal. It gives
+        # the sequence a length that the attention kernels support.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
@@ -3629,8 +3629,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         if table:
             # A table takes a shard, and a row cache for the most rows that a cycle can look up. A row-wise table also
             # has the active rows on the device: those of one update, or of two if it is stored on the host. Their
-            # optimizer state, 8 bytes per row, is not counted. looked_up is for all ranks together, because all may
-            # look up rows of the same shard.
+            # optimizer state, 8 bytes per row, is not counted. looked_up counts the elements of all ranks' lookups,
+            # because all ranks may look up rows of the same shard.
             shard_elements = num_elements // W
             looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -3692,8 +3692,8 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
                         "there, or a smaller model")
 
 
-# ---- Files. A save and a checkpoint are directories that get their final names only when they are complete on the disk.
-# An interrupted write therefore leaves nothing that looks complete. Loading never executes code from the files.
+# ---- Files. A save and a checkpoint are directories. They get their final names when they are complete on the disk, so
+# an interrupted write leaves nothing that looks complete. Loading never executes code from the files.
 CHECKPOINT_DIR = "checkpoints"           # in the run directory
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # the disk has lost data, or is full
@@ -3750,9 +3750,10 @@ def partial_path(directory: Path, run_id: str) -> Path:
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the (file name, content) of this rank's touched rows, the rows of row-wise tables that updates have changed.
+    """Yield (file name, content) for this rank's touched rows.
 
-    A file contains a chunk of one table: ids (n,) i64, the global rows, and the fields of `RowState`.
+    Touched rows are the rows of row-wise tables that any update has changed. A file contains a chunk of one table: the
+    global rows, ids (n,) i64, and the fields of `RowState`.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -3934,8 +3935,6 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
                          "--checkpoint_every=100")
 
 
-# ====== Section 10: Loop ==============================================================================================
-# ====== Section 10: Loop ==============================================================================================
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
