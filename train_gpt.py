@@ -3590,7 +3590,7 @@ class Engine:
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
-    def traffic_totals(self) -> dict[str, Counter]:
+    def traffic_totals(self) -> dict[str, Counter[str]]:
         """Return the bytes that training has exchanged, summed over ranks: table -> kind -> bytes. Collective."""
         result = {}
         for label, table in self.tables.items():
