@@ -2878,7 +2878,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     second_moment.lerp_(mean_square, 1 - beta2)
     inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
-    # Compute the norms |O| and |U| from the means. The matrices are then read once more only, for the last product.
+    # Compute the norms |O| and |U| from the means. The matrices are then read only once more, for the last product.
     count = grad.shape[axis]                                                  # elements per mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * inverse_rms.square()
