@@ -76,7 +76,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -2822,121 +2822,159 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# Reductions are launched, and updates computed, in two orders that may differ. NorMuon comes first, because it overlaps
-# the all-to-all of row gradients. N-gram tables are inserted before the last group.
+# The order in which gradients are reduced, and the order in which updates are computed and gathered. The two may
+# differ. NorMuon comes first, because it overlaps the all-to-all of row gradients. N-gram tables are inserted before
+# the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
-UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
-POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, RECIPE 3.1)
+UPDATE_ORDER = REDUCE_ORDER
+POLAR_EXPRESS = (                        # (a, b, c) of each iteration (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
+DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the down matrices of the MLP
 
-def polar_express(x):
-    """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
+def polar_express(x: Tensor) -> Tensor:
+    """Approximate the polar factor of each matrix, (M, r, c) -> (M, r, c): singular values become 0.86 to 1.14.
+
+    Computes in the dtype of x (Polar Express, arXiv 2505.16932).
+    """
     norm = x.norm(dim=(-2, -1), keepdim=True)
+    # Transpose tall matrices, because x^T x is then the smaller of the two Gram matrices.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.mT                                                              # the smaller of the two Gram matrices
-    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (RECIPE 3.1)
-    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
+        x = x.mT
+    # The Frobenius norm bounds the largest singular value. Dividing by 1.02 of it leaves a margin of 2 % (RECIPE 3.1).
+    x = x / (1.02 * norm + 1e-6)
+    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b A + c A^2) x, A = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
     return x.mT if tall else x
 
-def normuon_direction(grad, momentum, second_moment, mu, beta2: float,
-                      polar_dtype: torch.dtype):
-    """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
-    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
+def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
+                      polar_dtype: torch.dtype) -> Tensor:
+    """Orthogonalize the Nesterov momentum, and normalize its rows at an unchanged Frobenius norm (arXiv 2510.05491).
+
+        momentum      <- mu * momentum + (1 - mu) * grad
+        O             =  polar_express(mu * momentum + (1 - mu) * grad)
+        second_moment <- beta2 * second_moment + (1 - beta2) * mean over a row of O^2
+        U             =  O / sqrt(second_moment)
+        result        =  U * |O| / |U|, with the Frobenius norm of each matrix
+
+    grad, momentum (M, r, c) -> (M, r, c); mu (). second_moment is (M, r, 1). For wide matrices it is (M, 1, c), and
+    columns are normalized instead of rows. Changes momentum and second_moment in place. polar_express computes in
+    polar_dtype.
+    """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
-    o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+    orthogonal = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
-    axis = -1 if second_moment.shape[-1] == 1 else -2     # the one that second lacks
-    mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
+    # Divide each row by the running root mean square of its updates.
+    axis = -1 if second_moment.shape[-1] == 1 else -2                         # the axis of the mean
+    mean_square = orthogonal.square().mean(dim=axis, keepdim=True)            # (M, r, 1) or (M, 1, c)
     second_moment.lerp_(mean_square, 1 - beta2)
-    scale = second_moment.clamp_min(1e-10).rsqrt()
+    inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
-    # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
-    count = grad.shape[axis]                                                  # numbers in each mean
+    # Compute the norms |O| and |U| from the means. The matrices are then read only once more, for the last product.
+    count = grad.shape[axis]                                                  # elements per mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    scaled_square = mean_square * scale.square()
+    scaled_square = mean_square * inverse_rms.square()
     scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    factor = scale * norm / scaled_norm.clamp_min(1e-10)
-    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, RECIPE 3.1
+    scale = inverse_rms * norm / scaled_norm.clamp_min(1e-10)
+    return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
 
-def with_mantissa(p, mantissa):
-    """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
+def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+    """Join a bf16 weight, the upper 16 bits, and its mantissa, the lower 16 bits as i16, to the f32 weight."""
+    # The sign bit of an i16 mantissa is an ordinary bit here, so mask the sign extension of int().
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
-def normuon_update(p, mantissa: Tensor | None, grad, momentum, second_moment,
-                   grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
-    """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+    """Apply one NorMuon step to the matrices p in place.
+
+        U = normuon_direction(grad * grad_scale)
+        p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
+        p <- p - lr_muls * lr * U                 elsewhere
+
+    p, grad (M, r, c), where grad is a sum over sequences; lr_muls (M, 1, 1); mu (), lr (), decay (). decay is weight
+    decay * lr. With a mantissa, p is the upper half of an f32 weight, and both halves are updated.
+    """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
-    rates = lr_muls * lr
+    lrs = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
-    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (RECIPE 3.1)
+    new_p = exact - exact * agrees * decay * lrs - update * lrs               # order of operations: RECIPE 3.1
     if mantissa is None:
-        p.copy_(moved)
+        p.copy_(new_p)
         return
-    # The f32 weight is cut in two halves, never rounded: together they are all of it (RECIPE 3.2).
-    words = moved.view(torch.int32)
-    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_(words.to(torch.int16))
+    # Split the f32 weight into its two halves without rounding, so that no bit is lost (RECIPE 3.2).
+    bits = new_p.view(torch.int32)
+    p.copy_((bits >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(bits.to(torch.int16))
 
-def cautious_adam(p, update, decay):
-    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (RECIPE 3.3)."""
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """Return p - update, minus decay * p where update * p > 0 (RECIPE 3.3)."""
+    # normuon_update has >= instead of >.
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
-def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
-                eps: float, step_size, decay):
-    """Make one dense Adam step in place (RECIPE 3.4): eps joins the uncorrected root, decay is cautious."""
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+                eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """Apply one dense Adam step to p in place (RECIPE 3.4).
+
+    eps is added to the square root of the uncorrected second moment. step_size () includes the bias corrections;
+    decay () is cautious.
+    """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
-def rowwise_update(rows, v, last, grad, grad_scale: float, update_num, beta2: float, eps: float, step_size, decay):
-    """Make one update of the requested rows of a row-wise table in place: one second moment per row.
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
-    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay."""
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """Apply one update to the requested rows of a row-wise table in place, with one second moment per row.
+
+        v    <- beta2^(update_num - last) * v + (1 - beta2) * mean over a row of grad^2
+        last <- update_num
+        rows <- cautious_adam(rows, step_size * grad / (sqrt(v) + eps), decay)
+
+    rows (u, D), v (u,), last (u,) i32. grad (u, D) is a sum over sequences and ranks, which grad_scale multiplies.
+    update_num () counts updates from 1; step_size () = lr * sqrt(1 - beta2^update_num); decay () = lr^2 * weight decay.
+    """
     grad = grad * grad_scale
-    # v decays for all updates that a row missed, as if it had been in each; in f64, rounded once.
+    # v decays for every update since the last one of the row, as if the row had been part of each with a zero gradient.
+    # Compute the power in f64, and round it once.
     missed = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
-def cpu_scalar(value: float):
-    """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
+def cpu_scalar(value: float) -> Tensor:
+    """Wrap a value that changes every step in a CPU tensor (). A float would recompile the updates in every step."""
     return torch.tensor(value, dtype=torch.float64)
 
-def bank_matrices(spec: ParameterSpec, weight):
-    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
+def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
+    """View a NorMuon bank as the matrices that are orthogonalized, (M, r, c). Other weights are returned unchanged."""
     if spec.optimizer != "normuon":
         return weight
-    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])        # q, k and v are one part of three
+    # q, k and v are one matrix of the forward pass, but three matrices here.
+    return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
-def init_optimizer_state(spec: ParameterSpec, shard):
-    """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
-    # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
+def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
+    """Create the optimizer state of a parameter, or of a shard of it: zeros by state name."""
+    # Only this function lists the state. Snapshots, checkpoints and the memory estimate use what it returns.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon takes means of squares along rows, or along columns of wide matrices: the smaller state.
+    # NorMuon averages squares along rows, or along the columns of wide matrices, so that the state is the smaller one.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -2945,7 +2983,7 @@ def init_optimizer_state(spec: ParameterSpec, shard):
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Return the number of an Adam or row-wise update, from 1, its step size and its weight decay."""
+    """Compute the scalars of an Adam or row-wise update: its number, counted from 1, step size () and decay ()."""
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
     beta1, beta2 = spec.betas
@@ -2961,7 +2999,7 @@ def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor,
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. Each reduces its gradient, updates what this rank owns, and owns its optimizer state.
+# ---- Parameter groups. Each reduces its gradients, updates the shard that this rank owns, and owns the state for it.
 class ReplicatedGroup:
     """All parameters that every rank updates in full. One all-reduce sums their gradients."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
@@ -2978,7 +3016,7 @@ class ReplicatedGroup:
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch the all-reduce of all gradients in one message, in accum_dtype."""
+        """Launch the all-reduce of all gradients, as one tensor in accum_dtype."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -2995,25 +3033,33 @@ class ReplicatedGroup:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad, of which each rank updates one of W shards and owns its optimizer state."""
+    """One parameter with a main_grad. Each rank updates one of W shards, and owns the optimizer state of that shard.
+
+    Subclasses define update_shard(grad, step_cfg).
+    """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, units: Tensor, num_matrices: int,
                  grad_dtype: torch.dtype):
-        """units: the weight as the matrices or rows that are divided among ranks. num_matrices: of its main_grad."""
+        """Move the weight and its gradient into buffers that can be sharded.
+
+        units: a view of the weight, whose first dimension is divided among the ranks. num_matrices: weight matrices,
+        whose gradients the backward pass writes separately.
+        """
         self.comm = comm
         self.spec = spec
         self.weight = weight
-        # The weight moves into a buffer of W equal shards, so that collectives work in place. Only they read padding.
+        # Move the weight into a buffer of W equal shards, so that collectives work in place. Only collectives read the
+        # padding.
         count = len(units)
         self.shard_size = -(-count // comm.world_size)
         self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
         self.padded[:count] = units
         weight.data = self.padded[:count].view_as(weight)
-        first = comm.rank * self.shard_size
-        self.slice = slice(first, first + self.shard_size)
+        start = comm.rank * self.shard_size
+        self.slice = slice(start, start + self.shard_size)
         self.shard = self.padded[:count][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
-        # Messages have the dtype of the weight.
+        # Gradients accumulate in grad_dtype and are sent in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
         self.comm_buffer = self.main_grad
         if comm.world_size > 1:
@@ -3031,11 +3077,11 @@ class ShardedGroup:
         counts = self.weight.write_counts
         check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
               found=f"its matrices were written {counts.tolist()} times",
-              expected=f"{self.num_backwards} times each, once in every backward pass since the last update",
-              hint="a micro-batch was lost or ran twice: call discard_grads, and repeat the step", error=RunError)
+              expected=f"{self.num_backwards} times each, once per backward pass since the last update",
+              hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Start a gradient of zeros unless there is one."""
+        """Set the gradient to zeros if there is none."""
         if self.num_backwards == 0:
             self.num_backwards = 1
             self.weight.write_counts.fill_(1)
@@ -3043,29 +3089,33 @@ class ShardedGroup:
 
     def launch_reduce(self) -> None:
         """Launch the reduce-scatter of the gradient."""
-        self.comm_buffer.copy_(self.main_grad)                                # nothing to do if they are one tensor
+        self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, step_cfg: StepConfig) -> Any:
+    def update(self, step_cfg: StepConfig) -> dist.Work | None:
         """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
         wait_for_work(self.work)
         self.update_shard(self.grad[:len(self.shard)], step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Discard the gradient. The next write overwrites main_grad, so it needs no clearing."""
+        """Discard the gradient."""
+        # main_grad itself is not cleared, because the next write overwrites it.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
 
 class BankGroup(ShardedGroup):
-    """A bank of matrices, updated by NorMuon on every step."""
+    """A bank of matrices, updated by NorMuon on every step. Each rank updates some of the matrices."""
     update_every = 1
 
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
                  multiple_micro_batches: bool, normuon: Callable):
-        """multiple_micro_batches: of a step on this rank; their gradients accumulate in f32."""
+        """multiple_micro_batches: a step has several on this rank, whose gradients accumulate in f32.
+
+        normuon: `normuon_update` or its compiled form.
+        """
         self.cfg = cfg
         self.normuon = normuon
         units = bank_matrices(spec, weight.data)
@@ -3073,7 +3123,8 @@ class BankGroup(ShardedGroup):
         grad_dtype = accum if multiple_micro_batches else weight.dtype
         super().__init__(comm, spec, weight, units, len(spec.matrix_heights) * len(weight), grad_dtype)
 
-        # Tall matrices take larger steps, by the square root of their aspect ratio; down matrices take twice as large.
+        # The learning rate of tall matrices is multiplied by the square root of their aspect ratio, and that of down
+        # matrices also by DOWN_LR_MUL.
         aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
         lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
         if spec.label == "mlp":
@@ -3081,23 +3132,26 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update this rank's matrices; grad (matrices, r, c)."""
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
         state = self.state[self.spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        decay = lr * cfg.normuon_weight_decay             # the update multiplies by the learning rate once more
+        # normuon_update multiplies this by the learning rate once more.
+        decay = lr * cfg.normuon_weight_decay
         self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.seqs_per_step,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head, updated by Adam. The gradients of its cycle accumulate in f32."""
+    """The head, (D, V), updated by Adam and sharded along D. Its gradients accumulate in f32 during a cycle."""
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         self.update_every = cfg.adam_every
         self.adam = adam
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update this rank's shard of the head; grad (D / W, V)."""
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
@@ -3114,7 +3168,7 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the row gradients to the owners of the rows."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows."""
         self.table.launch_reduce()
 
     def update(self, step_cfg: StepConfig) -> None:
@@ -3129,20 +3183,21 @@ class TableGroup:
 class RowwiseTableGroup(TableGroup):
     """A row-wise table: an update changes only the requested rows. The row store owns their state."""
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
+        """rowwise: `rowwise_update` or its compiled form."""
         self.cfg = cfg
         self.compiling = comm.compiles(cfg)
         self.spec = spec
         self.table = table
         self.rowwise = rowwise
         self.update_every = spec.table.update_every
-        self.state = {}
+        self.state: dict[str, dict[str, Tensor]] = {}
 
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, update the requested rows, and store them."""
         grad = self.table.reduced_grads()
         active = self.table.active
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
-        # Create the number on the device. Copying it from the host would synchronize.
+        # Create the scalar on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.compiling:                                # one graph for any number of rows
             for x in (*active, grad):
@@ -3154,17 +3209,17 @@ class RowwiseTableGroup(TableGroup):
 class Optimizer:
     """NorMuon for banks on every step, Adam for all else every --adam_every steps, row-wise updates for n-gram tables.
 
-    Gradients are sums over slots and ranks; the updates scale them by 1 / S.
+    Gradients are sums over sequences and ranks. The updates scale them by 1 / S.
     """
-    def __init__(self, cfg: Config, comm: Communicator, model: GPT, tables: dict[str, Any],
-                 multiple_micro_batches: bool):
-        """tables: by label. multiple_micro_batches: of a step on this rank."""
+    def __init__(self, cfg: Config, comm: Communicator, model: GPT,
+                 tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
+        """tables: by label. multiple_micro_batches: a step has several on this rank."""
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
         normuon = compile_fn(normuon_update, cfg, comm)
         rowwise = compile_fn(rowwise_update, cfg, comm)
-        self.groups = {}
+        self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
         replicated = []
         for spec in parameter_specs(cfg):
             label = spec.label
@@ -3182,18 +3237,18 @@ class Optimizer:
         weights = [model.get_parameter(spec.label) for spec in replicated]
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
-        # The optimizer state that this rank owns, by label. Snapshots and checkpoints use its names.
-        self.state = {}
+        # The optimizer state that this rank owns, by label and state name. Snapshots and checkpoints use these names.
+        self.state: dict[str, dict[str, Tensor]] = {}
         for group in self.groups.values():
             self.state |= group.state
-        # N-gram tables are inserted into both orders. A group that an order omits would never be trained.
+        # Insert the n-gram tables into both orders. A group that is missing in an order would never be trained.
         ngrams = [table.label for table in cfg.tables]
         orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Start gradients of zeros where there are none, so that a rank without data joins the reductions."""
+        """Set missing gradients to zeros, so that a rank whose loss scale is 0 takes part in the reductions."""
         for group in self.sharded_groups.values():
             group.add_zero_grads()
         for p in self.groups[REPLICATED].weights:
@@ -3205,15 +3260,17 @@ class Optimizer:
         """Reduce gradients, update the parameters that are due, gather the results, and clear their gradients.
 
         Raises RunError if a gradient is missing, or if a main_grad was not written once in every backward pass.
+        Collective.
         """
-        # Check before anything is launched, while no weight has changed.
+        # Check before launching anything, so that an error leaves all weights unchanged.
         due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
         for label in due:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
         missing = sorted(label for label in due if not self.groups[label].has_gradient())
-        check(not missing, "optim_step", found=f"no gradient of {missing}",
-              expected="a gradient of every parameter that is due", hint="call forward_backward first", error=RunError)
+        check(not missing, "optim_step", found=f"no gradients for {missing}",
+              expected="gradients for every group that is due for an update", hint="call forward_backward first",
+              error=RunError)
 
         # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3233,13 +3290,14 @@ class Optimizer:
                 self.groups[label].zero_grad()
         for work in gathers:
             wait_for_work(work)
-        if tied_update and self.comm.world_size == 1:     # with more ranks, its rows are read from the head
+        # With W > 1 and tied weights, `ExchangedTable` reads the rows from the head.
+        if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self._untie()
 
     def _untie(self) -> None:
-        """Make head and embedding two parameters. The embedding starts with the head's weights and moments."""
+        """Split head and embedding into two parameters. The embedding starts with the head's weights and moments."""
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # The head's moments are sharded along D, and the embedding's along V: rank r owns rows r, r + W, ...
@@ -3257,30 +3315,35 @@ class Optimizer:
 
 
 # ====== Section 9: Engine =============================================================================================
-EVAL_CHUNK = 8192                        # rows of validation logits at a time: evaluation never decides the memory
-RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
+EVAL_CHUNK = 8192                        # positions whose validation logits are in memory at once
+# Graphs per compiled function. A function has one for each set of shapes, and with the attention reference also one for
+# each AttentionArgs.
+RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
-    seq_sums: Tensor                     # (b,) f32 or f64: sum over the slot's positions
+    """Unscaled loss of one forward_backward on this rank. Stays on the device, so creating it does not synchronize."""
+    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: sum of the losses of each sequence
     num_tokens: int
 
 class Engine:
     """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
 
-    Independent of the schedule, except for the `StepConfig` of a step, and of logs.
+    Independent of logs and of the schedule, except for the StepConfig of the current step.
     """
     def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
                  micro_batch_size: int = 0):
-        """precision: of the head, "plain", "fp8" or "emulated"; None: no optimizer. micro_batch_size: 0 for all."""
+        """head_precision: "plain", "fp8" or "emulated"; None: evaluation only, without an optimizer.
+
+        micro_batch_size: sequences per forward and backward pass; 0: all sequences of this rank.
+        """
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        self.rotary = None                                # the Rotary whose angles the model has
+        self.rotary: Rotary | None = None                 # rotation that the model is set to, if any
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
-        # Buffers fit the largest batch of the run, so that shapes and addresses never change.
+        # Buffers fit the largest batch of the run, so that their shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
@@ -3289,7 +3352,7 @@ class Engine:
         self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
         self.reseed(cfg.seed)
         self.model.to(comm.device)
-        self.tables = {}
+        self.tables: dict[str, LocalTable | ExchangedTable] = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
@@ -3301,7 +3364,7 @@ class Engine:
                 table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
             self.tables[spec.label] = table
 
-        # Only what is called often, and with few sets of shapes, is compiled.
+        # Compile only functions that are called often and with few sets of shapes.
         self.compiling = comm.compiles(cfg)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3313,36 +3376,43 @@ class Engine:
             self.optimizer = Optimizer(cfg, comm, self.model, self.tables, multiple_micro_batches)
 
     @torch.no_grad()
-    def reseed(self, seed: int):
-        """Give all weights their initial values."""
+    def reseed(self, seed: int) -> None:
+        """Set all weights to the initial values of this seed."""
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
-    def local_part(self, name: str, whole: Tensor):
-        """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
+    def local_part(self, name: str, full: Tensor) -> Tensor:
+        """Return the part of a full weight or moment that this rank stores. `name` is a key of `state_tensors`.
+
+        The part of a table is every W-th row, padded with zeros to C rows.
+        """
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded_groups:
-            return whole[self.optimizer.sharded_groups[label].slice]
+            return full[self.optimizer.sharded_groups[label].slice]
         if label not in self.shard_rows:
-            return whole
-        rows = whole[self.comm.rank::self.comm.world_size]
-        return F.pad(rows, (0, 0, 0, self.shard_rows[label] - len(rows)))
+            return full
+        owned_rows = full[self.comm.rank::self.comm.world_size]
+        return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Add loss_scale * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
-        A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
-        # The rows of the tables were launched after the last update; wait for them here.
+        """Accumulate the gradients of this batch, scaled by loss_scale. Does not synchronize with the device.
+
+            gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
+
+        A loss_scale of 0 adds zeros even if the loss is not finite, so that this rank still takes part in the update.
+        """
+        # `fetch_rows` launched the exchange of the rows after the last update. The compute stream waits for it here.
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
-        # Scalars are made on the device: a copy from the host would wait.
+        # Create scalars on the device. Copying them from the host would synchronize.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
         weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
         scale = scalar(loss_scale)
 
-        # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
+        # All micro-batches accumulate into the same gradients, so their size affects rounding only.
         sums = []
         for micro_batch in self._micro_batches(batch):
             losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
@@ -3357,8 +3427,8 @@ class Engine:
             sums.append(seq_sums.detach())
         return StepLoss(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, step_cfg: StepConfig):
-        """Update what this step updates with the gradients so far, and clear these."""
+    def optim_step(self, step_cfg: StepConfig) -> None:
+        """Update the parameters that are due in this step, and clear their gradients. Raises RunError. Collective."""
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
@@ -3367,236 +3437,280 @@ class Engine:
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`."""
+        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`. Collective."""
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig):
-        """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
-        total = torch.zeros((), dtype=torch.float64, device=self.comm.device)
-        tokens = 0
+    def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
+        """Compute the mean loss per token, in nats, over the batches of all ranks. Collective.
+
+        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
+        """
+        # Sum on the device, so that no batch synchronizes, and in f64, because there are millions of losses.
+        total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
+        num_tokens = 0
         for batch in batches:
             attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
             for micro_batch in self._micro_batches(batch):
-                rows = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-                for y, targets in zip(rows.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
+                hidden = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
+                for y, targets in zip(hidden.split(EVAL_CHUNK), micro_batch.targets.flatten().split(EVAL_CHUNK)):
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
-                    total += losses.sum(dtype=torch.float64)
-            tokens += batch.targets.numel() * self.comm.world_size
-        self.comm.synchronize()          # has a time limit, and float() has none
-        return sum(self.comm.all_gather(float(total))) / tokens
+                    total_loss += losses.sum(dtype=torch.float64)
+            num_tokens += batch.targets.numel() * self.comm.world_size
+        # Synchronize before float(), because only this call has a timeout.
+        self.comm.synchronize()
+        return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: list, step_cfg: StepConfig):
-        """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
-        # A slot has a length that attention takes; no position looks at those after it, which are padding.
+    def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
+        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
+
+        The context is the last tokens, as many as a validation sequence has.
+        """
+        # The padding that follows the context does not affect its last position, because attention is causal. It gives
+        # the sequence a length that the attention kernels support.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
-        length = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
-        padded = np.zeros(length + 1, np.uint16)
+        seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
+        padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
-        seq = PackedSeq(padded, np.asarray([0, length], np.int32))
+        seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
         batch, = build_batches(self.cfg, self.comm, None, "sample", [step_cfg], [[seq]])
         batch = batch.to(self.comm.device)
         hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _eval_inputs(self, batch: Batch, step_cfg: StepConfig):
-        """Return the spans of uncut documents, and rows of tables that take no gradient."""
+    def _eval_inputs(self, batch: Batch,
+                     step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
+        """Fetch the table rows of a batch, and return the attention arguments and the rows, without gradient buffers.
+
+        Documents are not truncated, so they may be as long as a sequence.
+        """
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:       # one graph for any number of rows
+            if self.compiling and label in batch.plans:   # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
-    def _set_attention(self, step_cfg: StepConfig, longest: int):
-        """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
+    def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
+        """Set the model's rotary angles, and return the attention arguments of every kind of layer.
+
+        max_doc_len: upper bound of the length of a document, in tokens.
+        """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
             self.rotary = step_cfg.rotary
-        return attention_args(step_cfg.short_window, step_cfg.long_window, longest, step_cfg.rotary.attn_scale)
+        return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
-    def _micro_batches(self, batch: Batch):
-        for first in range(0, len(batch.tokens), self.micro_batch_size):
-            micro_batch = batch.map(operator.itemgetter(slice(first, first + self.micro_batch_size)))
-            if self.compiling:                                # any number of documents, one graph
+    def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
+        """Split a batch into micro-batches of at most micro_batch_size sequences."""
+        for start in range(0, len(batch.tokens), self.micro_batch_size):
+            micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
+            if self.compiling:                            # one graph for any number of documents
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
-    def state_tensors(self):
-        """Return every tensor that a run trains, by name: weights and state of the optimizer."""
+    # A snapshot copies the state that this rank stores. Files contain full tensors, which do not depend on W.
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return every tensor of this rank that training changes, without row-wise tables.
+
+        Weights are named by their labels, and optimizer state "label.name", for example "attn.momentum".
+        """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
-    def snapshot(self):
-        """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
+    def snapshot(self) -> Callable[[], None]:
+        """Copy everything that a run changes to the host. Returns a function that restores it in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
-        rng = torch.get_rng_state()                           # of the device nothing draws
+        rng = torch.get_rng_state()                       # on the CPU; the device's generator is never used
 
         @torch.no_grad()
-        def restore():
-            # Every tensor keeps its address, so that nothing recompiles.
+        def restore() -> None:
+            # Copy in place, so that every tensor keeps its address and no graph is recompiled.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for store, chunks in touched:
                 store.load(chunks)
-            self.rotary = None                                # the next step makes its angles
+            self.rotary = None                            # the next step sets the angles
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
-    def discard_grads(self):
-        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+    def discard_grads(self) -> None:
+        """Discard all gradients. Tables also discard fetched rows and byte counts."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
             else:
                 group.zero_grad()
 
-    def _gather_full(self, name: str, x: Tensor):
-        """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
+    def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
+        """Gather a full weight or moment, in global row order, on the host of rank 0. Collective.
+
+        Other ranks get None if the tensor is sharded, and otherwise their own copy.
+        """
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # Piece by piece: messages go through memory of the device.
-        pieces = [self.comm.all_gather(piece.cpu()) for piece in x.split(CHUNK_ROWS)]
+        # Gather in chunks, because the messages take memory of the device.
+        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
         if self.comm.rank != 0:
             return None
         if is_shard:
-            return torch.cat(*pieces)                         # few matrices or rows: one piece
-        # Row r is at rank r mod W, and padding follows the last.
-        rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
+            # A shard of a bank or of the head has fewer than CHUNK_ROWS matrices or rows, and so is a single chunk.
+            return torch.cat(*chunks)
+        # Global row r is local row r // W of rank r % W. The padding follows the last row.
+        rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
         return rows[:self.num_rows[label]]
 
-    def full_state(self, step_cfg: StepConfig, with_moments: bool):
-        """Return weights, without row-wise tables, and optimizer state by name, whole and in logical order, on rank 0's
-        host; elsewhere what is sharded is None. Equal at every W. Between cycles; collective.
-        values: of the next step to train, which say whether the embedding is still the head."""
-        wholes = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
-                  if with_moments or "." not in name}
+    def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
+        """Gather full weights, and optimizer state if with_moments, by name, on the host of rank 0. Collective.
+
+        The result does not depend on W: rows are in global order. It does not contain row-wise tables. On other ranks,
+        sharded tensors are None. Call this between cycles only. step_cfg is that of the next step to train; its `tied`
+        decides whether the embedding is a copy of the head.
+        """
+        tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
+                   if with_moments or "." not in name}
         if step_cfg.tied:
-            wholes["embed"] = wholes["lm_head"].t().contiguous()
-        return wholes
+            tensors["embed"] = tensors["lm_head"].t().contiguous()
+        return tensors
 
     @torch.no_grad()
-    def load_state(self, wholes: dict):
-        """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
+    def load_state(self, full_tensors: dict[str, Tensor]) -> None:
+        """Load this rank's part of full weights and moments, in place. `check_tensors` must have checked them."""
         for name, x in self.state_tensors().items():
-            x.copy_(self.local_part(name, wholes[name]))
+            x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
-    def traffic_totals(self) -> dict[str, Counter]:
-        """Return by table the bytes that training has exchanged, summed over ranks. Collective."""
+    def traffic_totals(self) -> dict[str, Counter[str]]:
+        """Return the bytes that training has exchanged, summed over ranks: table -> kind -> bytes. Collective."""
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
-            between_host_and_device = table.store.traffic if table.store else {}
-            for totals in self.comm.all_gather({**table.byte_totals, **between_host_and_device}):
+            host_traffic = table.store.traffic if table.store else {}
+            for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
                 result[label].update(totals)
         return result
 
 
-# ---- Memory: an estimate before anything is built
-USABLE_MEMORY = 0.9                      # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-HOST_TABLES = "tables on the host"       # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its peak, in the head: compiled (counted by tests/dry_run.py), or in plain PyTorch.
-SAVED_VECTORS = 17                       # of width D, in each layer: 183 in 11 layers, and statistics in f32
+# ---- Memory, estimated before the model is built
+USABLE_MEMORY = 0.9                      # fraction of the device; the rest is for driver, NCCL, allocator and compiler
+HOST_TABLES = "tables on the host"       # takes memory row by row, as rows are updated
+# Activations per token at the peak of a step, which is in the head. Those of compiled steps are counted by
+# tests/dry_run.py; *_EAGER is for plain PyTorch.
+SAVED_VECTORS = 17                       # vectors of size D per layer: 183 in 11 layers, and statistics in f32
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_EAGER = 6                   # the same in f32 or f64
 
-def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int):
-    """Return the most memory that a rank takes, bytes by part: activations by the constants above, all else counted."""
+def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
+    """Estimate the peak memory of a rank, in bytes by use.
+
+    Activations are estimated from the constants above. Weights, gradients and optimizer state are counted.
+    """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
-    item = dtype.itemsize
-    accum_item = accum_dtype(dtype).itemsize
+    item_bytes = dtype.itemsize
+    accum_bytes = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    parts = Counter()
+    uses: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
-        kept = math.prod(spec.shape)     # numbers that have a gradient here
-        gradient = accum_item                                 # bytes of each
+        num_elements = math.prod(spec.shape)              # elements that have a gradient on this rank
+        grad_bytes = accum_bytes                          # bytes per element
         if table:
-            # A shard, and a cache of the most that a cycle may read. A row-wise table also has the rows of one update
-            # on the device, with a host home those of two. (Their state is left out: 8 bytes a row.)
-            shard = kept // W
-            read = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim      # by all ranks
-            cache = min(kept, read // W) if table.rowwise or cfg.row_comms == "sparse" else kept
+            # A table takes a shard, and a row cache for the most rows that a cycle can look up. A row-wise table also
+            # has the active rows on the device: those of one update, or of two if it is stored on the host. Their
+            # optimizer state, 8 bytes per row, is not counted. looked_up counts the elements of all ranks' lookups,
+            # because all ranks may look up rows of the same shard.
+            shard_elements = num_elements // W
+            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
+            cache_elements = num_elements
+            if table.rowwise or cfg.row_comms == "sparse":
+                cache_elements = min(num_elements, looked_up // W)
             if table.rowwise:
-                home = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
-                parts[home] += shard * item
-                parts["weights"] += min(shard, read) * item * (2 if table.location == "host" else 1)
-                kept = cache
+                shard_use = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
+                uses[shard_use] += shard_elements * item_bytes
+                active_copies = 2 if table.location == "host" else 1
+                uses["weights"] += min(shard_elements, looked_up) * item_bytes * active_copies
+                num_elements = cache_elements
             elif W > 1:
-                kept = shard + cache
+                num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            gradient = item                                   # written once, and sent as it is
-        elif W > 1 and accum_item > item:
-            gradient += item                                  # the copy that is sent
-        parts["weights"] += kept * item
-        parts["gradients"] += kept * gradient
+            grad_bytes = item_bytes                       # one micro-batch: written once, sent without a copy
+        elif W > 1 and accum_bytes > item_bytes:
+            grad_bytes += item_bytes                      # the copy that is sent
+        uses["weights"] += num_elements * item_bytes
+        uses["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
             owners = W if spec.table or spec.matrix_heights else 1
-            parts["moments"] += sum(x.nbytes for x in state.values()) // owners
+            uses["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Activations of a step of the largest stage. Evaluation, whose logits come in chunks, and updates of rows take
-    # less, unless slots are many and short.
-    saved_rows = SAVED_VECTORS
-    logit_bytes = LOGIT_COPIES * item
+    # Count the activations of a step in the largest stage. Evaluation computes its logits in chunks. It and row-wise
+    # updates take less memory, unless a step has many short sequences.
+    saved_vectors = SAVED_VECTORS
+    logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
-        saved_rows = SAVED_VECTORS_EAGER
-        logit_bytes = LOGIT_COPIES_EAGER * accum_item
-    token_bytes = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
-    parts["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
-    return parts
+        saved_vectors = SAVED_VECTORS_EAGER
+        logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
+    token_bytes = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
+    uses["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
+    return uses
 
-def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable):
-    """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
-    # They follow from the card, not from what others use of it now: a run is the same each time.
-    local = cfg.seqs_per_step // comm.world_size
+def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
+    """Choose the largest micro-batch size that fits in memory. Returns it with the memory estimate, bytes by use.
+
+    If --micro_batch_size is set, only this size is tried. Raises RunError if no size fits. Collective.
+    """
+    # Use total rather than free memory, so that the choice does not depend on what else runs on the device.
+    local_seqs = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
         total = torch.cuda.mem_get_info(comm.device)[1]
     available = USABLE_MEMORY * min(comm.all_gather(total))
-    choices = [m for m in range(local, 0, -1) if local % m == 0]
+    sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
-        choices = [min(cfg.micro_batch_size, local)]
-    # As many slots as fit: products are larger then, and graphs run less often.
-    for micro_batch_size in choices:
+        sizes = [min(cfg.micro_batch_size, local_seqs)]
+    # Larger micro-batches are faster, because matmuls are larger and graphs run less often.
+    for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available:
             return micro_batch_size, estimate
-    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", found=f"{available / 2**30:.1f} GiB to use", expected=f"room for {parts}",
-                   hint="more ranks, a larger device, more and shorter slots (--seqs_per_step=32), "
+    components = ", ".join(f"{use} {num_bytes / 2**30:.1f} GiB" for use, num_bytes in estimate.items())
+    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
+                   hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
-                        "there, a smaller model")
+                        "there, or a smaller model")
 
 
-# ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
-CHECKPOINT_DIR = "checkpoints"           # folder in the run directory
+# ---- Files. A save and a checkpoint are directories. They get their final names when they are complete on the disk, so
+# an interrupted write leaves nothing that looks complete. Loading never executes code from the files.
+CHECKPOINT_DIR = "checkpoints"           # in the run directory
 KEPT_CHECKPOINTS = 2
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)        # the disk has lost data, or is full
-PARTIAL_DIRS = set()                     # folders that this process writes and has not named: its end removes them
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # the disk has lost data, or is full
+PARTIAL_DIRS: set[Path] = set()          # unfinished directories of this process; the exit handler deletes them
 
-def file_sha256(path: Path):
+def file_sha256(path: Path) -> str:
+    """Return the sha256 of a file's content, in hex."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file is on the disk, or the names in a folder, if its file system can do that for a folder."""
-    # Some file systems (shared folders, FUSE, CIFS) refuse fsync of a folder, with various codes. Nothing is lost.
+    """Wait until a file's content is on the disk, or a directory's list of names, if its file system supports that.
+
+    Raises OSError if the disk fails or is full, or if a file cannot be flushed.
+    """
+    # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
+    # errors, because no data is lost.
     try:
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -3608,51 +3722,69 @@ def fsync_path(path: Path) -> None:
             raise
 
 @contextlib.contextmanager
-def write_errors(path: Path, error_type: type[TrainerError] = RunError):
-    """Turn what the system raises in the body, for a full disk say, into an error of that kind with the path."""
+def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
+    """Turn a system error in the body, for example of a full disk, into an `error_type` that names the path."""
     try:
         yield
-    except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise error_type(f"writing {path}", error.__context__ or error, "room, and the right to write there",
-                   "free some, or name another folder") from None
+    except (OSError, ValueError, RuntimeError) as error:
+        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
+        raise error_type(f"writing {path}", found=error.__context__ or error,
+                         expected="free disk space and write permission",
+                         hint="free disk space, fix the permissions, or choose another directory") from None
 
 @contextlib.contextmanager
-def read_errors(path: Path):
-    """Turn any error in the body, other than our own, into a DataError that names the path."""
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn any error in the body, except TrainerErrors, into a DataError that names the path."""
     try:
         yield
     except TrainerError:
         raise
-    except Exception as error:           # without torch's text, which advises to let a file run its code
-        found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
-        raise DataError(path, found=found, expected="content as this trainer writes it",
-                        hint="take another, write it again, or use the trainer that wrote it") from None
+    except Exception as error:
+        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
+        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
+        raise DataError(path, found=found, expected="a file as this trainer writes it",
+                        hint="choose another file, write it again, or use the trainer that wrote it") from None
 
-def partial_path(directory: Path, run_id: str):
-    """Return where a run writes a folder until it is whole; no other run touches it."""
+def partial_path(directory: Path, run_id: str) -> Path:
+    """Return the name under which a run writes a directory until it is complete. No other run uses this name."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
-def touched_row_files(engine: Engine):
-    """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
+def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (file name, content) for this rank's touched rows.
+
+    Touched rows are the rows of row-wise tables that any update has changed. A file contains a chunk of one table: the
+    global rows, ids (n,) i64, and the fields of `RowState`.
+    """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
-            # In pieces, for a table may be larger than the memory that is left.
-            for number, (local_rows, state) in enumerate(table.store.touched_state()):
-                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{number}.pt"
+            # Write chunks, because the rows of a table may exceed the free memory.
+            for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
+                name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
-def write_directory(folder: Path, run_id: str, files: dict, engine: Engine):
-    """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
-    give it its name. Raises RunError. Collective."""
+def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
+    """Write a directory with the files of rank 0 and the row-wise tables of all ranks. Raises RunError. Collective.
+
+    files: name -> bytes, or an object for torch.save; of rank 0 only. The order of the writes makes sure that a
+    directory with its final name is complete, even after a crash or power loss:
+
+        1. Rank 0 creates a partial directory, `partial_path`.
+        2. Every rank writes its files there, and flushes each one with fsync.
+        3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes it and the directory.
+        4. Rank 0 renames the directory to its final name, and flushes the directory above it.
+
+    A failure on any rank raises on all ranks, and rank 0 deletes the partial directory.
+    """
     comm = engine.comm
-    part = partial_path(folder, run_id)
-    contents = touched_row_files(engine)                  # each made when the one before it is on the disk
+    partial = partial_path(directory, run_id)
+    contents = touched_row_files(engine)                  # a generator: one chunk in memory at a time
     if comm.rank == 0:
         contents = itertools.chain(files.items(), contents)
 
-    def write(name: str, content):
-        path = part / name
+    def write(name: str, content: Any) -> dict[str, int | str]:
+        """Write one file, wait until it is on the disk, and return its manifest entry."""
+        path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
@@ -3661,42 +3793,49 @@ def write_directory(folder: Path, run_id: str, files: dict, engine: Engine):
         fsync_path(path)
         return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
-    PARTIAL_DIRS.add(part)
+    PARTIAL_DIRS.add(partial)
     try:
-        with comm.raise_together(), write_errors(part):
+        with comm.raise_together(), write_errors(partial):
             if comm.rank == 0:
-                part.mkdir(parents=True)
-        with comm.raise_together(), write_errors(part):
-            facts = {name: write(name, content) for name, content in contents}
-        # The name comes last, when every byte under it is on the disk.
-        facts = functools.reduce(operator.or_, comm.all_gather(facts))
-        with comm.raise_together(), write_errors(folder):
+                partial.mkdir(parents=True)
+        with comm.raise_together(), write_errors(partial):
+            entries = {name: write(name, content) for name, content in contents}
+        # All files of all ranks are on the disk now. Write the manifest, and rename last.
+        entries = functools.reduce(operator.or_, comm.all_gather(entries))
+        with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
-                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
-                fsync_path(part)
-                part.rename(folder)                           # fails if another run has taken the name
-                fsync_path(folder.parent)
+                write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
+                fsync_path(partial)
+                partial.rename(directory)                 # fails if another run has created it meanwhile
+                fsync_path(directory.parent)
     finally:
-        PARTIAL_DIRS.discard(part)
+        PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
+            # After a failure, delete the incomplete directory. After a success, this path does not exist any more.
+            shutil.rmtree(partial, ignore_errors=True)
 
-def read_tensors(path: Path, manifest: dict):
-    """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
+def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
+    """Load a file that torch.save wrote, without executing code in it. The tensors stay in the file, mapped.
+
+    manifest: file name -> sha256. Raises DataError for any invalid file.
+    """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
-              found="no such file, or another content than its manifest says", expected="the file as it was written",
-              hint="name a folder that --save made; if this is one, it is damaged: copy it again", error=DataError)
+              found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
+              hint="name a directory that --save wrote; if it is one, copy it again", error=DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
-def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
-    """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
+def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
+    """Check that `found`, name -> tensor, has the names, shapes and dtypes of this config's weights.
+
+    With with_moments, it must have the optimizer state too. Raises DataError.
+    """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for spec in parameter_specs(cfg):
         if spec.optimizer != "rowwise":
-            own_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=own_dtype, device="meta")
+            weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
             if with_moments:
                 state = init_optimizer_state(spec, weight)
                 tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
@@ -3705,79 +3844,94 @@ def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
         found = {name: (x.dtype, *x.shape) for name, x in found.items()}
     for name in expected | found:
         check(found.get(name) == expected.get(name), f"{name} in {path}", found=found.get(name, "no such tensor"),
-              expected=expected.get(name, "no such tensor"), hint="use the trainer and settings of that run",
-              error=DataError)
+              expected=expected.get(name, "no such tensor"),
+              hint="use the trainer and settings of the run that wrote it", error=DataError)
 
-def load_rows(folder: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load the row-wise tables of a save or checkpoint: each rank takes the rows it owns. Raises DataError."""
+def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
+    """Load the row-wise tables of a save or checkpoint. Every rank loads the rows it owns. Raises DataError.
+
+    The files may have been written by another number of ranks.
+    """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
             table.store.clear()
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
-                    content = read_tensors(folder / name, manifest)
-                    with read_errors(folder / name):      # rows of another width, dtype or table
+                    content = read_tensors(directory / name, manifest)
+                    # Rows of another width, dtype or table raise an error here.
+                    with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
                         state = RowState(rows.to(table.shard.dtype), v, last)
                         table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
-def settings_json(cfg: Config):
-    """Return a run's settings as texts of its flags; `read_settings` reads them."""
+def settings_json(cfg: Config) -> bytes:
+    """Format the settings of a run as JSON, {field: text of the flag}. `read_settings` reads it."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
-def save_weights(folder: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
-                 token_bytes: list[bytes] | None):
-    """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
+def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
+                 token_bytes: list[bytes] | None) -> None:
+    """Write a save: full weights, settings, the bytes of the tokens, and row-wise tables. Raises RunError. Collective.
+
+    token_bytes: by token id, empty for tokens without text. If it is None, no vocabulary is written.
+    """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
-        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(token_bytes) if piece]
+        lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
         files[VOCAB_FILE] = b"".join(lines)
-    write_directory(folder, run_id, files, engine)
+    write_directory(directory, run_id, files, engine)
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Engine, step_cfg: StepConfig):
-    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
-    # A checkpoint that cannot be written ends nothing: the next may be.
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
+                     step_cfg: StepConfig) -> None:
+    """Write the checkpoint that lets a run resume at the step of step_cfg, and delete older ones. Collective.
+
+    content: what the checkpoint contains besides the state of the engine. The last KEPT_CHECKPOINTS are retained.
+    Checkpoints of later steps are not deleted, because another run wrote them.
+    """
+    # If a checkpoint cannot be written, continue: the next one may succeed.
     comm = engine.comm
-    folder = run_dir / CHECKPOINT_DIR
+    checkpoints = run_dir / CHECKPOINT_DIR
     name = f"step-{step_cfg.step:07d}"
     files = {"run.pt": dict(content, state=engine.full_state(step_cfg, with_moments=True))}
     try:
-        write_directory(folder / name, run_id, files, engine)
+        write_directory(checkpoints / name, run_id, files, engine)
     except RunError as error:
-        comm.print0(f"{error}\nthe run goes on without this checkpoint")
+        comm.print0(f"{error}\nwarning: continuing without this checkpoint")
         return
     if comm.rank == 0:
-        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
-        for old in before[:1 - KEPT_CHECKPOINTS]:
+        earlier = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
+        for old in earlier[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
-def load_checkpoint(run_dir: Path, engine: Engine):
-    """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
+def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
+    """Load the newest checkpoint that is intact on every rank into the engine. Raises DataError. Collective.
+
+    Returns what the checkpoint contains besides the state of the engine.
+    """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
-    # What one rank cannot read nobody takes: all ranks go on from the same step.
+    # If one rank cannot read a checkpoint, all ranks skip it, so that all resume at the same step.
     for path in newest_first:
         run = path / "run.pt"
         try:
             with comm.raise_together(), read_errors(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                wholes = content.pop("state")
-                check("moments" not in wholes, run, found="a checkpoint of an older trainer",
-                      expected="one of this trainer", hint="resume it with the train_gpt.py in that run directory",
-                      error=DataError)
-                check_tensors(run, engine.cfg, wholes, with_moments=True)
-                engine.load_state(wholes)
+                state = content.pop("state")
+                check("moments" not in state, run, found="a checkpoint of an older trainer",
+                      expected="a checkpoint of this trainer",
+                      hint="resume with the train_gpt.py in that run directory", error=DataError)
+                check_tensors(run, engine.cfg, state, with_moments=True)
+                engine.load_state(state)
                 load_rows(path, manifest, engine)
                 return content
         except DataError as error:
-            comm.print0(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
-    raise DataError(f"checkpoints in {run_dir}", found=[path.name for path in newest_first],
-                    expected="a whole one of this trainer",
-                    hint="--resume the run before it, if it was itself resumed; or start anew, with "
+            comm.print0(f"{error}\nwarning: skipping checkpoint {path.name}; trying the one before it")
+    raise DataError(f"checkpoints in {run_dir}", found=f"none is intact: {[path.name for path in newest_first]}",
+                    expected="an intact checkpoint of this trainer",
+                    hint="if this run was resumed, --resume the earlier run; otherwise start again with "
                          "--checkpoint_every=100")
 
 

@@ -119,13 +119,13 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     DAMAGES[damage](path)
     assert load(newest) == 2
     said = capsys.readouterr().out
-    assert str(newest) in said and "the checkpoint before step-0000004 is taken" in said
+    assert str(newest) in said and "warning: skipping checkpoint step-0000004" in said
     assert without_manifest or str(path) in said
 
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
-    with refused(tg.DataError, "step-0000002", "a whole one"):
+    with refused(tg.DataError, "step-0000002", "an intact checkpoint"):
         load(newest)
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
@@ -149,7 +149,7 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
     path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
-    with refused(tg.DataError, "weights.pt", "unreadable or with code in it") as caught:
+    with refused(tg.DataError, "weights.pt", "unreadable or with pickled code") as caught:
         sample(save)
     assert "weights_only" not in str(caught.value) and not Path("evil_was_here").exists()
 
@@ -203,7 +203,7 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
-    with refused(tg.DataError, "a whole one"):
+    with refused(tg.DataError, "an intact checkpoint"):
         load(newest, **changes)
 
 def test_sample_from_save__damaged_settings(save):
@@ -328,7 +328,7 @@ def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, 
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
     before_flush(monkeypatch, full_disk, "step-0000004")
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
-    assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
+    assert done.status == 0 and "warning: continuing without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002", "step-0000006"]
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):

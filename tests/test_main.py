@@ -356,13 +356,13 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--head=fp8"], 2, "--head=fp8", "float32", "8.9", "--head=emulated"),
     (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "leave the flag out"),
     (["--resume=old_run"], 2, "old_run/settings.json", "one of an older trainer needs that trainer"),
-    (["--bigram_rows=2000000000"], 1, "memory", "GiB to use", "weights 238", "moments", "a smaller model"),
+    (["--bigram_rows=2000000000"], 1, "memory", "at most", "weights 238", "moments", "a smaller model"),
     (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "where data/pocket is"),
     (["--train_files=formula:512:511:200:1"], 2, "too few training tokens", "200", "--epochs=0"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),
     (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "all of 512", "511"),
-    (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another folder"),
+    (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another directory"),
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
     (["--run_dir=old_run"], 1, "run directory old_run", "the log of a run", "without one"),
@@ -498,7 +498,7 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, 
         return open(path, *args, **kwargs)
 
     monkeypatch.setattr(tg, "open", open_on_full_disk, raising=False)
-    done = ask([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "room", "free some")
+    done = ask([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "write permission", "free disk space")
     whole = (done.folder / name).read_text().split("\n")[:room]
     assert len(whole) == room and "aborted" not in "".join(whole), "what was written before"
     if name == "log.txt":

@@ -101,7 +101,7 @@ def test_step__a_missing_gradient_is_refused(missing):
         if label != missing:
             add_grad(optimizer, label, grad, values)
     named = "replicated" if missing == "smear_gate" else missing         # one sum for all that every rank updates
-    with refused(tg.RunError, f"no gradient of ['{named}']", "forward_backward"):
+    with refused(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
         optimizer.step(values)
     assert unequal(weights_of(optimizer), before) == []
 
