@@ -732,29 +732,30 @@ ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
-def rotary_by_stage(cfg: Config):
+def rotary_by_stage(cfg: Config) -> list[Rotary]:
     """Return the Rotary of each stage. At first its E/4 frequencies go from 1 down to 1/1024 (half-truncated rotary,
     RECIPE 2.4). YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
-    count = cfg.head_dim // 4
-    rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
+    num_frequencies = cfg.head_dim // 4
+    frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
+    rotary = [Rotary(frequencies, cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
-        old = old_stage.long_window * cfg.window_block
-        new = new_stage.long_window * cfg.window_block
-        lowered = old / new                                                   # a low frequency: as many turns as before
+        old_window = old_stage.long_window * cfg.window_block
+        new_window = new_stage.long_window * cfg.window_block
+        window_ratio = old_window / new_window                                # a low frequency: as many turns as before
         frequencies = []
         for frequency in rotary[-1].frequencies:
-            turns = old * frequency / (2 * math.pi)
+            turns = old_window * frequency / (2 * math.pi)
             keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-            frequencies.append(frequency * (lowered + keep * (1 - lowered)))
-        growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
-        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
+            frequencies.append(frequency * (window_ratio + keep * (1 - window_ratio)))
+        scale_growth = YARN_SCALE_GROWTH * math.log(new_window / old_window) + 1
+        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * scale_growth))
     return rotary
 
 class Schedule:
     """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window."""
     # Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock
     # said when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
-    def __init__(self, cfg: Config, cycle_progress: tuple = ()):
+    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
@@ -762,8 +763,9 @@ class Schedule:
         self.cycle_progress = list(cycle_progress)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps    # of the plan
         # All stages but the last share the scheduled steps evenly.
-        scheduled = len(cfg.stages) - 1
-        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / scheduled) for i in range(scheduled)]
+        num_scheduled_stages = len(cfg.stages) - 1
+        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
+                      for i in range(num_scheduled_stages)]
         self.stage_starts = (0, *stage_ends)              # of the stages, places in the plan
         self.stage_ends = (*stage_ends, self.planned_steps)
         untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
@@ -771,54 +773,54 @@ class Schedule:
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
-    def progress(self, step: int):
+    def progress(self, step: int) -> float:
         """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
-    def first_step_at(self, progress: float):
+    def first_step_at(self, progress: float) -> float:
         """Return the first step at this place of the plan or after it; infinite while no clock has said so."""
         if not self.cfg.time_budget:
             return progress
-        cycles = bisect.bisect_left(self.cycle_progress, progress)
-        return cycles * self.cycle_steps if cycles < len(self.cycle_progress) else math.inf
+        cycle_idx = bisect.bisect_left(self.cycle_progress, progress)
+        return cycle_idx * self.cycle_steps if cycle_idx < len(self.cycle_progress) else math.inf
 
     @property
-    def end_step(self):
+    def end_step(self) -> float:
         """Return the first step that is not trained; infinite while no clock has said which."""
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
-    def untie_step(self):
+    def untie_step(self) -> float:
         """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
         # An embedding that leaves the head in the middle of a cycle would lose the cycle's gradients.
         step = self.first_step_at(self.untie_progress)
         if step == math.inf:
             return step
-        every = self.cfg.adam_every
-        return step // every * every + every - 1
+        adam_every = self.cfg.adam_every
+        return step // adam_every * adam_every + adam_every - 1
 
-    def stage_at(self, progress: float):
+    def stage_at(self, progress: float) -> int:
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
-    def lr_factor_at(self, progress: float):
+    def lr_factor_at(self, progress: float) -> float:
         """Return the stage's multiplier, which from the cooldown's start on goes linearly to the floor. No warm-up."""
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
-        done = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
-        return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - done) + self.cfg.lr_floor * done
+        fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
+        return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
-    def momentum_at(self, progress: float):
+    def momentum_at(self, progress: float) -> float:
         """Return NorMuon's momentum at a place of the plan: it rises at the start and falls at the end."""
         cfg = self.cfg
-        up = round(cfg.momentum_warmup_frac * self.planned_steps)
-        down = round(cfg.momentum_cooldown_frac * self.planned_steps)
-        rise = cfg.momentum_max - cfg.momentum_min
-        if progress < up:
-            return cfg.momentum_min + rise * progress / up
-        steps_down = progress - self.planned_steps + down
-        if steps_down > 0:
-            return cfg.momentum_max - rise * steps_down / down
+        warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
+        cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
+        momentum_range = cfg.momentum_max - cfg.momentum_min
+        if progress < warmup_steps:
+            return cfg.momentum_min + momentum_range * progress / warmup_steps
+        steps_into_cooldown = progress - self.planned_steps + cooldown_steps
+        if steps_into_cooldown > 0:
+            return cfg.momentum_max - momentum_range * steps_into_cooldown / cooldown_steps
         return cfg.momentum_max
 
     def at(self, step: int) -> StepConfig:
@@ -831,7 +833,7 @@ class Schedule:
         long_window = stage.long_window
         if progress >= self.planned_steps:
             long_window = cfg.final_long_window                               # grown without YaRN
-        factor = self.lr_factor_at(progress)
+        lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
         # Weights of the next tokens are linear in the position inside the stage.
@@ -842,16 +844,16 @@ class Schedule:
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
-            normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
+            normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
             update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
             untie_after=step == self.untie_step, begins_cycle=begins_cycle,
             checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle_steps,
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
-    def warm_up_steps(self):
+    def warm_up_steps(self) -> list[int]:
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
         # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
-        first_steps = {}                 # their first steps, each once
+        first_steps: dict[int, None] = {}                 # their first steps, each once
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
         for start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
             first = start // self.cycle_steps * self.cycle_steps
@@ -881,7 +883,7 @@ class ShardHeader(NamedTuple):
     bos_id: int
 
     @property
-    def vocab_and_bos(self):
+    def vocab_and_bos(self) -> tuple[int, int]:
         return self.vocab_size, self.bos_id
 
 class TokenShard:
@@ -897,45 +899,45 @@ class PackedSeq(NamedTuple):
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
 
-def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int):
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
-    position = np.arange(count, dtype=np.uint64) + (seed << 32)
-    mixed = position * HASH_MULTIPLIER >> 40              # 24 bits, of a product that wraps
-    drawn = mixed * mixed // 7 % (vocab_size - 1)
-    drawn += drawn >= bos_id             # any token but the document start
-    drawn[mixed % SYNTHETIC_DOC_LEN == 0] = bos_id
-    drawn[:1] = bos_id
-    return drawn.astype(np.uint16)
+    positions = np.arange(count, dtype=np.uint64) + (seed << 32)
+    hashed = positions * HASH_MULTIPLIER >> 40            # 24 bits, of a product that wraps
+    tokens = hashed * hashed // 7 % (vocab_size - 1)
+    tokens += tokens >= bos_id           # any token but the document start
+    tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
+    tokens[:1] = bos_id
+    return tokens.astype(np.uint16)
 
-def read_shard_header(path: Path):
+def read_shard_header(path: Path) -> ShardHeader:
     """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     check(path.is_file(), f"{path} as a shard", found=f"no such file, or no regular one, seen from {os.getcwd()}",
           expected="a .bin shard",
           hint="preset pocket: run where data/pocket is, as in a clone; preset record: python "
                "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", error=DataError)
     size = path.stat().st_size
-    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
-    magic, version, count, vocab, start = words[:5].tolist()
-    whole = count >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * count == size
-    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and whole, f"{path} as a shard",
-          found=f"{size} bytes that begin with {magic}, {version}, {count}",
+    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    header_words.resize(HEADER_BYTES // 4)                                    # zeros if the file is shorter
+    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
+    length_matches = num_tokens >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"{path} as a shard",
+          found=f"{size} bytes that begin with {magic}, {version}, {num_tokens}",
           expected=f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
                    f"of tokens, then {TOKEN_ITEMSIZE} bytes for each",
           hint="the file is cut, still being written, or none (data/README.md has the format): fetch or write it again",
           error=DataError)
-    if vocab == 0:                                                            # old shards leave both words 0
-        vocab, start = GPT2_VOCAB, GPT2_BOS_ID
-    return ShardHeader(str(path), count, vocab, start)
+    if vocab_size == 0:                                                       # old shards leave both words 0
+        vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
+    return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
-def read_shard_headers(pattern: str):
+def read_shard_headers(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(SYNTHETIC_PREFIX):
         check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula",
               found=pattern, expected="formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
               hint="for example formula:512:511:40000:2", error=DataError)
-        vocab, start, tokens, shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
-        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
+        vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
+        return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
     # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
     # matches has to be a shard: silently skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
@@ -944,7 +946,7 @@ def read_shard_headers(pattern: str):
     paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
     return [read_shard_header(Path(path)) for path in paths]
 
-def read_manifest(folder: Path):
+def read_manifest(folder: Path) -> dict[str, str]:
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST_FILE
     check(not os.path.lexists(f"{path}.part"), f"{path}.part",
@@ -956,13 +958,13 @@ def read_manifest(folder: Path):
         manifest = json.loads(path.read_bytes())
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
-        return {name: facts["sha256"] for name, facts in manifest["files"].items()}
+        return {name: entry["sha256"] for name, entry in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", found=f"{type(error).__name__}: {error}",
                         expected="format 1 or 2, as data/README.md has it",
                         hint="write the folder again, or remove this file if those beside it are sound") from None
 
-def check_manifest(path: Path, content: bytes):
+def check_manifest(path: Path, content: bytes) -> None:
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -972,7 +974,7 @@ def check_manifest(path: Path, content: bytes):
               hint="the file is damaged, or a mixture of two data sets: write the data again, or remove "
                    f"{MANIFEST_FILE} if this content is meant", error=DataError)
 
-def load_shard(header: ShardHeader):
+def load_shard(header: ShardHeader) -> TokenShard:
     """Return a shard, read or made by its formula, with every token checked. Raises DataError."""
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
@@ -980,16 +982,16 @@ def load_shard(header: ShardHeader):
     else:
         tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     shard = TokenShard(tokens, header.bos_id)
-    largest = tokens.max(initial=0)
-    check(len(tokens) == header.num_tokens and largest < header.vocab_size and len(shard.doc_starts),
+    max_token = tokens.max(initial=0)
+    check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
           f"{name}: content",
-          found=f"{len(tokens)} tokens up to {largest}, {len(shard.doc_starts)} of them document starts",
+          found=f"{len(tokens)} tokens up to {max_token}, {len(shard.doc_starts)} of them document starts",
           expected=f"{header.num_tokens} tokens below the vocabulary size {header.vocab_size}, and token "
                    f"{header.bos_id} before every document",
           hint="fetch or write the shard again, and let nobody change it during a run", error=DataError)
     return shard
 
-def verify_shards(headers: list):
+def verify_shards(headers: list[ShardHeader]) -> str:
     """Check every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
     digest = hashlib.sha256()
@@ -1003,62 +1005,66 @@ def verify_shards(headers: list):
             load_shard(header)
     return digest.hexdigest()
 
-def resolve_sizes(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
+def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """Return the config with the sizes that shard headers decide. Raises DataError or ConfigError if two disagree."""
-    first = train[0]
-    for other in train + val:
-        check(other.vocab_and_bos == first.vocab_and_bos, "shards of different vocabularies",
-              found=f"{other.vocab_and_bos} in {other.name}",
-              expected=f"{first.vocab_and_bos} (size, document start) as in {first.name}",
+    first_header = train_headers[0]
+    for header in train_headers + val_headers:
+        check(header.vocab_and_bos == first_header.vocab_and_bos, "shards of different vocabularies",
+              found=f"{header.vocab_and_bos} in {header.name}",
+              expected=f"{first_header.vocab_and_bos} (size, document start) as in {first_header.name}",
               hint="give one data set only", error=DataError)
-    vocab_size, bos_id = first.vocab_and_bos
-    check(0 <= bos_id < vocab_size <= 2**16, f"{first.name}: vocabulary",
-          found=f"{first.vocab_and_bos} (size, document start)",
+    vocab_size, bos_id = first_header.vocab_and_bos
+    check(0 <= bos_id < vocab_size <= 2**16, f"{first_header.name}: vocabulary",
+          found=f"{first_header.vocab_and_bos} (size, document start)",
           expected="document start < size <= 65536, for tokens are u16", hint="write the shards again", error=DataError)
-    for name, stored in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        given = getattr(cfg, name)
-        check(given in (getattr(Config, name), stored), f"--{name}", found=given,
-              expected=f"{stored}, header of {first.name}", hint="leave the flag out")
-    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
-    check(padded >= vocab_size, "--padded_vocab", found=padded, expected=f"at least the vocabulary size {vocab_size}",
-          hint="--padded_vocab=0")
-    bigram_rows = max(2, cfg.bigram_rows or 5 * padded)                       # one for pairs, one for no pair
-    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded,
+    for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
+        value = getattr(cfg, name)
+        check(value in (getattr(Config, name), header_value), f"--{name}", found=value,
+              expected=f"{header_value}, header of {first_header.name}", hint="leave the flag out")
+    padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
+          expected=f"at least the vocabulary size {vocab_size}", hint="--padded_vocab=0")
+    bigram_rows = max(2, cfg.bigram_rows or 5 * padded_vocab)                 # one for pairs, one for no pair
+    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
                    bigram_rows=bigram_rows)
 
-def usable_val_tokens(shard_tokens: int, block_tokens: int):
+def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
     """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
-    return max(0, shard_tokens - 2) // block_tokens * block_tokens
+    return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
 
-def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
+def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
+                      val_headers: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    last = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    counts = np.diff(np.minimum((0, *schedule.stage_ends), last)).tolist()        # steps of each stage
-    blocks = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]     # a slot has one more, its last target
-    needed = sum(count * tokens for count, tokens in zip(counts, blocks))
-    have = cfg.epochs * sum(header.num_tokens for header in train)
-    check(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
-          found=f"{have} in {len(train)} shards of {cfg.train_files!r}", expected=f"{needed} for {sum(counts)} steps",
+    last_step = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), last_step)).tolist()
+    # A slot has one more, its last target.
+    step_tokens = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
+    needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
+    available = cfg.epochs * sum(header.num_tokens for header in train_headers)
+    check(cfg.epochs == 0 or cfg.time_budget or needed <= available, "too few training tokens",
+          found=f"{available} in {len(train_headers)} shards of {cfg.train_files!r}",
+          expected=f"{needed} for {sum(steps_by_stage)} steps",
           hint="--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), "
                "or fewer --num_scheduled_steps", error=DataError)
     # A block never crosses a border of shards.
-    largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
-    largest_shard = max(header.num_tokens for header in train)
-    unit = SEQ_MULTIPLE * cfg.seqs_per_step
-    fits = max(0, largest_shard - cfg.seqs_per_step) // unit * unit
-    check(largest_block <= largest_shard, "training shards are too small",
-          found=f"at most {largest_shard} tokens in one", expected=f"{largest_block} for a step's batch",
-          hint=f"more text, or batches in --stages of at most {fits} tokens", error=DataError)
-    tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val)
-    fits = tokens or max(usable_val_tokens(header.num_tokens, unit) for header in val)
-    check(tokens >= cfg.val_tokens, "too few validation tokens", found=f"{tokens} in blocks of {cfg.val_files!r}",
-          expected=cfg.val_tokens,
-          hint=f"more text; as much as this gives is --val_tokens={fits} "
-               f"--val_batch_tokens={min(fits, cfg.val_batch_tokens)}, and {unit + 2} tokens in a shard are the fewest",
-          error=DataError)
+    largest_step = max(tokens for count, tokens in zip(steps_by_stage, step_tokens) if count > 0)
+    largest_shard = max(header.num_tokens for header in train_headers)
+    multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    max_batch_tokens = max(0, largest_shard - cfg.seqs_per_step) // multiple * multiple
+    check(largest_step <= largest_shard, "training shards are too small",
+          found=f"at most {largest_shard} tokens in one", expected=f"{largest_step} for a step's batch",
+          hint=f"more text, or batches in --stages of at most {max_batch_tokens} tokens", error=DataError)
+    usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    max_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, multiple) for header in val_headers)
+    check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
+          found=f"{usable_tokens} in blocks of {cfg.val_files!r}", expected=cfg.val_tokens,
+          hint=f"more text; as much as this gives is --val_tokens={max_val_tokens} "
+               f"--val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}, and {multiple + 2} tokens in a "
+               "shard are the fewest", error=DataError)
 
-def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int):
+def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
+               max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
     """Deal documents to the slots of a block in stream order (RECIPE 5.2).
     Returns (slots, next document), or None where the shard ends too early. A slot is (starts, ends) of its pieces."""
     # Of documents cut to max_doc_len: tokens before each one, and before the end.
@@ -1079,22 +1085,23 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         doc = next_doc
     return seqs, doc
 
-def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray):
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
     """Return the slot that consists of these pieces of a shard."""
-    pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return PackedSeq(np.concatenate(pieces), cu_seqlens.astype(np.int32))
+    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
-def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int, bos_id: int):
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
+                         bos_id: int) -> Iterable[PackedSeq]:
     """Yield consecutive slots in whole blocks of seqs_per_step, not aligned to documents, none cut short."""
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
-            borders = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, np.concatenate([[0], borders, [seq_len]]).astype(np.int32))
+            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
+            yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
-def read_token_bytes(folder: Path, cfg: Config):
+def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
     # A line of the file is "base64 id"; the document start has no line and no bytes.
     path = folder / VOCAB_FILE
@@ -1102,16 +1109,16 @@ def read_token_bytes(folder: Path, cfg: Config):
         return None
     content = path.read_bytes()
     check_manifest(path, content)
-    bytes_of = {}
+    bytes_by_id: dict[int, bytes] = {}
     with contextlib.suppress(ValueError):                                     # a line that is none: too few are read
         for line in content.splitlines():
-            text, token = line.split()
-            bytes_of[int(token)] = base64.b64decode(text, validate=True)
-    check(bytes_of.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
-          found=f"{len(bytes_of)} tokens before a line that is none, or before the end",
+            encoded, token_id = line.split()
+            bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
+    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
+          found=f"{len(bytes_by_id)} tokens before a line that is none, or before the end",
           expected=f"lines 'base64 id' for all of {cfg.vocab_size} tokens but the document start {cfg.bos_id}",
           hint="write the data again, or remove the file: bits per byte are then not printed", error=DataError)
-    return [bytes_of.get(token, b"") for token in range(cfg.vocab_size)]
+    return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
 
 
 # ====== Section 4: Kernels ============================================================================================
