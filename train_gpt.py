@@ -952,21 +952,21 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
 
 def read_shard_header(path: Path) -> ShardHeader:
     """Read the header of a data shard, its first 1,024 bytes, and check the length of the file. Raises DataError."""
-    check(path.is_file(), f"{path} as a shard", found=f"no such file, or no regular one, seen from {os.getcwd()}",
-          expected="a .bin shard",
-          hint="preset pocket: run where data/pocket is, as in a clone; preset record: python "
-               "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", error=DataError)
+    check(path.is_file(), f"data shard {path}",
+          found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
+          hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
+               "data/pocket. Other data: give --train_files and --val_files", error=DataError)
     size = path.stat().st_size
     header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     header_words.resize(HEADER_BYTES // 4)                # pads a shorter file with zeros
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
     length_matches = num_tokens >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
-    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"{path} as a shard",
-          found=f"{size} bytes that begin with {magic}, {version}, {num_tokens}",
-          expected=f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
-                   f"of tokens, then {TOKEN_ITEMSIZE} bytes for each",
-          hint="the file is cut, still being written, or none (data/README.md has the format): fetch or write it again",
-          error=DataError)
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
+          found=f"{size:,} bytes that begin with the int32 words {magic}, {version}, {num_tokens}",
+          expected=f"a header of {HEADER_BYTES:,} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
+                   f"of tokens, then {TOKEN_ITEMSIZE} bytes per token",
+          hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
+               "it again", error=DataError)
     # Older shards leave both words 0. Their tokens are those of GPT-2.
     if vocab_size == 0:
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
@@ -978,9 +978,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
     A pattern is a glob, or `formula:...` for synthetic tokens.
     """
     if pattern.startswith(SYNTHETIC_PREFIX):
-        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula",
-              found=pattern, expected="formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
-              hint="for example formula:512:511:40000:2", error=DataError)
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern),
+              "synthetic data", found=pattern, expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS",
+              hint="for example --train_files=formula:512:511:40000:2", error=DataError)
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
     # Brackets in the name of an existing directory are literal, not a glob. A pattern without matches may still be the
@@ -996,8 +996,8 @@ def read_manifest(folder: Path) -> dict[str, str]:
     """Read {file name: sha256} from the manifest of a directory; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST_FILE
     check(not os.path.lexists(f"{path}.part"), f"{path}.part",
-          found="a tool was stopped while it gave the files their names", expected="files that belong together",
-          hint="run that tool again, then this", error=DataError)
+          found="an unfinished manifest: a data tool was stopped while it renamed the files",
+          expected="a complete data set", hint="run that tool again, then this command", error=DataError)
     if not path.is_file():
         return {}
     try:
@@ -1006,9 +1006,10 @@ def read_manifest(folder: Path) -> dict[str, str]:
             raise ValueError(f"format {manifest['format']}")
         return {name: entry["sha256"] for name, entry in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", found=f"{type(error).__name__}: {error}",
-                        expected="format 1 or 2, as data/README.md has it",
-                        hint="write the folder again, or remove this file if those beside it are sound") from None
+        raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
+                        expected="format 1 or 2, as described in data/README.md",
+                        hint="write the directory again; or remove this file if the files next to it are intact"
+                        ) from None
 
 def check_manifest(path: Path, content: bytes) -> None:
     """Check the content of a file against the manifest in its directory, if that lists the file. Raises DataError."""
@@ -1016,9 +1017,9 @@ def check_manifest(path: Path, content: bytes) -> None:
     if expected is not None:
         sha256 = hashlib.sha256(content).hexdigest()
         check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
-              expected=f"{expected}, says {MANIFEST_FILE} beside it",
-              hint="the file is damaged, or a mixture of two data sets: write the data again, or remove "
-                   f"{MANIFEST_FILE} if this content is meant", error=DataError)
+              expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
+              hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
+                   f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
 def load_shard(header: ShardHeader) -> TokenShard:
     """Read a data shard, or generate its synthetic tokens, and check every token. Raises DataError."""
@@ -1030,11 +1031,11 @@ def load_shard(header: ShardHeader) -> TokenShard:
     shard = TokenShard(tokens, header.bos_id)
     max_token = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
-          f"{name}: content",
-          found=f"{len(tokens)} tokens up to {max_token}, {len(shard.doc_starts)} of them document starts",
-          expected=f"{header.num_tokens} tokens below the vocabulary size {header.vocab_size}, and token "
-                   f"{header.bos_id} before every document",
-          hint="fetch or write the shard again, and let nobody change it during a run", error=DataError)
+          f"data shard {name}: content",
+          found=f"{len(tokens):,} tokens with ids up to {max_token}, {len(shard.doc_starts):,} BOS tokens",
+          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and the "
+                   f"BOS token {header.bos_id} at the start of every document",
+          hint="download or write the shard again, and do not change it during a run", error=DataError)
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
@@ -1061,21 +1062,23 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
     """
     first_header = train_headers[0]
     for header in train_headers + val_headers:
-        check(header.vocab_and_bos == first_header.vocab_and_bos, "shards of different vocabularies",
+        check(header.vocab_and_bos == first_header.vocab_and_bos, "data shards have different vocabularies",
               found=f"{header.vocab_and_bos} in {header.name}",
-              expected=f"{first_header.vocab_and_bos} (size, document start) as in {first_header.name}",
-              hint="give one data set only", error=DataError)
+              expected=f"{first_header.vocab_and_bos} (vocabulary size, BOS id), as in {first_header.name}",
+              hint="use one data set for --train_files and --val_files", error=DataError)
     vocab_size, bos_id = first_header.vocab_and_bos
-    check(0 <= bos_id < vocab_size <= 2**16, f"{first_header.name}: vocabulary",
-          found=f"{first_header.vocab_and_bos} (size, document start)",
-          expected="document start < size <= 65536, for tokens are u16", hint="write the shards again", error=DataError)
+    check(0 <= bos_id < vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
+          found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
+          expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
+          error=DataError)
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
         value = getattr(cfg, name)
         check(value in (getattr(Config, name), header_value), f"--{name}", found=value,
-              expected=f"{header_value}, header of {first_header.name}", hint="leave the flag out")
+              expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
     check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
-          expected=f"at least the vocabulary size {vocab_size}", hint="--padded_vocab=0")
+          expected=f"at least the vocabulary size {vocab_size}",
+          hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
     # The bigram table needs at least one row for bigrams, and its last row for positions without one.
     bigram_rows = max(2, cfg.bigram_rows or 5 * padded_vocab)
     return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
@@ -1101,25 +1104,27 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
     available = cfg.epochs * sum(header.num_tokens for header in train_headers)
     check(cfg.epochs == 0 or cfg.time_budget or needed <= available, "too few training tokens",
-          found=f"{available} in {len(train_headers)} shards of {cfg.train_files!r}",
-          expected=f"{needed} for {sum(steps_by_stage)} steps",
-          hint="--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), "
-               "or fewer --num_scheduled_steps", error=DataError)
+          found=f"{available:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
+          expected=f"{needed:,} tokens for {sum(steps_by_stage):,} steps",
+          hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
+               "--num_scheduled_steps", error=DataError)
     # The sequences of a step never cross the boundary of a shard.
     largest_step = max(tokens for count, tokens in zip(steps_by_stage, step_tokens) if count > 0)
     largest_shard = max(header.num_tokens for header in train_headers)
     multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     max_batch_tokens = max(0, largest_shard - cfg.seqs_per_step) // multiple * multiple
     check(largest_step <= largest_shard, "training shards are too small",
-          found=f"at most {largest_shard} tokens in one", expected=f"{largest_step} for a step's batch",
-          hint=f"more text, or batches in --stages of at most {max_batch_tokens} tokens", error=DataError)
+          found=f"at most {largest_shard:,} tokens in a shard",
+          expected=f"{largest_step:,} tokens in one shard, enough for the sequences of one step",
+          hint=f"use larger shards; or lower batch_tokens in --stages to at most {max_batch_tokens}", error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
     max_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, multiple) for header in val_headers)
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
-          found=f"{usable_tokens} in blocks of {cfg.val_files!r}", expected=cfg.val_tokens,
-          hint=f"more text; as much as this gives is --val_tokens={max_val_tokens} "
-               f"--val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}, and {multiple + 2} tokens in a "
-               "shard are the fewest", error=DataError)
+          found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
+          expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
+          hint=f"add validation text, in shards of at least {multiple + 2} tokens; or use all that this text allows, "
+               f"--val_tokens={max_val_tokens} --val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}",
+          error=DataError)
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
@@ -1182,9 +1187,9 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
             encoded, token_id = line.split()
             bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
     check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
-          found=f"{len(bytes_by_id)} tokens before a line that is none, or before the end",
-          expected=f"lines 'base64 id' for all of {cfg.vocab_size} tokens but the document start {cfg.bos_id}",
-          hint="write the data again, or remove the file: bits per byte are then not printed", error=DataError)
+          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file",
+          expected=f"a line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id})",
+          hint="write the data again; or remove the file, and bits per byte are not printed", error=DataError)
     return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
 
 
