@@ -704,154 +704,194 @@ class Communicator:
 
 # ====== Section 2: Schedule ===========================================================================================
 class Rotary(NamedTuple):
-    """Rotation of queries and keys in one stage."""
-    frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
-    attn_scale: float                    # softmax scale, grown by YaRN
+    """Rotary embedding and softmax scale of one stage."""
+    frequencies: tuple[float, ...]       # E/4 angles, in radians per position; the other E/2 features do not rotate
+    attn_scale: float                    # softmax scale, after YaRN
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Everything the schedule says for one step."""
+    """Everything the schedule sets for one step."""
     step: int
-    stage: int
-    seq_len: int
-    short_window: int                    # tokens; a query sees that many keys before its own, and its own
-    long_window: int
-    mtp_weights: tuple[float, ...]       # of the 1st, 2nd, ... next token, not normalised
+    stage: int                           # index into cfg.stages
+    seq_len: int                         # T, tokens
+    short_window: int                    # tokens: a query sees this many keys before its own key, and its own key
+    long_window: int                     # tokens, counted like short_window
+    mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; not normalized
     rotary: Rotary
     normuon_lr: float
     adam_lr: float
-    momentum: float
-    update_adam: bool                    # last step of an Adam cycle, whose gradients its update consumes
-    tied: bool                           # this step's forward reads the head, transposed, for its embedding
-    untie_after: bool                    # after this step's update, head and embedding become two parameters
-    begins_cycle: bool                   # the run's cycle, the unit of loading and checkpoints, begins with this step
-    checkpoint: bool                     # a checkpoint is written before this step
-    validate: bool                       # a validation runs before this step
+    momentum: float                      # NorMuon momentum
+    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of that cycle
+    tied: bool                           # the embedding of this step is the head, transposed
+    untie_after: bool                    # split head and embedding into two parameters after the update of this step
+    begins_cycle: bool                   # first step of the run's cycle, the unit of loading and checkpoints
+    checkpoint: bool                     # write a checkpoint before this step
+    validate: bool                       # validate before this step
 
-ROTARY_BASE = 1024.0
-YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
-YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
+ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
+# YaRN counts the full turns that a frequency makes inside the old window. With fewer turns than alpha, the frequency is
+# lowered by the full ratio of the windows; with more turns than beta, it does not change.
+YARN_ALPHA, YARN_BETA = 1.0, 32.0
+YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
 
-def rotary_by_stage(cfg: Config):
-    """Return the Rotary of each stage. At first its E/4 frequencies go from 1 down to 1/1024 (half-truncated rotary,
-    RECIPE 2.4). YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
-    count = cfg.head_dim // 4
-    rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
+def rotary_by_stage(cfg: Config) -> list[Rotary]:
+    """Compute the Rotary of each stage: half-truncated rotary, adapted to longer windows by YaRN (RECIPE 2.4).
+
+    The E/4 frequencies f of the first stage fall from 1 to 1/1024 in a geometric sequence. Where the long window grows
+    from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax scale:
+
+        turns = w f / (2 pi)
+        keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
+        f     <- f (w/w' + keep (1 - w/w'))
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
+    """
+    num_frequencies = cfg.head_dim // 4
+    frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
+    rotary = [Rotary(frequencies, cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
-        old = old_stage.long_window * cfg.window_block
-        new = new_stage.long_window * cfg.window_block
-        lowered = old / new                                                   # a low frequency: as many turns as before
+        old_window = old_stage.long_window * cfg.window_block
+        new_window = new_stage.long_window * cfg.window_block
+        # A frequency multiplied by this ratio makes as many turns in the new window as it did in the old one.
+        window_ratio = old_window / new_window
         frequencies = []
         for frequency in rotary[-1].frequencies:
-            turns = old * frequency / (2 * math.pi)
+            turns = old_window * frequency / (2 * math.pi)
             keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-            frequencies.append(frequency * (lowered + keep * (1 - lowered)))
-        growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
-        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
+            frequencies.append(frequency * (window_ratio + keep * (1 - window_ratio)))
+        scale_growth = YARN_SCALE_GROWTH * math.log(new_window / old_window) + 1
+        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * scale_growth))
     return rotary
 
 class Schedule:
-    """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window."""
-    # Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock
-    # said when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
-    def __init__(self, cfg: Config, cycle_progress: tuple = ()):
-        # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
+    """Maps a step to its StepConfig: stage, learning rates, momentum, windows, loss weights (RECIPE 4).
+
+    All methods are pure functions of the step and of `cycle_progress`. Every step has a progress, its position in the
+    schedule in planned steps. The progress is the step itself, except with --time_budget: then the clock determines it
+    when the cycle is scheduled, and all steps of the run's cycle have the same progress. Stage, windows, rotary, rates,
+    momentum and MTP weights depend on the progress. Adam updates, cycles, checkpoints and validations depend on the
+    step.
+    """
+    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()):
         self.cfg = cfg
-        # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
+        # The run's cycle is as long as the longest update_every, that of Adam included. Row plans and checkpoints begin
+        # at its multiples.
         self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
+        # With --time_budget: the progress of each scheduled cycle, ascending. The training loop appends to it.
         self.cycle_progress = list(cycle_progress)
-        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps    # of the plan
-        # All stages but the last share the scheduled steps evenly.
-        scheduled = len(cfg.stages) - 1
-        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / scheduled) for i in range(scheduled)]
-        self.stage_starts = (0, *stage_ends)              # of the stages, places in the plan
+        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        # The scheduled steps are split evenly over all stages but the last one, which is the extension.
+        num_scheduled_stages = len(cfg.stages) - 1
+        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
+                      for i in range(num_scheduled_stages)]
+        self.stage_starts = (0, *stage_ends)              # in planned steps, like the progress
         self.stage_ends = (*stage_ends, self.planned_steps)
         untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
-        self.untie_progress = next(untie_starts, math.inf)
+        self.untie_progress = next(untie_starts, math.inf)    # math.inf if no stage unties
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
-    def progress(self, step: int):
-        """Return how far a step is in the plan, in planned steps."""
+    def progress(self, step: int) -> float:
+        """Return the schedule progress at the start of this step, in planned steps."""
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
-    def first_step_at(self, progress: float):
-        """Return the first step at this place of the plan or after it; infinite while no clock has said so."""
+    def first_step_at(self, progress: float) -> float:
+        """Return the first step with at least this progress; with --time_budget, math.inf until a cycle reaches it."""
         if not self.cfg.time_budget:
             return progress
-        cycles = bisect.bisect_left(self.cycle_progress, progress)
-        return cycles * self.cycle_steps if cycles < len(self.cycle_progress) else math.inf
+        cycle_idx = bisect.bisect_left(self.cycle_progress, progress)
+        return cycle_idx * self.cycle_steps if cycle_idx < len(self.cycle_progress) else math.inf
 
     @property
-    def end_step(self):
-        """Return the first step that is not trained; infinite while no clock has said which."""
+    def end_step(self) -> float:
+        """Return the first step that is not trained: --max_steps or the end of the schedule, whichever is earlier.
+
+        With --time_budget, the end of the schedule is math.inf until a cycle reaches it.
+        """
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
-    def untie_step(self):
-        """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
-        # An embedding that leaves the head in the middle of a cycle would lose the cycle's gradients.
+    def untie_step(self) -> float:
+        """Return the last step of the Adam cycle in which the stage with `untie` begins.
+
+        It is math.inf without such a stage and, with --time_budget, until a cycle reaches it.
+        """
+        # Untying earlier in the Adam cycle would lose the gradients that the embedding has accumulated in it.
         step = self.first_step_at(self.untie_progress)
         if step == math.inf:
             return step
-        every = self.cfg.adam_every
-        return step // every * every + every - 1
+        adam_every = self.cfg.adam_every
+        return step // adam_every * adam_every + adam_every - 1
 
-    def stage_at(self, progress: float):
+    def stage_at(self, progress: float) -> int:
+        """Return the index of the stage at this progress. From planned_steps on it is the last stage."""
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
-    def lr_factor_at(self, progress: float):
-        """Return the stage's multiplier, which from the cooldown's start on goes linearly to the floor. No warm-up."""
-        cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
-        done = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
-        return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - done) + self.cfg.lr_floor * done
+    def lr_factor_at(self, progress: float) -> float:
+        """Return the learning rate multiplier at this progress (RECIPE 4.2).
 
-    def momentum_at(self, progress: float):
-        """Return NorMuon's momentum at a place of the plan: it rises at the start and falls at the end."""
+            d      = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
+            factor = lr_mul of the stage * (1 - d) + lr_floor * d
+
+        The cooldown ends with the scheduled steps. There is no learning rate warm-up.
+        """
+        cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
+        fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
+        return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
+
+    def momentum_at(self, progress: float) -> float:
+        """Return the NorMuon momentum at this progress (RECIPE 4.2).
+
+        It rises linearly from momentum_min to momentum_max at the start, and falls back linearly at the end of the
+        planned steps.
+        """
         cfg = self.cfg
-        up = round(cfg.momentum_warmup_frac * self.planned_steps)
-        down = round(cfg.momentum_cooldown_frac * self.planned_steps)
-        rise = cfg.momentum_max - cfg.momentum_min
-        if progress < up:
-            return cfg.momentum_min + rise * progress / up
-        steps_down = progress - self.planned_steps + down
-        if steps_down > 0:
-            return cfg.momentum_max - rise * steps_down / down
+        warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
+        cooldown_steps = round(cfg.momentum_cooldown_frac * self.planned_steps)
+        momentum_range = cfg.momentum_max - cfg.momentum_min
+        if progress < warmup_steps:
+            return cfg.momentum_min + momentum_range * progress / warmup_steps
+        steps_into_cooldown = progress - self.planned_steps + cooldown_steps
+        if steps_into_cooldown > 0:
+            return cfg.momentum_max - momentum_range * steps_into_cooldown / cooldown_steps
         return cfg.momentum_max
 
     def at(self, step: int) -> StepConfig:
-        """Return everything that a step needs; end_step's are those of the final validation."""
-        # Stage and rates go by the place, which the clock may decide; Adam and validation by the step.
+        """Return the StepConfig of a step; `at(end_step)` is that of the final validation."""
         cfg = self.cfg
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
         long_window = stage.long_window
+        # After a completed schedule, the final validation has the widest window. YaRN does not adapt to this window.
         if progress >= self.planned_steps:
-            long_window = cfg.final_long_window                               # grown without YaRN
-        factor = self.lr_factor_at(progress)
+            long_window = cfg.final_long_window
+        lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
-        # Weights of the next tokens are linear in the position inside the stage.
+        # The MTP weights are interpolated linearly over the stage (RECIPE 4.1).
         start, end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
         fraction = (progress - start) / max(1, end - start)
         mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
+        # A checkpoint is due at the first start of a cycle at or after each multiple of checkpoint_every.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
-            normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
+            normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
             update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
             untie_after=step == self.untie_step, begins_cycle=begins_cycle,
             checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle_steps,
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
-    def warm_up_steps(self):
-        """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
-        # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
-        first_steps = {}                 # their first steps, each once
+    def warm_up_steps(self) -> list[int]:
+        """Return the steps that the warm-up runs: whole cycles around the start of every stage.
+
+        These steps use every graph of the run. A graph depends on the stage, on tying and on whether Adam updates.
+        """
+        # The largest stage is first, so that a lack of memory shows early. A cycle that end_step truncates is last.
+        first_steps: dict[int, None] = {}                 # an ordered set
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
         for start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
             first = start // self.cycle_steps * self.cycle_steps
@@ -863,139 +903,151 @@ class Schedule:
 
 
 # ====== Section 3: Data ===============================================================================================
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # table in data/README.md
-TOKEN_ITEMSIZE = 2                       # little-endian u16
-MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
-MANIFEST_FILE = "manifest.json"          # hashes of the files beside it, written last; table in data/README.md
-VOCAB_FILE = "vocab.txt"                 # bytes of the tokens of the files beside it
-SLOW_TIMEOUT_FACTOR = 10                 # ranks may be that many timeouts apart while they compile, or one writes files
-SYNTHETIC_PREFIX = "formula:"            # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
-HASH_MULTIPLIER = 0x9E3779B97F4A7C15     # 2^64 over the golden ratio: products of neighbours look unrelated at the top
-SYNTHETIC_DOC_LEN = 32                   # tokens, on average
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # format: data/README.md
+TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
+MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
+MANIFEST_FILE = "manifest.json"          # sha256 of the files in its directory, written last; format: data/README.md
+VOCAB_FILE = "vocab.txt"                 # the bytes of each token of the shards in its directory
+# While ranks compile, or one of them writes files, the others wait for up to this many times --comm_timeout.
+SLOW_TIMEOUT_FACTOR = 10
+SYNTHETIC_PREFIX = "formula:"            # formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, tokens that are generated
+# 2^64 / golden ratio (Fibonacci hashing): the high bits of the products of adjacent integers look unrelated.
+HASH_MULTIPLIER = 0x9E3779B97F4A7C15
+SYNTHETIC_DOC_LEN = 32                   # mean number of tokens
 
 class ShardHeader(NamedTuple):
-    """One shard: a file, or a formula that makes its tokens."""
-    name: str
+    """Name, size and vocabulary of one data shard: a .bin file or synthetic tokens."""
+    name: str                            # path of the file, or "formula:...#seed"
     num_tokens: int
     vocab_size: int
     bos_id: int
 
     @property
-    def vocab_and_bos(self):
+    def vocab_and_bos(self) -> tuple[int, int]:
         return self.vocab_size, self.bos_id
 
 class TokenShard:
-    """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
+    """The tokens of one data shard in memory, and its documents. A document includes its BOS token."""
     def __init__(self, tokens: np.ndarray, bos_id: int):
-        self.tokens = tokens
-        self.doc_starts = np.flatnonzero(tokens == bos_id)
-        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
+        self.tokens = tokens                                              # (num_tokens,) u16
+        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (documents,) positions in `tokens`
+        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (documents,) lengths in tokens
 
 class PackedSeq(NamedTuple):
-    """One slot of T tokens on the host."""
-    tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
-    cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
-                                         # the first or last document may be empty
+    """One sequence of T tokens on the host."""
+    tokens: np.ndarray                   # (T + 1,) u16: the first T are the inputs, the last T the targets
+    # (documents + 1,) i32: 0, then the end of each document in the inputs. The last entry is T. The first or the last
+    # document may be empty.
+    cu_seqlens: np.ndarray
 
-def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int):
-    """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
-    position = np.arange(count, dtype=np.uint64) + (seed << 32)
-    mixed = position * HASH_MULTIPLIER >> 40              # 24 bits, of a product that wraps
-    drawn = mixed * mixed // 7 % (vocab_size - 1)
-    drawn += drawn >= bos_id             # any token but the document start
-    drawn[mixed % SYNTHETIC_DOC_LEN == 0] = bos_id
-    drawn[:1] = bos_id
-    return drawn.astype(np.uint16)
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
+    """Generate tokens, (count,) u16, for preset tiny and the warm-up. They depend on the position and the seed only."""
+    positions = np.arange(count, dtype=np.uint64) + (seed << 32)
+    hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the product wraps at 2^64
+    tokens = hashed * hashed // 7 % (vocab_size - 1)
+    tokens += tokens >= bos_id           # skip bos_id
+    tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
+    tokens[:1] = bos_id
+    return tokens.astype(np.uint16)
 
-def read_shard_header(path: Path):
-    """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
-    check(path.is_file(), f"{path} as a shard", found=f"no such file, or no regular one, seen from {os.getcwd()}",
-          expected="a .bin shard",
-          hint="preset pocket: run where data/pocket is, as in a clone; preset record: python "
-               "data/cached_fineweb10B.py 9; other data: give --train_files= and --val_files=", error=DataError)
+def read_shard_header(path: Path) -> ShardHeader:
+    """Read the header of a data shard, its first 1,024 bytes, and check the length of the file. Raises DataError."""
+    check(path.is_file(), f"data shard {path}",
+          found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
+          hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
+               "data/pocket. Other data: give --train_files and --val_files", error=DataError)
     size = path.stat().st_size
-    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
-    magic, version, count, vocab, start = words[:5].tolist()
-    whole = count >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * count == size
-    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and whole, f"{path} as a shard",
-          found=f"{size} bytes that begin with {magic}, {version}, {count}",
-          expected=f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
-                   f"of tokens, then {TOKEN_ITEMSIZE} bytes for each",
-          hint="the file is cut, still being written, or none (data/README.md has the format): fetch or write it again",
-          error=DataError)
-    if vocab == 0:                                                            # old shards leave both words 0
-        vocab, start = GPT2_VOCAB, GPT2_BOS_ID
-    return ShardHeader(str(path), count, vocab, start)
+    header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    header_words.resize(HEADER_BYTES // 4)                # pads a shorter file with zeros
+    magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
+    length_matches = num_tokens >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
+    check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
+          found=f"{size:,} bytes that begin with the int32 words {magic}, {version}, {num_tokens}",
+          expected=f"a header of {HEADER_BYTES:,} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
+                   f"of tokens, then {TOKEN_ITEMSIZE} bytes per token",
+          hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
+               "it again", error=DataError)
+    # Older shards leave both words 0. Their tokens are those of GPT-2.
+    if vocab_size == 0:
+        vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
+    return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
-def read_shard_headers(pattern: str):
-    """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
+def read_shard_headers(pattern: str) -> list[ShardHeader]:
+    """Read and check the headers of all data shards of a pattern, in name order. Raises DataError.
+
+    A pattern is a glob, or `formula:...` for synthetic tokens.
+    """
     if pattern.startswith(SYNTHETIC_PREFIX):
-        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula",
-              found=pattern, expected="formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
-              hint="for example formula:512:511:40000:2", error=DataError)
-        vocab, start, tokens, shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
-        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
-    # matches has to be a shard: silently skipping a broken link would train on less data.
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern),
+              "synthetic data", found=pattern, expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS",
+              hint="for example --train_files=formula:512:511:40000:2", error=DataError)
+        vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
+        return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
+    # Brackets in the name of an existing directory are literal, not a glob. A pattern without matches may still be the
+    # name of a file that contains brackets. Every match must be a shard, because silently skipping a broken link means
+    # training on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
     paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
     return [read_shard_header(Path(path)) for path in paths]
 
-def read_manifest(folder: Path):
-    """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
+def read_manifest(folder: Path) -> dict[str, str]:
+    """Read {file name: sha256} from the manifest of a directory; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST_FILE
     check(not os.path.lexists(f"{path}.part"), f"{path}.part",
-          found="a tool was stopped while it gave the files their names", expected="files that belong together",
-          hint="run that tool again, then this", error=DataError)
+          found="an unfinished manifest: a data tool was stopped while it renamed the files",
+          expected="a complete data set", hint="run that tool again, then this command", error=DataError)
     if not path.is_file():
         return {}
     try:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
-        return {name: facts["sha256"] for name, facts in manifest["files"].items()}
+        return {name: entry["sha256"] for name, entry in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", found=f"{type(error).__name__}: {error}",
-                        expected="format 1 or 2, as data/README.md has it",
-                        hint="write the folder again, or remove this file if those beside it are sound") from None
+        raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
+                        expected="format 1 or 2, as described in data/README.md",
+                        hint="write the directory again; or remove this file if the files next to it are intact"
+                        ) from None
 
-def check_manifest(path: Path, content: bytes):
-    """Raise DataError if the manifest beside a file says that it had another content."""
+def check_manifest(path: Path, content: bytes) -> None:
+    """Check the content of a file against the manifest in its directory, if that lists the file. Raises DataError."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
         sha256 = hashlib.sha256(content).hexdigest()
         check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
-              expected=f"{expected}, says {MANIFEST_FILE} beside it",
-              hint="the file is damaged, or a mixture of two data sets: write the data again, or remove "
-                   f"{MANIFEST_FILE} if this content is meant", error=DataError)
+              expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
+              hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
+                   f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
-def load_shard(header: ShardHeader):
-    """Return a shard, read or made by its formula, with every token checked. Raises DataError."""
+def load_shard(header: ShardHeader) -> TokenShard:
+    """Read a data shard, or generate its synthetic tokens, and check every token. Raises DataError."""
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
         tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
     else:
         tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     shard = TokenShard(tokens, header.bos_id)
-    largest = tokens.max(initial=0)
-    check(len(tokens) == header.num_tokens and largest < header.vocab_size and len(shard.doc_starts),
-          f"{name}: content",
-          found=f"{len(tokens)} tokens up to {largest}, {len(shard.doc_starts)} of them document starts",
-          expected=f"{header.num_tokens} tokens below the vocabulary size {header.vocab_size}, and token "
-                   f"{header.bos_id} before every document",
-          hint="fetch or write the shard again, and let nobody change it during a run", error=DataError)
+    max_token = tokens.max(initial=0)
+    check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
+          f"data shard {name}: content",
+          found=f"{len(tokens):,} tokens with ids up to {max_token}, {len(shard.doc_starts):,} BOS tokens",
+          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and the "
+                   f"BOS token {header.bos_id} at the start of every document",
+          hint="download or write the shard again, and do not change it during a run", error=DataError)
     return shard
 
-def verify_shards(headers: list):
-    """Check every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
-    # The name of a formula says everything.
+def verify_shards(headers: list[ShardHeader]) -> str:
+    """Check every token of every data shard. Raises DataError.
+
+    Returns the sha256 of the names and contents of all shards, in order. Synthetic tokens are a function of their name,
+    so only the name is hashed.
+    """
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
-        digest.update(os.fsencode(path.name))                                 # a name may be any bytes
+        digest.update(os.fsencode(path.name))             # a file name may be any bytes
         if not header.name.startswith(SYNTHETIC_PREFIX):
             content = path.read_bytes()
             digest.update(content)
@@ -1003,73 +1055,93 @@ def verify_shards(headers: list):
             load_shard(header)
     return digest.hexdigest()
 
-def resolve_sizes(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
-    """Return the config with the sizes that shard headers decide. Raises DataError or ConfigError if two disagree."""
-    first = train[0]
-    for other in train + val:
-        check(other.vocab_and_bos == first.vocab_and_bos, "shards of different vocabularies",
-              found=f"{other.vocab_and_bos} in {other.name}",
-              expected=f"{first.vocab_and_bos} (size, document start) as in {first.name}",
-              hint="give one data set only", error=DataError)
-    vocab_size, bos_id = first.vocab_and_bos
-    check(0 <= bos_id < vocab_size <= 2**16, f"{first.name}: vocabulary",
-          found=f"{first.vocab_and_bos} (size, document start)",
-          expected="document start < size <= 65536, for tokens are u16", hint="write the shards again", error=DataError)
-    for name, stored in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        given = getattr(cfg, name)
-        check(given in (getattr(Config, name), stored), f"--{name}", found=given,
-              expected=f"{stored}, header of {first.name}", hint="leave the flag out")
-    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
-    check(padded >= vocab_size, "--padded_vocab", found=padded, expected=f"at least the vocabulary size {vocab_size}",
-          hint="--padded_vocab=0")
-    bigram_rows = max(2, cfg.bigram_rows or 5 * padded)                       # one for pairs, one for no pair
-    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded,
+def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
+    """Fill in vocabulary size, BOS id and table sizes from the shard headers.
+
+    Raises DataError if the shards disagree or their vocabulary is invalid, and ConfigError if a flag contradicts them.
+    """
+    first_header = train_headers[0]
+    for header in train_headers + val_headers:
+        check(header.vocab_and_bos == first_header.vocab_and_bos, "data shards have different vocabularies",
+              found=f"{header.vocab_and_bos} in {header.name}",
+              expected=f"{first_header.vocab_and_bos} (vocabulary size, BOS id), as in {first_header.name}",
+              hint="use one data set for --train_files and --val_files", error=DataError)
+    vocab_size, bos_id = first_header.vocab_and_bos
+    check(0 <= bos_id < vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
+          found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
+          expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
+          error=DataError)
+    for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
+        value = getattr(cfg, name)
+        check(value in (getattr(Config, name), header_value), f"--{name}", found=value,
+              expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
+    padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
+          expected=f"at least the vocabulary size {vocab_size}",
+          hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
+    # The bigram table needs at least one row for bigrams, and its last row for positions without one.
+    bigram_rows = max(2, cfg.bigram_rows or 5 * padded_vocab)
+    return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
                    bigram_rows=bigram_rows)
 
-def usable_val_tokens(shard_tokens: int, block_tokens: int):
-    """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
-    return max(0, shard_tokens - 2) // block_tokens * block_tokens
+def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
+    """Return how many tokens of a data shard serve as validation inputs: whole batches only.
 
-def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
-    """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
-    # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    last = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    counts = np.diff(np.minimum((0, *schedule.stage_ends), last)).tolist()        # steps of each stage
-    blocks = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]     # a slot has one more, its last target
-    needed = sum(count * tokens for count, tokens in zip(counts, blocks))
-    have = cfg.epochs * sum(header.num_tokens for header in train)
-    check(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
-          found=f"{have} in {len(train)} shards of {cfg.train_files!r}", expected=f"{needed} for {sum(counts)} steps",
-          hint="--epochs=0 reads them again and again; or more shards (FineWeb: python data/cached_fineweb10B.py N), "
-               "or fewer --num_scheduled_steps", error=DataError)
-    # A block never crosses a border of shards.
-    largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
-    largest_shard = max(header.num_tokens for header in train)
-    unit = SEQ_MULTIPLE * cfg.seqs_per_step
-    fits = max(0, largest_shard - cfg.seqs_per_step) // unit * unit
-    check(largest_block <= largest_shard, "training shards are too small",
-          found=f"at most {largest_shard} tokens in one", expected=f"{largest_block} for a step's batch",
-          hint=f"more text, or batches in --stages of at most {fits} tokens", error=DataError)
-    tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val)
-    fits = tokens or max(usable_val_tokens(header.num_tokens, unit) for header in val)
-    check(tokens >= cfg.val_tokens, "too few validation tokens", found=f"{tokens} in blocks of {cfg.val_files!r}",
-          expected=cfg.val_tokens,
-          hint=f"more text; as much as this gives is --val_tokens={fits} "
-               f"--val_batch_tokens={min(fits, cfg.val_batch_tokens)}, and {unit + 2} tokens in a shard are the fewest",
+    At least two tokens are left over. The first is the last target. The second is a quirk of modded-nanogpt, whose
+    bounds check is one token too strict; this function has it too, so that both validate on the same tokens.
+    """
+    return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
+
+def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
+                      val_headers: list[ShardHeader]) -> None:
+    """Check, before the model is built, that there are enough tokens to train and to validate. Raises DataError."""
+    # `needed` is a lower bound, because packing drops the ends of documents and shards. With --time_budget the number
+    # of steps is not known yet, so `needed` is not checked.
+    last_step = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), last_step)).tolist()
+    # Each sequence needs one token more than its inputs, for the last target.
+    step_tokens = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
+    needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
+    available = cfg.epochs * sum(header.num_tokens for header in train_headers)
+    check(cfg.epochs == 0 or cfg.time_budget or needed <= available, "too few training tokens",
+          found=f"{available:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
+          expected=f"{needed:,} tokens for {sum(steps_by_stage):,} steps",
+          hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
+               "--num_scheduled_steps", error=DataError)
+    # The sequences of a step never cross the boundary of a shard.
+    largest_step = max(tokens for count, tokens in zip(steps_by_stage, step_tokens) if count > 0)
+    largest_shard = max(header.num_tokens for header in train_headers)
+    multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    max_batch_tokens = max(0, largest_shard - cfg.seqs_per_step) // multiple * multiple
+    check(largest_step <= largest_shard, "training shards are too small",
+          found=f"at most {largest_shard:,} tokens in a shard",
+          expected=f"{largest_step:,} tokens in one shard, enough for the sequences of one step",
+          hint=f"use larger shards; or lower batch_tokens in --stages to at most {max_batch_tokens}", error=DataError)
+    usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
+    max_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, multiple) for header in val_headers)
+    check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
+          found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
+          expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
+          hint=f"add validation text, in shards of at least {multiple + 2} tokens; or use all that this text allows, "
+               f"--val_tokens={max_val_tokens} --val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}",
           error=DataError)
 
-def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int, max_doc_len: int):
-    """Deal documents to the slots of a block in stream order (RECIPE 5.2).
-    Returns (slots, next document), or None where the shard ends too early. A slot is (starts, ends) of its pieces."""
-    # Of documents cut to max_doc_len: tokens before each one, and before the end.
+def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
+               max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
+    """Pack documents, in stream order, into the S sequences of one step (RECIPE 5.2).
+
+    Each document is truncated to max_doc_len tokens. Returns (sequences, index of the next document), or None if the
+    shard ends before all sequences are full. A sequence is (starts, ends), the token ranges of its documents.
+    """
+    # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is their total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
-    # Each slot takes documents until it has slot_tokens + 1 tokens; the last one is cut to fit, and its rest is lost:
-    # the next slot begins with a fresh document.
+    # Each sequence takes documents until it has seq_len + 1 tokens. Its last document is cut to fit. The rest of that
+    # document is dropped, because the next sequence begins with a new document.
     seqs = []
     doc = first_doc
     for _ in range(seqs_per_step):
         seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = int(np.searchsorted(tokens_before, seq_end))                   # the first that starts there or later
+        next_doc = int(np.searchsorted(tokens_before, seq_end))           # the first document at or after seq_end
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
@@ -1079,39 +1151,46 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         doc = next_doc
     return seqs, doc
 
-def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray):
-    """Return the slot that consists of these pieces of a shard."""
-    pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
+    """Build a sequence from the token ranges of its documents in the shard."""
+    documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
-    cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return PackedSeq(np.concatenate(pieces), cu_seqlens.astype(np.int32))
+    cu_seqlens[-1] -= 1                                   # the last token is a target only
+    return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
-def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int, bos_id: int):
-    """Yield consecutive slots in whole blocks of seqs_per_step, not aligned to documents, none cut short."""
+def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
+                         bos_id: int) -> Iterable[PackedSeq]:
+    """Yield consecutive sequences of each data shard, in whole batches of seqs_per_step.
+
+    Sequences are not aligned to documents: one may begin inside a document. Documents are not truncated.
+    """
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
-            borders = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, np.concatenate([[0], borders, [seq_len]]).astype(np.int32))
+            doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
+            yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
-def read_token_bytes(folder: Path, cfg: Config):
-    """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
-    # A line of the file is "base64 id"; the document start has no line and no bytes.
+def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
+    """Read the bytes of each token from the vocab.txt of a directory; None without that file. Raises DataError.
+
+    A line of the file is "base64 id". The BOS token has no line, and its bytes are empty.
+    """
     path = folder / VOCAB_FILE
     if not path.is_file():
         return None
     content = path.read_bytes()
     check_manifest(path, content)
-    bytes_of = {}
-    with contextlib.suppress(ValueError):                                     # a line that is none: too few are read
+    bytes_by_id: dict[int, bytes] = {}
+    # Reading ends at the first invalid line. The check below then reports that tokens are missing.
+    with contextlib.suppress(ValueError):
         for line in content.splitlines():
-            text, token = line.split()
-            bytes_of[int(token)] = base64.b64decode(text, validate=True)
-    check(bytes_of.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
-          found=f"{len(bytes_of)} tokens before a line that is none, or before the end",
-          expected=f"lines 'base64 id' for all of {cfg.vocab_size} tokens but the document start {cfg.bos_id}",
-          hint="write the data again, or remove the file: bits per byte are then not printed", error=DataError)
-    return [bytes_of.get(token, b"") for token in range(cfg.vocab_size)]
+            encoded, token_id = line.split()
+            bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
+    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
+          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file",
+          expected=f"a line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id})",
+          hint="write the data again; or remove the file, and bits per byte are not printed", error=DataError)
+    return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
 
 
 # ====== Section 4: Kernels ============================================================================================

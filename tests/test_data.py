@@ -56,13 +56,13 @@ def test_synthetic_tokens__are_the_same_everywhere_and_full_of_documents():
 GOOD = [3, 1, 2, 3, 4, 5] * 20
 BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
     "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
-    "cut": (dict(), 10, f"{1024 + 240 - 10} bytes", "120", "fetch or write it again"),
-    "longer": (dict(count=100), 0, f"{1024 + 240} bytes", "20240520, 1, 100"),
-    "no header": (dict(), 500, "764 bytes", "1024 bytes"),
+    "cut": (dict(), 10, f"{1024 + 240 - 10:,} bytes", "120", "download or write it again"),
+    "longer": (dict(count=100), 0, f"{1024 + 240:,} bytes", "20240520, 1, 100"),
+    "no header": (dict(), 500, "764 bytes", "1,024 bytes"),
     "no tokens": (dict(count=0), 0, "20240520, 1, 0"),
-    "a token too high": (dict(vocab_size=5), 0, "tokens up to 5", "below the vocabulary size 5"),
-    "no document start": (dict(vocab_size=9, bos_id=8), 0, "0 of them document starts", "token 8"),
-    "GPT-2 that is none": (dict(vocab_size=0, bos_id=0), 0, "0 of them document starts", "50256"),
+    "a token too high": (dict(vocab_size=5), 0, "ids up to 5", "below the vocabulary size 5"),
+    "no document start": (dict(vocab_size=9, bos_id=8), 0, "0 BOS tokens", "token 8"),
+    "GPT-2 that is none": (dict(vocab_size=0, bos_id=0), 0, "0 BOS tokens", "50256"),
 }
 
 @pytest.mark.parametrize("kind", BAD_FILES)
@@ -89,9 +89,10 @@ def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch):
     assert tg.read_shard_headers("any") == [(first, 120, 6, 3), (second, 120, 50_257, 50_256)]
 
 @pytest.mark.parametrize("name, parts", [
-    ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
-    ("{}/none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
-    ("formula:512:511:100:0", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS"))])
+    ("{}/train_*.bin", ("data shard", "train_1.bin", "no regular file")),
+    ("{}/pipe", ("data shard", "pipe", "no regular file")),
+    ("{}/none_*.bin", ("none_*.bin", "no regular file", "cached_fineweb10B.py", "--train_files")),
+    ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"))])
 def test_read_shard_headers__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     """A broken link passed over in silence would be training on less than was asked for."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
@@ -120,7 +121,7 @@ def test_resolve_sizes__the_header_decides_the_sizes():
     assert (cfg.vocab_size, cfg.bos_id, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
 
 @pytest.mark.parametrize("changes, val_vocab, kind, parts", [
-    (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "leave the flag")),
+    (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "omit --vocab")),
     (dict(bos_id=0), (512, 511), tg.ConfigError, ("--bos_id", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
     (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
@@ -151,11 +152,11 @@ def test_check_enough_data__training_tokens():
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
     for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
-        with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs} in 1 shards",
-                     f"{need} for {len(steps)} steps", "cached_fineweb10B.py"):
+        with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs:,} tokens in 1 shards",
+                     f"{need:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
             check(have, epochs=epochs)
     fits = (largest - 1 - cfg.seqs_per_step) // 128 * 128
-    with refused(tg.DataError, "too small", f"{largest} for", f"at most {fits} tokens"):
+    with refused(tg.DataError, "too small", f"{largest:,} tokens in one shard", f"at most {fits}"):
         check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path):
@@ -165,7 +166,7 @@ def test_check_enough_data__validation_tokens(tmp_path):
     with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128"):
         tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
-    with refused(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "130 tokens in a shard"):
+    with refused(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "at least 130 tokens"):
         tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258))
 
 @pytest.mark.parametrize("text, said", [
@@ -176,7 +177,7 @@ def test_read_token_bytes__each_id_but_the_document_start_has_its_bytes(tmp_path
     cfg = preset(vocab_size=5, bos_id=3)
     assert tg.read_token_bytes(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
-    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "all of 5", "document start 3", "remove the file"):
+    with refused(tg.DataError, "vocab.txt", f"{said} tokens before", "each of the 5", "BOS (3)", "remove the file"):
         tg.read_token_bytes(tmp_path, cfg)
 
 
@@ -212,9 +213,9 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
     assert len(tg.read_token_bytes(tmp_path, cfg)) == 6
 
     write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
-    with refused(tg.DataError, "a.bin: content", "manifest.json", "mixture"):
+    with refused(tg.DataError, "a.bin: content", "manifest.json", "belongs to another"):
         tg.verify_shards(headers)
-    with refused(tg.DataError, "vocab.txt: content", "manifest.json", "mixture"):
+    with refused(tg.DataError, "vocab.txt: content", "manifest.json", "belongs to another"):
         tg.read_token_bytes(tmp_path, cfg)
     (tmp_path / "manifest.json.part").touch()
     with refused(tg.DataError, "manifest.json.part", "run that tool again"):
@@ -223,7 +224,7 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
-    with refused(tg.DataError, "manifest.json as a manifest", "format 1", "remove this"):
+    with refused(tg.DataError, f"manifest {tmp_path}/manifest.json", "format 1", "remove this"):
         tg.read_manifest(tmp_path)
 
 def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):

@@ -67,7 +67,7 @@ ALONE = {
     "out of memory in forward": alone(1, *MEMORY, "2.00 GiB", "--seqs_per_step"),
     "out of host memory in forward": alone(1, *MEMORY),
     "NaN in forward": alone(1, *NO_NUMBER, "last good validation"),
-    "cut shards in forward": alone(2, "DataError: ", "train_", "1100"),
+    "cut shards in forward": alone(2, "DataError: ", "train_", "1,100"),
     "removed shards in forward": alone(2, "DataError: ", "train_", "No such file"),
     "bad data in the loader": alone(2, "DataError: shard 7"),
     "bug and late SIGTERM in forward": alone(1, BUG),
@@ -208,7 +208,7 @@ def test_main__nothing_goes_wrong_without_a_fault(tmp_path, how):
 
 @pytest.mark.parametrize("damage, status, cause", [
     ("a byte", (2, 2), ("ConfigError", "data_sha256", "rank 1")),
-    ("no shards", (1, 2), ("DataError", "no such file", "of_1"))])
+    ("no shards", (1, 2), ("DataError", "no regular file", "of_1"))])
 def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause):
     """A node with the same names and sizes and one byte of difference, or without the shards."""
     folders = [tmp_path / f"of_{rank}" for rank in range(2)]

@@ -209,7 +209,7 @@ def test_load_checkpoint__of_another_model(newest, changes):
 def test_sample_from_save__damaged_settings(save):
     path = save / tg.SETTINGS_FILE
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
-    with refused(tg.DataError, tg.SETTINGS_FILE, "says manifest.json"):
+    with refused(tg.DataError, tg.SETTINGS_FILE, "as in manifest.json"):
         sample(save)
 
 

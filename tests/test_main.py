@@ -354,14 +354,14 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--sede=1"], 2, "unknown flag", "--sede", "--seed"),
     (["--device=cuda"], 2, "--device=cuda", "no CUDA device", "--preset=pocket"),
     (["--head=fp8"], 2, "--head=fp8", "float32", "8.9", "--head=emulated"),
-    (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "leave the flag out"),
+    (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "omit --vocab_size"),
     (["--resume=old_run"], 2, "old_run/settings.json", "one of an older trainer needs that trainer"),
     (["--bigram_rows=2000000000"], 1, "memory", "at most", "weights 238", "moments", "a smaller model"),
-    (["--train_files=none/*.bin"], 2, "none/*.bin as a shard", "no such file", "where data/pocket is"),
+    (["--train_files=none/*.bin"], 2, "data shard none/*.bin", "no regular file", "data/pocket"),
     (["--train_files=formula:512:511:200:1"], 2, "too few training tokens", "200", "--epochs=0"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),
-    (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "all of 512", "511"),
+    (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "each of the 512", "511"),
     (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another directory"),
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
@@ -388,8 +388,8 @@ def test_main__the_same_inputs_undamaged(ask, tmp_path):
     assert [line.strip("-") for line in sampled[:3]] == [" prompt ", "a few words", " sample "]
 
 @pytest.mark.parametrize("flags, status, parts", [
-    (["--train_files=beyond.bin"], 2, ("beyond.bin", "tokens up to 600")),
-    (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 of them document starts")),
+    (["--train_files=beyond.bin"], 2, ("beyond.bin", "ids up to 600")),
+    (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 BOS tokens")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "--val_tokens=3584")),
     (["--preset=pocket", "--seqs_per_step=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
      ("memory", "GiB", "weights", "gradients", "moments", "working", "--seqs_per_step="))])
