@@ -1735,12 +1735,14 @@ class TableSpec(NamedTuple):
     label: str
     num_rows: int                        # R
     lookups_per_token: int
-    row_ids: Callable                    # tokens (B, T) i32 -> global rows (B, T), or (B, lookups_per_token, T), i32
+    # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
+    row_ids: Callable[[np.ndarray], np.ndarray]
     tied_to_head: bool = False           # shares its weights with the head until the two are untied
     rowwise: bool = False                # update only the rows that were looked up, instead of every row
     location: str = "device"             # where the owner stores the rows of a row-wise table: "device" or "host"
     update_every: int = 2                # steps per update
-    sign_ids: Callable | None = None     # tokens (B, T) i32 -> sign vectors (B, T) i32
+    # tokens (B, T) i32 -> indices of sign vectors (B, T) i32; None: no signs
+    sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
         """Return the rows of each rank's shard, C. The last ones may be padding."""
@@ -1755,12 +1757,12 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
         """Return one row per token and value embedding; value_embed stacks the value embeddings."""
         return tokens[:, None] + first_rows
 
-    every = cfg.adam_every
+    adam_every = cfg.adam_every
     bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
     specs = [
-        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=every),
-        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every),
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every)]       # row = token id
+        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
+        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # row = token id
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
@@ -1780,12 +1782,12 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Like np.unique(ids, return_inverse=True) for 0 <= ids < 2^32, but several times faster: it sorts 64-bit words that
     hold the id in the upper half and its position in the lower half.
     """
-    n = len(ids)
-    words = np.sort(ids.astype(np.uint64) << 32 | np.arange(n, dtype=np.uint64))
-    sorted_ids = (words >> 32).astype(np.int64)
+    num_ids = len(ids)
+    packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
+    sorted_ids = (packed >> 32).astype(np.int64)
     is_first = np.diff(sorted_ids, prepend=-1) > 0        # first occurrence of each id
-    inverse = np.empty(n, np.int64)
-    inverse[words & 0xFFFFFFFF] = np.cumsum(is_first) - 1
+    inverse = np.empty(num_ids, np.int64)
+    inverse[packed & 0xFFFFFFFF] = np.cumsum(is_first) - 1
     return sorted_ids[is_first], inverse
 
 @dataclass(eq=False)
@@ -1834,61 +1836,64 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     rows_by_owner = owners * C + local_rows
 
     if fetch_all:
-        rows_to_fetch, lookups = np.arange(W * C), rows_by_owner
+        rows_to_fetch = np.arange(W * C)
+        row_index = rows_by_owner
     else:
-        rows_to_fetch, lookups = unique_with_inverse(rows_by_owner)
-    ends = np.cumsum([ids.size for ids in ids_by_step])
+        rows_to_fetch, row_index = unique_with_inverse(rows_by_owner)
+    step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
-                     for ids, index in zip(ids_by_step, np.split(lookups.astype(np.int32), ends[:-1]))]
+                     for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
-    counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
+    fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
     head_columns = None
     if tied:
         head_columns = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, counts, rows_to_fetch, counts, head_columns)
+    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_columns)
     return plan, index_by_step
 
-def _all_to_all_requests(comm: Communicator, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
+def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
+                         plans: dict[str, RowPlan]) -> None:
     W, rank = comm.world_size, comm.rank
     # For each table, the local rows that this rank fetches from each owner. Tied tables fetch none.
-    requests, counts, tags = [], [], []
+    requests_by_table, fetch_counts, tags = [], [], []
     for label, plan in plans.items():
-        counts.append([0] * W if plan.tied else plan.fetch_counts)
-        local_rows = plan.rows_to_fetch[:sum(counts[-1])] % plan.shard_rows
-        requests.append(local_rows.int().split(counts[-1]))
-        tags.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
+        fetch_counts.append([0] * W if plan.tied else plan.fetch_counts)
+        local_rows = plan.rows_to_fetch[:sum(fetch_counts[-1])] % plan.shard_rows
+        requests_by_table.append(local_rows.int().split(fetch_counts[-1]))
+        tag = plan.tag | dict(table=label, dtype=dtype, tied=plan.tied)
+        tags.append(tag)
 
     # Compare the tags first. Otherwise requests of different cycles would be confused without an error.
-    by_reader = [None] * W
-    dist.all_gather_object(by_reader, (tags, counts), group=process_group)
-    for reader, (reader_tags, _) in enumerate(by_reader):
-        for found, expected in itertools.zip_longest(reader_tags, tags):
-            check(found == expected, f"row plans of ranks {reader} and {rank}", found=found, expected=expected,
+    by_rank = [None] * W
+    dist.all_gather_object(by_rank, (tags, fetch_counts), group=process_group)
+    for other_rank, (other_tags, _) in enumerate(by_rank):
+        for found, expected in itertools.zip_longest(other_tags, tags):
+            check(found == expected, f"row plans of ranks {other_rank} and {rank}", found=found, expected=expected,
                   hint="start every rank with the same flags", error=RunError)
 
     # Send all requests in one message, grouped by owner. They arrive grouped by reader, then by table.
-    sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
-    all_counts = np.array([reader_counts for _, reader_counts in by_reader])  # (reader, table, owner)
-    received_counts = all_counts[:, :, rank]
-    received = torch.empty(received_counts.sum(), dtype=torch.int32)
-    dist.all_to_all_single(received, sent, received_counts.sum(1).tolist(), np.sum(counts, 0).tolist(),
+    sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
+    counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
+    serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
+    received = torch.empty(serve_counts.sum(), dtype=torch.int32)
+    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts, 0).tolist(),
                            group=process_group)
-    chunks = received.split(received_counts.flatten().tolist())
+    chunks = received.split(serve_counts.flatten().tolist())
 
     # A request outside the shard would read and change other rows without an error.
     for table_idx, (label, plan) in enumerate(plans.items()):
-        by_reader = chunks[table_idx::len(plans)]
-        for reader, local_rows in enumerate(by_reader):
+        rows_by_reader = chunks[table_idx::len(plans)]
+        for reader, local_rows in enumerate(rows_by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
             check(ascending, f"rows of {label} that rank {reader} requests", found=local_rows,
                   expected=f"ascending local rows below {plan.shard_rows}",
                   hint="this is a bug in the trainer; please report it with the log", error=RunError)
-        plan.rows_to_serve = comm.pinned(torch.cat(by_reader).long())
-        plan.serve_counts = received_counts[:, table_idx].tolist()
+        plan.rows_to_serve = comm.pinned(torch.cat(rows_by_reader).long())
+        plan.serve_counts = serve_counts[:, table_idx].tolist()
 
-def exchange_row_requests(comm: Communicator, process_group: Any, dtype: str, tables: Iterable[TableSpec],
-                          plans: dict[str, RowPlan]) -> None:
+def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
+                          tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
     """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
 
     process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
@@ -1931,11 +1936,11 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
     # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB for the
     # first row written in each.
-    size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with contextlib.suppress(OSError):                    # kernels without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
     """Return the result of a background thread, or raise its error. Raises RunError after `timeout_s`."""
@@ -2034,7 +2039,7 @@ class HostRowStore(DeviceRowStore):
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
         self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
         # What write_back left for the worker: local rows, their state on the host, the CUDA event after its copy.
-        self.unstored: tuple[Tensor, RowState, Any] | None = None
+        self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
@@ -2047,13 +2052,13 @@ class HostRowStore(DeviceRowStore):
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
-            self._prefetched_state()                      # of a plan that was never read: only report its error
+            self._wait_for_prefetch()                      # of a plan that was never read: only report its error
         unstored, self.unstored = self.unstored, None
         self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
         self.prefetch(plan)
-        state, copied = self._prefetched_state()
+        state, copied = self._wait_for_prefetch()
         self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
         if copied is not None:                            # make the GPU wait for the copy, not this thread
@@ -2092,25 +2097,26 @@ class HostRowStore(DeviceRowStore):
 
     def wait_for_writes(self) -> None:
         if self.prefetched is not None:
-            self._prefetched_state()
+            self._wait_for_prefetch()
         if self.unstored is not None:
             result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
                                 "copying table rows to host memory")
             self.unstored = None                          # after an error, the rows are stored by the next call
 
-    def _prefetched_state(self) -> tuple[RowState, Any]:
+    def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
         return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
-    def _pinned_buffers(self, n: int) -> RowState:
-        return RowState(*(torch.empty(n, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
+    def _pinned_buffers(self, num_rows: int) -> RowState:
+        return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
-    def _store(self, local_rows: Tensor, state: RowState, copied: Any) -> None:
+    def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
         """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
-    def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[RowState, Any]:
+    def _copy_to_device(self, unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
+                        local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
         """Return rows of the shard on the device, and the CUDA event after their copy. Runs on the worker."""
         if unstored is not None:
             self._store(*unstored)
@@ -2246,16 +2252,16 @@ class ExchangedTable:
         """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights."""
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
-        self.received = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
-        self.reduce_work = self._all_to_all(plan, self.received, sent, plan.serve_counts, plan.fetch_counts)
+        self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
+        self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
         """Wait for the gradients, and return their sum over ranks for the rows that the update changes, (u, D)."""
         wait_for_work(self.reduce_work)
         rows, index = self.rows_to_change(self.pending_plan)
         grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
-        add_rows(grad, index, self.received)              # in the order of ranks, the same on every run
-        self.received = self.reduce_work = None           # the work would keep the received rows alive
+        add_rows(grad, index, self.received_grads)              # in the order of ranks, the same on every run
+        self.received_grads = self.reduce_work = None           # the work would keep the received rows alive
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
@@ -2273,7 +2279,7 @@ class ExchangedTable:
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> Any:
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> dist.Work | None:
         """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None. This rank serves rows[index],
         or all of `rows` if index is None."""
         if self.debug:
@@ -2288,7 +2294,7 @@ class ExchangedTable:
         return self._all_to_all(plan, fetched, rows, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
-                    send_counts: list[int]) -> Any:
+                    send_counts: list[int]) -> dist.Work | None:
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
         if plan.tag["purpose"] == "train":                # a dense exchange sends the whole shard to every other rank
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
@@ -2300,9 +2306,9 @@ class ExchangedTable:
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
         """Count what an all-to-all of training exchanges with other ranks. Counts are items per rank."""
         if plan.tag["purpose"] == "train":
-            own = send_counts[self.comm.rank]             # what a rank sends to itself it also receives
-            self.byte_totals["bytes_sent"] += (sum(send_counts) - own) * item_bytes
-            self.byte_totals["bytes_received"] += (sum(recv_counts) - own) * item_bytes
+            to_self = send_counts[self.comm.rank]             # what a rank sends to itself it also receives
+            self.byte_totals["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
+            self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
     """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
@@ -2343,11 +2349,12 @@ class Batch(NamedTuple):
     row_index: dict[str, Tensor]         # by table, shaped like its row_ids: index into the fetched rows, or the table
     sign_ids: dict[str, Tensor]          # by table with signs, (B, T) i32
 
-    def map(self, fn: Callable) -> Batch:
-        """Apply `fn` to every array or tensor."""
-        row_index = {label: fn(x) for label, x in self.row_index.items()}
-        sign_ids = {label: fn(x) for label, x in self.sign_ids.items()}
-        return Batch(self.step, self.plans, fn(self.tokens), fn(self.targets), fn(self.cu_seqlens), row_index, sign_ids)
+    def map(self, convert: Callable[[Any], Any]) -> Batch:
+        """Apply `convert` to every array or tensor."""
+        row_index = {label: convert(x) for label, x in self.row_index.items()}
+        sign_ids = {label: convert(x) for label, x in self.sign_ids.items()}
+        return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
+                     row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
@@ -2356,17 +2363,17 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
     """Stack this rank's slots of one step, as NumPy arrays. The row index of every table is its global row."""
     tokens = np.stack([seq.tokens for seq in seqs])
     # Slots contain different numbers of documents. Repeating T pads their bounds with empty documents.
-    bounds = [seq.cu_seqlens for seq in seqs]
-    K = max(map(len, bounds))
-    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in bounds])
+    unpadded = [seq.cu_seqlens for seq in seqs]
+    K = max(map(len, unpadded))
+    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
     sign_ids = {table.label: table.sign_ids(inputs) for table in tables if table.sign_ids}
     return Batch(step_cfg.step, {}, inputs, targets, cu_seqlens, row_index, sign_ids)
 
-def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: str, cycle: list[StepConfig],
-                  seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
+def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
+                  cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
     """Build one batch per step of a cycle from this rank's slots of each step, with the row plans of all tables.
 
     process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
@@ -2376,14 +2383,14 @@ def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: 
 
     # A plan covers the `update_every` steps up to its table's next update. The tables whose plans start at the same
     # step share one exchange.
-    planned = [table for table in tables if table.rowwise or comm.world_size > 1]  # others are read in place
+    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]  # others are read in place
     plans = {}
-    for first in range(0, len(cycle), cfg.adam_every):
-        step_cfg = cycle[first]
+    for i in range(0, len(cycle), cfg.adam_every):
+        step_cfg = cycle[i]
         new_plans = {}
-        for table in planned:
-            if first % table.update_every == 0:
-                covered = batches[first:first + table.update_every]
+        for table in planned_tables:
+            if i % table.update_every == 0:
+                covered = batches[i:i + table.update_every]
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
                 tied = table.tied_to_head and step_cfg.tied  # the same for the whole cycle, because untying ends one
@@ -2395,7 +2402,7 @@ def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: 
                     batch.row_index[table.label] = index
         exchange_row_requests(comm, process_group, cfg.dtype, tables, new_plans)
         plans |= new_plans
-        for batch in batches[first:first + cfg.adam_every]:
+        for batch in batches[i:i + cfg.adam_every]:
             batch.plans.update(plans)
     return [batch.map(comm.pinned) for batch in batches]
 
@@ -2431,10 +2438,10 @@ class Loader:
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
-    def advance(self, following: list[StepConfig]) -> None:
+    def advance(self, cycle_after_next: list[StepConfig]) -> None:
         """Switch to the next cycle, and start to build the batches of the one that follows it. Raises DataEnded."""
         self.ready = self._wait_for_cycle()
-        self.next_cycle = self.worker.submit(self._build_cycle, following)
+        self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
     def next(self, step_cfg: StepConfig) -> Batch:
         """Return the batch of this step on the device."""
@@ -2452,8 +2459,8 @@ class Loader:
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
-        for pool in (self.worker, self.reader):
-            pool.shutdown(wait=False, cancel_futures=True)
+        for thread_pool in (self.worker, self.reader):
+            thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait_for_cycle(self) -> list[Batch]:
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
@@ -2469,14 +2476,15 @@ class Loader:
 
     def _prefetch_shards(self) -> Iterable[TokenShard]:
         """Yield the shards of every pass, and read the next one on a second thread while one is in use."""
-        passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
-        coming = None
-        for _ in passes:
+        epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
+        next_shard = None
+        for _ in epochs:
             for header in self.headers:
-                current, coming = coming, self.reader.submit(load_shard, header)
+                current = next_shard
+                next_shard = self.reader.submit(load_shard, header)
                 if current is not None:
                     yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
-        yield result_with_timeout(coming, self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
 
     def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
         """Pack the next S slots. Returns their shard, and for each slot the starts and ends of its pieces of it."""
@@ -2534,8 +2542,8 @@ class ValidationSet:
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
         """Yield this rank's batches on the device, one per block of S slots. Collective."""
         S = self.cfg.seqs_per_step
-        for first in range(0, len(self.seqs), S):
-            my_seqs = self.seqs[first + self.comm.rank:first + S:self.comm.world_size]
+        for start in range(0, len(self.seqs), S):
+            my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
             batch, = build_batches(self.cfg, self.comm, None, self.purpose, [step_cfg], [my_seqs])
             yield batch.to(self.comm.device)
 
@@ -2545,11 +2553,11 @@ class ParameterSpec(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
     shape: tuple[int, ...]
-    init: tuple[str, Any]                # distribution and its number, as initial_values draws it
+    init: tuple[str, float | tuple[float, ...]]                # distribution and its number, as initial_values draws it
     optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": section Rows stores it
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    betas: tuple = (0.9, 0.99)
+    betas: tuple[float, float] = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
     # A parameter with one of these two is owned in shards; every rank updates all others alike.
     matrix_heights: tuple[int, ...] = ()  # heights of a layer's matrices in its main_grad; (): autograd's gradient
@@ -2569,66 +2577,72 @@ MLP_MATRICES = 2                         # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
 QKV = 3                                  # of them, those before the attention
 
-def init_parameter(spec: ParameterSpec, generator: torch.Generator):
+def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     """Draw a parameter's initial values, f32 in logical order."""
-    kind, number = spec.init
+    kind, value = spec.init
     shape = spec.shape
     if kind == "constant":
-        return torch.tensor(number).expand(shape)                             # one value for all, or each its own
+        return torch.tensor(value).expand(shape)                              # one value for all, or each its own
     if kind == "normal":
-        return torch.randn(shape, generator=generator) * number
+        return torch.randn(shape, generator=generator) * value
     if kind == "up":
         shape = (shape[0], 1, *shape[2:])
-    drawn = torch.rand(shape, generator=generator) * (2 * number) - number
+    weight = torch.rand(shape, generator=generator) * (2 * value) - value
     if kind == "up":                                                          # down is zero: an MLP starts as nothing
-        drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
-    return drawn
+        weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
+    return weight
 
-def initial_scalars(cfg: Config):
+def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
-    bigrams, values, embed, *ngram_rows = table_specs(cfg)
+    L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
+    bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
     # What several rows of the table have in common.
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    exact = dict(lr_mul=5, wd_mul=0, full_precision=True)
-    table = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(wd_mul=150, betas=(0.5, 0.95))
+    scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
-        ParameterSpec("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
+        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
         ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
                       matrix_heights=(mlp_dim, mlp_dim)),
-        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **exact),
-        ParameterSpec("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
+        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
+        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
-        ParameterSpec("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
-        ParameterSpec("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
-        ParameterSpec("bigram_embed", (bigrams.num_rows, D), zeros, **table, table=bigrams),
-        ParameterSpec("value_embed", (values.num_rows, D), ("normal", 0.01), **table, table=values),
-        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head, matrix_heights=(D,)),
-        ParameterSpec("embed", (embed.num_rows, D), zeros, **head, table=embed),  # lm_head^T while they are tied
+        ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
+        ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
+        ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
+        # While head and embedding are tied, this is lm_head, transposed.
+        ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
         # The row-wise rule has no first moment.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                    table=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
+                        table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]                        # by attention and window of a layer
+# Types of what the model passes between its functions.
+RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, sum of their gradients)
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, rows)
+ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (index of the gate, rows)
+AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (attention, window) of a layer -> arguments
 
-def attention_args(short: int, long: int, max_len: int, scale: float):
+def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
     """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionArgs(per_token * max_len, window, scale, f"{attention} {name}")
-            for attention, per_token in (("plain", 1), ("paired", 2))
-            for name, window in (("short", short), ("long", long))}
+    return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
+                                                    f"{attention} {window_name}")
+            for attention, positions_per_token in (("plain", 1), ("paired", 2))
+            for window_name, window in (("short", short), ("long", long))}
 
-def initial_weights(cfg: Config, seed: int):
+def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
     """Draw all weights but those of row-wise tables, which are zeros: yield (label, weight in logical order)."""
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -2636,22 +2650,22 @@ def initial_weights(cfg: Config, seed: int):
         # Each label has a generator of its own, so that a parameter more or less changes no other.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = init_parameter(spec, generator)
+        weight = init_parameter(spec, generator)
         if not spec.full_precision:
-            drawn = drawn.bfloat16()                                          # the same numbers in any dtype
+            weight = weight.bfloat16()                                         # the same numbers in any dtype
         if spec.label == "lm_head":
-            head = drawn
+            head = weight
         if spec.label == "embed":
-            drawn = head.t()                                                  # one parameter at first
-        yield spec.label, drawn
+            weight = head.t()                                                 # one parameter at first
+        yield spec.label, weight
 
-def sigmoid_gate(features: Tensor, weight: Tensor):
+def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
     """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
 
 class GPT(nn.Module):
     """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict):
+    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.num_heads = cfg.num_heads
@@ -2659,13 +2673,13 @@ class GPT(nn.Module):
         self.attention = attention
         # Row-wise tables are not parameters. Section Rows stores them and passes their rows to `losses`.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
-        self.scalar_sizes = {name: len(value_embeds) for name, value_embeds in initial_scalars(cfg).items()}
+        self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
         dtype = getattr(torch, cfg.dtype)
         for label, spec in self.specs.items():
-            rows, *rest = spec.shape
-            row_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
+            height, *rest = spec.shape
+            param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
         # Buffers follow from settings and schedule: no checkpoint needs them.
@@ -2673,32 +2687,33 @@ class GPT(nn.Module):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs = {}          # frequencies -> angle per position of each channel
+        # frequencies -> angle per position of each channel
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
-    def set_rotary(self, frequencies: tuple):
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
         # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
         if frequencies not in self.channel_freqs:
-            per_position = torch.tensor(frequencies, dtype=dtype, device=device)
+            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
             # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
-            neighbours = torch.stack((per_position, -per_position), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(neighbours, (0, len(neighbours)))
+            rotated = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(rotated, (0, len(rotated)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.channel_freqs[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
-               head_precision: str, row_buffers: dict):
+               head_precision: str, row_buffers: RowBuffers) -> Tensor:
         """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
 
-    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: dict):
+    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
         """Return the normalised stream that enters the head, (B, T, D).
         row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
@@ -2721,7 +2736,8 @@ class GPT(nn.Module):
             # A kept stream joins before the mix, which scales it too.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
-                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
+                skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
+                x = x + skip_coef * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
             for coefs, rows in residual_inputs:
                 x = x + coefs[i] * rows
@@ -2730,13 +2746,13 @@ class GPT(nn.Module):
             if layer.attention != "none":
                 attn_idx = ATTENTION_LAYERS.index(i)      # its place in the banks of attention
                 w_qkv, w_out = attn[attn_idx]
-                scale_in, scale_out = attention_scales[2 * i:2 * i + 2]
-                n = rms_norm(x)
-                qkv = linear_main_grad(n, w_qkv, scale_in)
+                qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
+                normed = rms_norm(x)
+                qkv = linear_main_grad(normed, w_qkv, qkv_scale)
                 attn_args = attn_args_by_kind[layer.attention, layer.window]
-                y = self.attend(layer, n, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
-                y = y * sigmoid_gate(n[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
-                x = x + linear_main_grad(y.flatten(2), w_out, scale_out)
+                y = self.attend(layer, normed, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
+                y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
+                x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
 
             x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
             if layer.save_as:
@@ -2745,17 +2761,21 @@ class GPT(nn.Module):
         # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
-    def embed_inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
+    def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
+                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
         """Read the tables. Returns all that enters the layers, rows (B, T, D) each:
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
         values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
         # Each token's embedding gets a gated share of the one before it in the slot, over documents.
-        e, = self.lookup("embed", batch, row_buffers)
-        gate = scalars["smear"].type_as(e) * sigmoid_gate(e[:, 1:, :GATE_INPUTS], self.smear_gate)
-        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)
+        embed, = self.lookup("embed", batch, row_buffers)
+        smear = scalars["smear"].type_as(embed)
+        gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
+        smeared = torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1)
         x0 = rms_norm(smeared)
-        residual_inputs = [(scalars["bigram"].unbind(), *self.lookup("bigram_embed", batch, row_buffers))]
+        bigram_coefs = scalars["bigram"].unbind()
+        bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
+        residual_inputs = [(bigram_coefs, bigram_rows)]
         value_rows = self.lookup("value_embed", batch, row_buffers)
         value_embeds = {}
         for i, layer in enumerate(LAYERS):
@@ -2775,50 +2795,50 @@ class GPT(nn.Module):
                 gate_idx += 1
         return x0, residual_inputs, value_embeds
 
-    def lookup(self, label: str, batch: Batch, row_buffers: dict):
+    def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up rows by the batch's index, (B, T) or (B, lookups, T): one (B, T, D) per lookup."""
         index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
-        planes = index.unbind(1) if index.dim() == 3 else [index]
-        return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
+        indices = index.unbind(1) if index.dim() == 3 else [index]
+        return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
-               cu_seqlens: Tensor, attn_args: AttentionArgs):
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
+               cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
         """Do one layer's attention, up to its gate and output matrix: qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
-        B, T, _ = n.shape
+        B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
         # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
-        for gate_idx, rows in value_rows:
-            features = n[..., :GATE_INPUTS]
+        for gate_idx, rows in value_embeds:
+            features = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
-                features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
+                features = torch.cat((normed[..., :half], rows[..., :half]), dim=-1)
             gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
         # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
         # losses contain that (RECIPE 2.4).
-        per_token = 1                                                         # positions
+        positions_per_token = 1
         if layer.attention == "paired":
-            per_token = 2
+            positions_per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:per_token * T].view(T, 1, per_token, -1)           # alike for all heads
-        sin = self.rotary_sin[:per_token * T].view(T, 1, per_token, -1)
-        by_position = (B, T, self.num_heads // per_token, per_token, self.head_dim)
-        q = apply_rotary(q.view(by_position), cos, sin)
-        k = apply_rotary(k.view(by_position), cos, sin)
+        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)   # the same for all heads
+        sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
+        q = apply_rotary(q.view(rotary_shape), cos, sin)
+        k = apply_rotary(k.view(rotary_shape), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_offset:
             rotated, unrotated = k.chunk(2, dim=-1)
             shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)     # a slot's first token keeps its own
             k = torch.cat((rotated, shifted), dim=-1)
-        flat = [x.reshape(-1, self.num_heads // per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, attn_args).view(v.shape)
+        packed = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*packed, cu_seqlens, attn_args).view(v.shape)
 
 
 # ====== Section 8: Optimizer ==========================================================================================
