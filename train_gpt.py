@@ -1699,18 +1699,20 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Section 5: Rows ===============================================================================================
-# A step looks up a small fraction of the rows of an embedding table. Global row r is local row r // W of rank r % W,
-# its owner, which stores and updates it. With W = 1 a dense table is read in place. Otherwise a row plan lists the rows
-# that a rank fetches from their owners before a cycle of steps. Their gradients return to the owners after the cycle.
-BIGRAM_FACTORS = (36313, 27191)          # of the current and the previous token (RECIPE 2.5)
-ROW_ID_BYTES = 4                         # of one local row in a request
+# Embedding tables are sharded by row. Rank r % W owns global row r: it stores the row as local row r // W, and updates
+# it. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows that it will look
+# up from their owners. After the cycle, it sends their gradients to the owners. A row plan lists these rows. Updates of
+# a dense table change all of its rows. With W = 1 a dense table needs no plan, because lookups read it in place.
+BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
+ROW_ID_BYTES = 4                         # size of a requested local row, which is sent as i32
 
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
     """Hash the n-gram that ends at each position, (..., T) i32 -> (..., T) i32 below `modulus`.
 
-    The first n - 1 positions of a sequence get `no_ngram`. N-grams cross documents, as modded-nanogpt's bigrams do.
+    factors: a multiplier for each of the n tokens, newest token first. The first n - 1 positions of a sequence have no
+    n-gram, and the result there is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
     """
-    # Combine token * factor by xor, newest token first, in 32-bit arithmetic that wraps around.
+    # Combine token * factor by xor, in 32-bit arithmetic that wraps around.
     mixed = tokens * factors[0]
     for distance, factor in enumerate(factors[1:], 1):
         mixed[..., distance:] ^= tokens[..., :-distance] * factor
@@ -1721,10 +1723,10 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Hash each (previous, current) pair of tokens to a row, (..., T) i32 -> (..., T) i32 below `num_rows`.
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). The last row means that there is no pair.
+    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no pair and gets the last row.
     """
-    # modded-nanogpt overwrites the token at position 0 before it hashes, so position 1 sees the last row's id as its
-    # previous token. Its published losses include this.
+    # modded-nanogpt overwrites the token at position 0 with the index of the last row before it hashes, so position 1
+    # hashes that index as its previous token. Its published losses include this.
     no_pair = num_rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1745,16 +1747,17 @@ class TableSpec(NamedTuple):
     sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
-        """Return the rows of each rank's shard, C. The last ones may be padding."""
+        """Return the number of rows in each rank's shard, C. The last row of a shard may be padding."""
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
+    # The table value_embed stacks the value embeddings.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
     def value_rows(tokens: np.ndarray) -> np.ndarray:
-        """Return one row per token and value embedding; value_embed stacks the value embeddings."""
+        """Return the row of each token in each value embedding, (B, NUM_VALUE_EMBEDS, T)."""
         return tokens[:, None] + first_rows
 
     adam_every = cfg.adam_every
@@ -1762,7 +1765,7 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     specs = [
         TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
         TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # row = token id
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # the row is the token
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
@@ -1780,7 +1783,7 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted unique ids and each input's index into them, both i64.
 
     Like np.unique(ids, return_inverse=True) for 0 <= ids < 2^32, but several times faster: it sorts 64-bit words that
-    hold the id in the upper half and its position in the lower half.
+    contain the id in the upper half and its position in the lower half.
     """
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
@@ -1794,26 +1797,27 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class RowPlan:
     """Which rows of one table this rank fetches during a cycle, and which rows of its shard it serves to others.
 
-    The index lists are CPU tensors until the table fetches the rows.
+    Gradients are sent in the opposite direction: those of rows_to_fetch to their owners. The index lists are CPU
+    tensors. When the table fetches the rows, all but rows_to_update are copied to the device.
     """
     tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
     shard_rows: int                      # C, on every rank
-    rows_to_fetch: Tensor                # (n,) i64, as owner * C + local row, ascending. Gradients return to them
-    fetch_counts: list[int]              # how many of them each rank owns
+    rows_to_fetch: Tensor                # (n,) i64: owner * C + local row, ascending
+    fetch_counts: list[int]              # number of rows_to_fetch that each rank owns
     rows_to_serve: Tensor                # i64: local rows that the ranks fetch from this one, grouped by rank
-    serve_counts: list[int]              # how many of them each rank fetches
+    serve_counts: list[int]              # number of rows_to_serve that each rank fetches
     head_columns: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
-    # Only of a row-wise table. `exchange_row_requests` sets both.
-    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending; stays on the CPU
+    # `exchange_row_requests` sets the next two for a row-wise table.
+    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending
     update_index: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
 
     @property
     def tied(self) -> bool:
-        """True if rows are read from the head, which every rank holds, so that nothing is exchanged."""
+        """True if the rows are read from the head. Every rank has the whole head, so no rows are exchanged."""
         return self.head_columns is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Start to copy the index lists to the device."""
+        """Start to copy the index lists to the device, except rows_to_update."""
         for name in ("rows_to_fetch", "rows_to_serve", "head_columns", "update_index"):
             index = getattr(self, name)
             if index is not None:
@@ -1823,11 +1827,12 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan the rows of one table for one cycle, from the global rows that each step looks up.
 
-    Returns the plan, and for each step the index into rows_to_fetch of each lookup, i32, in the shape of its ids.
-    With fetch_all the plan fetches every row. The rows to serve are this rank's own until `exchange_row_requests`.
+    tied: read the rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
+    Returns the plan, and for each step the index into rows_to_fetch of every lookup, i32, shaped like its ids.
+    rows_to_serve equals rows_to_fetch until `exchange_row_requests` replaces it. For W = 1 it is final.
     """
-    # Frequent tokens have nearby ids, so dealing rows round-robin balances the load of their owners. Numbering rows by
-    # owner first makes each owner's rows contiguous in the sorted list, as the all-to-all needs them.
+    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Numbering rows by owner
+    # first makes the rows of each owner contiguous in the sorted list. The all-to-all needs that.
     W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
@@ -1854,8 +1859,9 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
+    """Set rows_to_serve and serve_counts of every plan to what the other ranks fetch. Collective."""
     W, rank = comm.world_size, comm.rank
-    # For each table, the local rows that this rank fetches from each owner. Tied tables fetch none.
+    # List, for each table, the local rows that this rank fetches from each owner. A tied table fetches none.
     requests_by_table, fetch_counts, tags = [], [], []
     for label, plan in plans.items():
         fetch_counts.append([0] * W if plan.tied else plan.fetch_counts)
@@ -1864,7 +1870,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
         tag = plan.tag | dict(table=label, dtype=dtype, tied=plan.tied)
         tags.append(tag)
 
-    # Compare the tags first. Otherwise requests of different cycles would be confused without an error.
+    # Compare the tags first. Otherwise ranks that plan different cycles exchange wrong rows without an error.
     by_rank = [None] * W
     dist.all_gather_object(by_rank, (tags, fetch_counts), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
@@ -1872,7 +1878,8 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
             check(found == expected, f"row plans of ranks {other_rank} and {rank}", found=found, expected=expected,
                   hint="start every rank with the same flags", error=RunError)
 
-    # Send all requests in one message, grouped by owner. They arrive grouped by reader, then by table.
+    # One all-to-all exchanges the requests of all tables. Those that this rank receives are grouped by reader, then by
+    # table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
     counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
@@ -1881,7 +1888,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
                            group=process_group)
     chunks = received.split(serve_counts.flatten().tolist())
 
-    # A request outside the shard would read and change other rows without an error.
+    # A wrong request reads and changes other rows without an error, so check every one.
     for table_idx, (label, plan) in enumerate(plans.items()):
         rows_by_reader = chunks[table_idx::len(plans)]
         for reader, local_rows in enumerate(rows_by_reader):
@@ -1894,9 +1901,11 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
+    """Exchange which rows each rank fetches, and fill in which rows the plans serve and update.
 
-    process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
+    dtype: of the weights; must be equal on all ranks. process_group: a gloo group, or None for the group of all ranks.
+    Raises RunError if the plans of two ranks are not for the same cycle and tables, or if a request is invalid.
+    Collective.
     """
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
@@ -1912,8 +1921,8 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
     rows: Tensor                         # (n, D)
-    v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: the update that changed the row last, counted from 1; 0: none
+    v: Tensor                            # (n,) f32 or f64: second moment, one per row
+    last: Tensor                         # (n,) i32: number of the last update that changed the row, from 1; 0: never
 
     def index_select(self, index: Tensor) -> RowState:
         index = index.to(self.rows.device, non_blocking=True)
@@ -1927,41 +1936,44 @@ class RowState(NamedTuple):
     def to(self, device: torch.device) -> RowState:
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
-MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-CHUNK_ROWS = 1 << 14                     # rows of a rank that are copied, sent or written to a file at once
+MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
+CHUNK_ROWS = 1 << 14                     # rows of a shard that are copied, sent or written to a file at a time
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros on the host that take memory page by page, when a page is first written."""
+    """Allocate zeros on the host. On Linux a page takes memory only once it is written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB for the
-    # first row written in each.
+    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB as soon
+    # as one row in them is written.
     num_bytes = math.prod(shape) * dtype.itemsize
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    with contextlib.suppress(OSError):                    # kernels without huge pages
+    with contextlib.suppress(OSError):                    # the kernel has no huge pages
         mapping.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Return the result of a background thread, or raise its error. Raises RunError after `timeout_s`."""
+    """Wait for a background task; return its result or raise its exception.
+
+    Raises RunError if the task has not finished after `timeout_s`.
+    """
     try:
         return future.result(timeout=timeout_s)
     except TimeoutError:
-        if future.done():                                 # the work itself raised it, for example a network disk
+        if future.done():                                 # the task raised TimeoutError, for example on a network disk
             raise
         raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
                        hint="look at the disk and at the other ranks, or set a longer --comm_timeout") from None
 
 class DeviceRowStore:
-    """Stores this rank's shard of a row-wise table, with its optimizer state, on the device.
+    """Stores this rank's shard of a row-wise table on the device, with the optimizer state of each row.
 
-    An update reads the rows it changes with `read_rows`, changes them in place, and stores them with `write_back`.
+    An update gets copies of its rows from `read_rows`, changes the copies in place, and stores them by `write_back`.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # On the host, zeros take memory only once they are written, so a table may be larger than the memory.
+        # On the host, zeros take memory only once they are written, so a table can be larger than the memory.
         zeros = lazy_zeros
         if comm.on_cuda and table.location == "device":
             zeros = functools.partial(torch.zeros, device=comm.device)
@@ -1970,7 +1982,7 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Start to copy the rows of the plan's update to the device."""
+        """Start to copy the rows of the plan's update to the device, unless the shard is there."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
         """Return copies of the rows of the plan's update on the device, with the results of all earlier updates."""
@@ -1981,7 +1993,7 @@ class DeviceRowStore:
         self.shard.index_copy_(plan.rows_to_update, changed)
 
     def wait_for_writes(self) -> None:
-        """Wait until every `write_back` has reached the shard."""
+        """Wait until the shard contains the rows of every `write_back`. On the device it always does."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
         """Return the weights of these rows on the device, for evaluation."""
@@ -1990,7 +2002,7 @@ class DeviceRowStore:
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Discard prefetched rows and byte counts. The shard is the truth from here on."""
+        """Discard prefetched rows and byte counts. Later reads return what the shard contains."""
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # host to device, device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
@@ -2006,14 +2018,14 @@ class DeviceRowStore:
 
     def clear(self) -> None:
         """Set all rows to zero."""
-        # Write touched rows only. Writing zeros to the others would make them take memory.
+        # Write only the rows that an update has changed. Writing zeros to the others would allocate their memory.
         for rows in self.touched_rows():
             for x in self.shard:
                 x.index_fill_(0, rows, 0)
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Replace these rows, after `clear`."""
+        """Store these rows and their state in the shard. Call `clear` before the first chunk."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
     def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
@@ -2025,20 +2037,23 @@ class DeviceRowStore:
 class HostRowStore(DeviceRowStore):
     """Stores the shard in pageable host memory, and overlaps its copies with training.
 
-    The calls of one cycle, in the order in which the main thread makes them:
+    These calls are made in every cycle. The main thread makes them in this order:
 
-        prefetch(n+1)    worker: store what update n-1 changed in the shard, then copy the rows of n+1 to the device
-        update n         main:   changes `active`, the rows that read_rows(n) returned
+        prefetch(n+1)    worker: store the rows of update n-1 in the shard, then copy those of update n+1 to the device
+        update n         main:   change `active`, the rows that read_rows(n) returned
         write_back(n)    main:   launch the copy of `active` to pinned host memory
-        read_rows(n+1)   main:   take the prefetched rows; those that update n has changed are copied from `active`
+        read_rows(n+1)   main:   wait for the prefetched rows, and replace those that update n has changed
+
+    prefetch(n+1) reads the shard before the results of update n are there. read_rows(n+1) copies them from `active`.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        # Two streams, because a copy to the host waits for an update, and the next copy to the device must not.
+        # Copies to the host wait for an update. The next copy to the device must not, so it has a separate stream.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
-        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
-        # What write_back left for the worker: local rows, their state on the host, the CUDA event after its copy.
+        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and the copy of its rows
+        # Rows of the last write_back that the shard does not contain yet: local rows, their state in pinned memory, and
+        # the CUDA event after the copy.
         self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
@@ -2046,13 +2061,14 @@ class HostRowStore(DeviceRowStore):
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
-        self.active: tuple[Tensor, RowState] | None = None                    # local rows and state, on the device
+        self.active: tuple[Tensor, RowState] | None = None                    # local rows, their state on the device
 
     def prefetch(self, plan: RowPlan) -> None:
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
-            self._wait_for_prefetch()                      # of a plan that was never read: only report its error
+            # The rows of that plan were never read. Wait only to raise the error of their copy, if there is one.
+            self._wait_for_prefetch()
         unstored, self.unstored = self.unstored, None
         self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
 
@@ -2061,13 +2077,15 @@ class HostRowStore(DeviceRowStore):
         state, copied = self._wait_for_prefetch()
         self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
-        if copied is not None:                            # make the GPU wait for the copy, not this thread
+        # The GPU waits for the copy. This thread does not.
+        if copied is not None:
             compute_stream = torch.cuda.current_stream(self.comm.device)
             compute_stream.wait_event(copied)
             for x in state:
                 x.record_stream(compute_stream)
 
-        # Shapes do not depend on how many rows the two updates share, so this does not synchronize.
+        # `active` has the newer values of rows that the previous update has changed. Shapes do not depend on how many
+        # these are, so merging them does not synchronize.
         rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.active is not None and len(self.active[0]) > 0:
             active_rows, active = self.active
@@ -2080,7 +2098,8 @@ class HostRowStore(DeviceRowStore):
         return state
 
     def write_back(self, plan: RowPlan, changed: RowState) -> None:
-        if self.unstored is not None:                     # no `prefetch` has passed it to the worker
+        # Without a `prefetch` since the previous write_back, the worker has not stored its rows yet.
+        if self.unstored is not None:
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         copied = None
@@ -2101,23 +2120,27 @@ class HostRowStore(DeviceRowStore):
         if self.unstored is not None:
             result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
                                 "copying table rows to host memory")
-            self.unstored = None                          # after an error, the rows are stored by the next call
+            self.unstored = None                          # not reached after an error: the next call tries again
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
+        """Return the prefetched rows, and the CUDA event after their copy if there is a GPU."""
         return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, num_rows: int) -> RowState:
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
+        """Wait for the CUDA event `copied`, then store rows in the shard. Runs on the worker."""
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
     def _copy_to_device(self, unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Return rows of the shard on the device, and the CUDA event after their copy. Runs on the worker."""
+        """Store the `unstored` rows, if any, then start to copy rows of the shard to the device. Runs on the worker.
+
+        Returns the rows on the device, and the CUDA event after their copy if there is a GPU.
+        """
         if unstored is not None:
             self._store(*unstored)
         if self.to_device_stream is None:
@@ -2141,7 +2164,7 @@ class LocalTable:
         self.shard = weight.detach()
         self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.has_grads = False                            # gradients that no update has used
+        self.has_grads = False                            # True if no update has used the gradients yet
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
         """Return the rows that lookups read, and the buffer their gradients accumulate in."""
@@ -2153,14 +2176,14 @@ class LocalTable:
         return self.weight
 
     def launch_reduce(self) -> None:
-        """Do nothing: this rank has the only gradients."""
+        """Do nothing: with W = 1 there are no other gradients to add."""
 
     def reduced_grads(self) -> Tensor:
         """Return the gradient of the shard, (R, D)."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Move the gradients to the head's, (D, V), while head and embedding are tied."""
+        """Add the gradients to head_grad (D, V), and clear them. Called while head and embedding are tied."""
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
 
@@ -2174,13 +2197,15 @@ class LocalTable:
 class ExchangedTable:
     """A dense table with W > 1: this rank's shard, the rows it fetched for the cycle, and their gradients.
 
-    Cache and row_grads hold the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
+    `cache` and `row_grads` contain the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
     """
     store: DeviceRowStore | None = None
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """shard (C, D). max_tokens: of this rank in a cycle. head (D, V): where the rows of `embed` are while tied."""
+        """shard (C, D). max_tokens: largest number of tokens of this rank in a cycle. head (D, V): while the table is
+        tied, rows are read from its columns.
+        """
         self.table = table
         self.comm = comm
         self.head = head
@@ -2193,16 +2218,17 @@ class ExchangedTable:
             num_rows = min(num_rows, max_tokens * table.lookups_per_token)
         self.cache = self.shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=comm.device)
-        self.fetch_work = self.reduce_work = None         # of the all-to-all into the cache, and of that of gradients
+        # Pending all-to-alls: rows into the cache, gradients to their owners.
+        self.fetch_work = self.reduce_work = None
         self.reset()
 
     def reset(self) -> None:
-        """Discard cache, gradients and byte counts. The shard remains."""
+        """Discard cached rows, gradients and byte counts. The shard does not change."""
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
-        self.cached_plan: RowPlan | None = None           # whose rows are in the cache
-        self.pending_plan: RowPlan | None = None          # whose gradients are in row_grads
+        self.cached_plan: RowPlan | None = None           # plan of the rows in `cache`
+        self.pending_plan: RowPlan | None = None          # plan of the gradients in `row_grads`
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
 
@@ -2212,7 +2238,7 @@ class ExchangedTable:
         return self.pending_plan is not None
 
     def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the rows that the plan's update changes, (u, D), and the index into them of rows_to_serve."""
+        """Return the rows that the plan's update changes, (u, D), and the index of each of rows_to_serve in them."""
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
@@ -2220,7 +2246,10 @@ class ExchangedTable:
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all of the plan's rows into the cache, with the results of the last update."""
+        """Launch the all-to-all that fetches the plan's rows into the cache, unless they are there. Collective.
+
+        The rows include the results of the last update.
+        """
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
@@ -2228,18 +2257,21 @@ class ExchangedTable:
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the cache with the plan's rows, and row_grads. Raises RunError if gradients of another plan wait."""
+        """Return the cache with the plan's rows, and the buffer of their gradients. Collective.
+
+        Raises RunError if the buffer contains gradients of another plan.
+        """
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}: batches of one cycle",
               hint="call optim_step on the last step of the cycle first", error=RunError)
         self.pending_plan = plan
-        self.fetch(plan)                                  # unless `fetch_rows` has done it
+        self.fetch(plan)
         wait_for_work(self.fetch_work)
         self.fetch_work = None
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Return the plan's rows in a new tensor."""
+        """Fetch the plan's rows into a new tensor. Collective."""
         plan.move_to(self.comm.device)
         rows, index = self.shard, plan.rows_to_serve
         if self.store is not None:
@@ -2249,29 +2281,31 @@ class ExchangedTable:
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights."""
+        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights. Collective."""
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the gradients, and return their sum over ranks for the rows that the update changes, (u, D)."""
+        """Wait for the gradients, and sum them over ranks for the rows that the update changes, (u, D)."""
         wait_for_work(self.reduce_work)
         rows, index = self.rows_to_change(self.pending_plan)
         grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
-        add_rows(grad, index, self.received_grads)              # in the order of ranks, the same on every run
-        self.received_grads = self.reduce_work = None           # the work would keep the received rows alive
+        # The gradients of a row are added in rank order, so that every run has the same sums.
+        add_rows(grad, index, self.received_grads)
+        # The work object would keep the received gradients alive.
+        self.received_grads = self.reduce_work = None
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Move row_grads to the head's gradient, (D, V), while head and embedding are tied."""
+        """Add row_grads to head_grad (D, V), and clear them. Called while head and embedding are tied."""
         plan = self.pending_plan
         head_grad[:, plan.head_columns] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients, and the cached rows, which the update has changed."""
+        """Discard the gradients. Discard the cached rows, too, because the update has changed them."""
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
@@ -2280,38 +2314,43 @@ class ExchangedTable:
         self.pending_plan = self.cached_plan = None
 
     def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> dist.Work | None:
-        """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None. This rank serves rows[index],
-        or all of `rows` if index is None."""
+        """Launch the all-to-all of the plan's rows into `out`. Returns the work, or None if there is none. Collective.
+
+        This rank serves rows[index], or all of `rows` if index is None.
+        """
         if self.debug:
-            out.fill_(math.nan)                           # shows reads of rows that were not fetched
+            out.fill_(math.nan)                           # rows that are looked up but not fetched make the loss NaN
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_columns])
             return None
         if index is not None:
             rows = rows.index_select(0, index)
-        self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)       # the requests for them
+        # Count the requests for these rows, too. They were exchanged with the plan.
+        self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
         return self._all_to_all(plan, fetched, rows, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
+        """Launch an all-to-all of rows or gradients, and count its bytes. Counts are rows per rank. Collective."""
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
-        if plan.tag["purpose"] == "train":                # a dense exchange sends the whole shard to every other rank
+        # For comparison: to exchange whole tables, this rank would send its shard to every other rank.
+        if plan.tag["purpose"] == "train":
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
-        if self.comm.world_size == 1:    # a row-wise table
+        if self.comm.world_size == 1:                     # only a row-wise table
             out.copy_(sent)
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count what an all-to-all of training exchanges with other ranks. Counts are items per rank."""
+        """Count the bytes that an all-to-all of training exchanges with other ranks. Counts are items per rank."""
         if plan.tag["purpose"] == "train":
-            to_self = send_counts[self.comm.rank]             # what a rank sends to itself it also receives
+            to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
             self.byte_totals["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
             self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
+    """A row-wise table with any W. A row store has its shard, and an update changes only the requested rows."""
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
@@ -2335,7 +2374,7 @@ class RowwiseTable(ExchangedTable):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.active = None                                # `fetch` reads those of the next update
+        self.active = None                                # set by the next `fetch`
 
 
 # ====== Section 6: Batches ============================================================================================
