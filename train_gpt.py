@@ -1700,9 +1700,9 @@ class RowLookup(torch.autograd.Function):
 
 # ====== Section 5: Rows ===============================================================================================
 # Embedding tables are sharded by row. Rank r % W owns global row r: it stores the row as local row r // W, and updates
-# it. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows that it will look
-# up from their owners. After the cycle, it sends their gradients to the owners. A row plan lists these rows. Updates of
-# a dense table change all of its rows. With W = 1 a dense table needs no plan, because lookups read it in place.
+# it. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows that it will
+# look up from their owners. After the cycle, it sends their gradients to the owners. A row plan lists these rows. An
+# update of a dense table changes all of its rows. With W = 1 a dense table needs no plan: lookups read it in place.
 BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
 ROW_ID_BYTES = 4                         # size of a requested local row, which is sent as i32
 
@@ -2052,8 +2052,8 @@ class HostRowStore(DeviceRowStore):
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
         self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and the copy of its rows
-        # Rows of the last write_back that the shard does not contain yet: local rows, their state in pinned memory, and
-        # the CUDA event after the copy.
+        # Rows of the last write_back that the shard does not contain yet: local rows, their state on the host, and the
+        # CUDA event after the copy.
         self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
@@ -2120,7 +2120,8 @@ class HostRowStore(DeviceRowStore):
         if self.unstored is not None:
             result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
                                 "copying table rows to host memory")
-            self.unstored = None                          # not reached after an error: the next call tries again
+            # An exception skips this line, so that the next call tries to store the rows again.
+            self.unstored = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
         """Return the prefetched rows, and the CUDA event after their copy if there is a GPU."""
@@ -2379,13 +2380,13 @@ class RowwiseTable(ExchangedTable):
 
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
-    """This rank's slots of one step, or of one micro-batch of it."""
+    """This rank's sequences of one step, or of one micro-batch of the step."""
     step: int
-    plans: dict[str, RowPlan]            # by table that needs one; shared by the steps of a cycle
+    plans: dict[str, RowPlan]            # by table, unless it is read in place; shared by the steps of a cycle
     tokens: Tensor                       # (B, T) i32
     targets: Tensor                      # (B, T) i64: the next token
     cu_seqlens: Tensor                   # (B, K) i32: 0 and the end of each document, padded to K columns with T
-    row_index: dict[str, Tensor]         # by table, shaped like its row_ids: index into the fetched rows, or the table
+    row_index: dict[str, Tensor]         # by table, shaped like row_ids: index into the fetched rows, or into the table
     sign_ids: dict[str, Tensor]          # by table with signs, (B, T) i32
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
@@ -2399,9 +2400,9 @@ class Batch(NamedTuple):
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack this rank's slots of one step, as NumPy arrays. The row index of every table is its global row."""
+    """Stack this rank's sequences of one step into a batch of NumPy arrays, with global rows as row_index."""
     tokens = np.stack([seq.tokens for seq in seqs])
-    # Slots contain different numbers of documents. Repeating T pads their bounds with empty documents.
+    # Sequences contain different numbers of documents. Repeating T pads cu_seqlens with empty documents.
     unpadded = [seq.cu_seqlens for seq in seqs]
     K = max(map(len, unpadded))
     cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
@@ -2413,16 +2414,16 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
                   cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build one batch per step of a cycle from this rank's slots of each step, with the row plans of all tables.
+    """Build one batch per step of a cycle from this rank's sequences of each step, with the row plans of all tables.
 
     process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
-    # A plan covers the `update_every` steps up to its table's next update. The tables whose plans start at the same
-    # step share one exchange.
-    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]  # others are read in place
+    # A dense table with W = 1 is read in place. A plan of another table covers the `update_every` steps up to its next
+    # update. Tables whose plans start at the same step share one exchange of requests.
+    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
         step_cfg = cycle[i]
@@ -2432,7 +2433,8 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 covered = batches[i:i + table.update_every]
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
-                tied = table.tied_to_head and step_cfg.tied  # the same for the whole cycle, because untying ends one
+                # `tied` is the same in all steps of the cycle, because untying happens at the end of a cycle.
+                tied = table.tied_to_head and step_cfg.tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in covered]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
@@ -2446,13 +2448,13 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 class OutOfData(DataError):
-    """No shard has another batch. Raised on every rank in the same cycle."""
+    """The training data has ended: no shard has another batch. Raised on every rank in the same cycle."""
 
 class Loader:
     """Builds the batches of the next cycle on a background thread, while the current one trains.
 
-    The caller passes the steps of each cycle, so the stream of batches never depends on timing, and every W gets the
-    same one.
+    The caller passes the steps of each cycle, so batches do not depend on timing. The sequences of a step are the same
+    for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         self.cfg = cfg
@@ -2462,13 +2464,13 @@ class Loader:
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._prefetch_shards()
-        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use, from `next_doc` on; empty at first
+        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use from `next_doc` on; empty at first
         self.next_doc = 0
-        self.ready: list[Batch] = []                      # batches of the current cycle that `next` has not returned
-        self.next_cycle: Future | None = None             # the batches of the next one
+        self.ready: list[Batch] = []                      # batches of the current cycle, next one first
+        self.next_cycle: Future | None = None             # batches of the next cycle
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Skip the data of these steps, which a resumed run has trained on."""
+        """Skip the data of these steps. The earlier part of a resumed run has trained on them."""
         for step_cfg in steps:
             self._pack_batch(step_cfg)
 
@@ -2478,7 +2480,10 @@ class Loader:
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Switch to the next cycle, and start to build the batches of the one that follows it. Raises DataEnded."""
+        """Switch to the batches of the next cycle, and start to build those of `cycle_after_next`.
+
+        Raises OutOfData if the data ended before the next cycle.
+        """
         self.ready = self._wait_for_cycle()
         self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
@@ -2490,14 +2495,18 @@ class Loader:
         return batch.to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
-        """Return the row plans of the next step, or {} at the end of training or data."""
+        """Return the row plans of the next step, or {} at the end of training or data.
+
+        Waits for the loader thread if the next step begins a cycle.
+        """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # `advance` raises it again
+        except OutOfData:                # `advance` raises the same error
             return {}
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
+        """Cancel the tasks of both threads. Does not wait for tasks that are running."""
         for thread_pool in (self.worker, self.reader):
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
@@ -2505,7 +2514,7 @@ class Loader:
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
     def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        """Build this rank's batches of a cycle. Runs on the loader thread. Collective."""
+        """Pack and build this rank's batches of a cycle. Runs on the loader thread. Collective."""
         seqs_by_step = []
         for step_cfg in cycle:
             shard, seqs = self._pack_batch(step_cfg)
@@ -2514,7 +2523,7 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterable[TokenShard]:
-        """Yield the shards of every pass, and read the next one on a second thread while one is in use."""
+        """Yield the shards of every epoch. A second thread reads the next shard while the caller uses one."""
         epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
         next_shard = None
         for _ in epochs:
@@ -2526,9 +2535,12 @@ class Loader:
         yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
 
     def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the next S slots. Returns their shard, and for each slot the starts and ends of its pieces of it."""
-        # All slots of a step come from one shard. Try the rest of the current one, which is empty at first, then each
-        # shard from its start, the current one included.
+        """Pack the next S sequences. Raises OutOfData if no shard has enough tokens.
+
+        Returns their shard, and for each sequence the starts and ends of its documents in the tokens of the shard.
+        """
+        # All sequences of a step are packed from one shard. Try the rest of the current shard, then each shard from its
+        # start, including the current one.
         for _ in range(len(self.headers) + 1):
             packed = pack_batch(self.shard, self.next_doc, self.cfg.seqs_per_step, step_cfg.seq_len,
                                 self.cfg.max_doc_len)
@@ -2548,18 +2560,18 @@ class Loader:
                              "again, or fewer steps by --max_steps")
 
 class ValidationSet:
-    """The validation slots, in memory, and statistics of their text."""
+    """The validation sequences, in memory, and statistics of their text."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
-        # Every rank keeps all slots, which are few, and takes its own in each validation.
+        # Every rank stores all sequences, because they are few, and evaluates every W-th.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        shards = map(load_shard, headers)                 # read only as far as they are needed
+        shards = map(load_shard, headers)                 # lazy: shards after the last sequence are not read
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
-        # Entropy and bytes are those of exactly the tokens that are predicted.
+        # Compute entropy and bytes per token over exactly the tokens that are predicted.
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
@@ -2573,13 +2585,16 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return bits per byte of a loss in nats per token, and the unigram entropy; {} if bytes are not known."""
+        """Return the bits per byte of a loss in nats per token, and the unigram entropy in nats.
+
+        Returns {} if the bytes of the tokens are not known.
+        """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's batches on the device, one per block of S slots. Collective."""
+        """Yield this rank's batches on the device, one per S sequences. Collective."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -2589,63 +2604,74 @@ class ValidationSet:
 
 # ====== Section 7: Model ==============================================================================================
 class ParameterSpec(NamedTuple):
-    """One row of the parameter table: all about a parameter but its place in the forward pass."""
-    label: str
-    shape: tuple[int, ...]
-    init: tuple[str, float | tuple[float, ...]]                # distribution and its number, as initial_values draws it
-    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": section Rows stores it
+    """A parameter: shape, initialization, optimizer and multipliers (RECIPE 2.1)."""
+    label: str                           # name of the parameter; also seeds its initial values
+    shape: tuple[int, ...]               # unsharded
+    # ("constant", value or values), ("normal", standard deviation), ("uniform", bound), or ("up", bound). The last is
+    # uniform in up matrices, and zero in down matrices.
+    init: tuple[str, float | tuple[float, ...]]
+    optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    full_precision: bool = False         # f32 where the weights are bf16
-    # A parameter with one of these two is owned in shards; every rank updates all others alike.
-    matrix_heights: tuple[int, ...] = ()  # heights of a layer's matrices in its main_grad; (): autograd's gradient
-    table: TableSpec | None = None       # of an embedding table
+    full_precision: bool = False         # f32 even if the weights are bf16
+    # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
+    # matrix_heights: heights of the matrices that a layer stacks. Their gradients accumulate in a main_grad; if it is
+    # empty, autograd stores the gradient.
+    matrix_heights: tuple[int, ...] = ()
+    table: TableSpec | None = None       # lookups of an embedding table
 
-SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
+# Initial values of the packed scalars, by name (RECIPE 2.6). `attention` has two per layer: the first multiplies the
+# weights of q, k and v, the second those of the output.
+SCALARS = {
     "residual": (1.1,) * len(LAYERS),
-    "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
+    "attention": (0.5, 1.0) * len(LAYERS),
     "bigram": (0.1,) * len(LAYERS),
     "smear": (0.0,),
     "backout": (0.5,),
     "skip": (-1.5,),
 }
-NGRAM_INIT_COEF = 0.1                    # initial share of a table of n-grams in the residual stream of each layer
-MLP_RATIO = 4                            # F / D
-MLP_MATRICES = 2                         # matrices of one MLP
-QKVO = 4                                 # matrices of one attention layer, below each other
-QKV = 3                                  # of them, those before the attention
+NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
+MLP_RATIO = 4                            # MLP hidden dim / model dim
+MLP_MATRICES = 2                         # matrices of an MLP: up, down
+QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output
+QKV = 3                                  # those that are multiplied before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Draw a parameter's initial values, f32 in logical order."""
+    """Draw the initial values of a parameter, f32 and unsharded."""
     kind, value = spec.init
     shape = spec.shape
     if kind == "constant":
-        return torch.tensor(value).expand(shape)                              # one value for all, or each its own
+        return torch.tensor(value).expand(shape)          # one value, or as many as the parameter has elements
     if kind == "normal":
         return torch.randn(shape, generator=generator) * value
     if kind == "up":
         shape = (shape[0], 1, *shape[2:])
     weight = torch.rand(shape, generator=generator) * (2 * value) - value
-    if kind == "up":                                                          # down is zero: an MLP starts as nothing
+    # Down matrices start as zeros, so that the output of an MLP is zero at first.
+    if kind == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
+    """Return the initial values of the packed scalars, by name.
+
+    Those of `SCALARS` are followed by one coefficient per layer for every n-gram table in the residual stream.
+    """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
+    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # What several rows of the table have in common.
+    # These settings are shared by several parameters. Values that are uniform within +-bound have a standard deviation
+    # of 0.5 / sqrt(D).
     zeros = "constant", 0.0
-    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
+    bound = 3**0.5 * 0.5 * D**-0.5
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
@@ -2662,55 +2688,64 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
         ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
-        # While head and embedding are tied, this is lm_head, transposed.
+        # While head and embedding are tied, embed is the transpose of lm_head.
         ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
-        # The row-wise rule has no first moment.
+        # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                         table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-# Types of what the model passes between its functions.
-RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, sum of their gradients)
-ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, rows)
-ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (index of the gate, rows)
+# Types of the values that functions of the model pass to each other. A gradient buffer is f32, or f64 in an f64 run. It
+# is None in evaluation.
+RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, looked up rows)
+ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (gate index, looked up rows)
 AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (attention, window) of a layer -> arguments
 
 def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
-    """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
+    """Return the AttentionArgs of every kind of layer.
+
+    short, long: windows in positions. max_len: upper bound of the length of a document in tokens. A token has two
+    positions in paired layers, so that a window reaches half as many tokens there.
+    """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     f"{attention} {window_name}")
             for attention, positions_per_token in (("plain", 1), ("paired", 2))
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Draw all weights but those of row-wise tables, which are zeros: yield (label, weight in logical order)."""
+    """Yield (label, initial weight) of every parameter, unsharded. Row-wise tables are left out: they are zeros."""
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
-        # Each label has a generator of its own, so that a parameter more or less changes no other.
+        # Each label seeds a separate generator, so that adding or removing a parameter does not change the others.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = init_parameter(spec, generator)
+        # Round to bf16 in every run, so that initial values are the same in any dtype.
         if not spec.full_precision:
-            weight = weight.bfloat16()                                         # the same numbers in any dtype
+            weight = weight.bfloat16()
         if spec.label == "lm_head":
             head = weight
+        # Head and embedding are tied at first.
         if spec.label == "embed":
-            weight = head.t()                                                 # one parameter at first
+            weight = head.t()
         yield spec.label, weight
 
 def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
-    """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
+    """Compute gates between 0 and 1: features (..., GATE_INPUTS), weight (gates, GATE_INPUTS) -> (..., gates)."""
     return torch.sigmoid(F.linear(features, weight))
 
 class GPT(nn.Module):
-    """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
+    """The transformer of RECIPE 2. Independent of ranks; parameters are named by their labels."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
+        """attention: computes what `attention_reference` does. max_seq_len: length of the longest sequence in tokens.
+        shard_rows: number of rows in this rank's shard of a table, by label; {} for whole tables.
+        """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters. Section Rows stores them and passes their rows to `losses`.
+        # Row-wise tables are not parameters. Row stores contain them, and `losses` receives their rows in row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
@@ -2721,22 +2756,23 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # Buffers follow from settings and schedule: no checkpoint needs them.
+        # These buffers are derived from settings and schedule, so checkpoints do not contain them.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
         # frequencies -> angle per position of each channel
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+        """Set the cos and sin of position * frequency, in place. Angles are f32, or f64 in an f64 run."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
-        # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
+        # Copy frequencies to the device once, in the warm-up. A copy at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
+            # Channels 2i and 2i + 1 rotate by the same angle. Its sign is negated for the second, as `apply_rotary`
+            # needs it. The second half of the channels has angle 0 and does not rotate.
             rotated = torch.stack((freqs, -freqs), dim=-1).flatten()
             self.channel_freqs[frequencies] = F.pad(rotated, (0, len(rotated)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
@@ -2746,16 +2782,19 @@ class GPT(nn.Module):
 
     def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
                head_precision: str, row_buffers: RowBuffers) -> Tensor:
-        """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
+        """Compute the multi-token loss of every position, (B, T).
+
+        weights (G,): MTP weights. loss_scale (): the gradient that backward will receive for every loss.
+        """
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
+        # Only an fp8 head uses this dtype.
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
 
     def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
-        """Return the normalised stream that enters the head, (B, T, D).
-        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
-        # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
+        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
+        # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
@@ -2763,16 +2802,17 @@ class GPT(nn.Module):
         attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
-        # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
+        # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds of each of the B
+        # sequences. The T that pads its cu_seqlens becomes the start of the next sequence: an empty document.
         B, T = batch.tokens.shape
         starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()           # what fills a row is the next one's start
+        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()
 
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
         x = x0
-        saved = {}                       # name -> stream after the layer that keeps it
+        saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            # A kept stream joins before the mix, which scales it too.
+            # Add the saved output before the stream is multiplied by the residual scalar, so that it is scaled, too.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
@@ -2781,9 +2821,9 @@ class GPT(nn.Module):
             for coefs, rows in residual_inputs:
                 x = x + coefs[i] * rows
 
-            # A gate per head can close what attention found before it joins the stream.
+            # A gate multiplies the output of each head, so that a head can be switched off per token (RECIPE 2.4).
             if layer.attention != "none":
-                attn_idx = ATTENTION_LAYERS.index(i)      # its place in the banks of attention
+                attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
                 w_qkv, w_out = attn[attn_idx]
                 qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
                 normed = rms_norm(x)
@@ -2797,16 +2837,20 @@ class GPT(nn.Module):
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
+        # Backout: subtract a learned multiple of the output of an earlier layer. The head then sees more of what later
+        # layers have added.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Read the tables. Returns all that enters the layers, rows (B, T, D) each:
-        x0       the normalised embedding, where the residual stream begins
-        streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
-        values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
-        # Each token's embedding gets a gated share of the one before it in the slot, over documents.
+        """Look up all tables, and compute the inputs of the layers; rows are (B, T, D).
+
+        x0                normalized embedding, the first residual stream
+        residual_inputs   added to the residual stream by every layer: bigrams, then n-gram tables
+        value_embeds      added to the attention values of some layers
+        """
+        # Smear: add to each token's embedding a gated multiple of the previous token's. It crosses document boundaries
+        # within a sequence, as in modded-nanogpt (RECIPE 2.3).
         embed, = self.lookup("embed", batch, row_buffers)
         smear = scalars["smear"].type_as(embed)
         gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -2821,7 +2865,7 @@ class GPT(nn.Module):
             if layer.value_embed is not None:
                 value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
 
-        # Gates of n-gram tables come after those of the value tables, in the order of the tables.
+        # In ve_gate_bank, gates of n-gram tables follow those of the value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
             rows, = self.lookup(ngram.label, batch, row_buffers)
@@ -2835,22 +2879,27 @@ class GPT(nn.Module):
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up rows by the batch's index, (B, T) or (B, lookups, T): one (B, T, D) per lookup."""
+        """Look up a table: row_index (B, T) or (B, lookups_per_token, T) -> one (B, T, D) per lookup of a token."""
         index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
+        # Every lookup of a token is a separate autograd node. So its gradient is added to row_grads as soon as it is
+        # computed, and gradients are never stacked.
         indices = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
                cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-        """Do one layer's attention, up to its gate and output matrix: qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
+        """Compute the attention of one layer, before its output gate and output matrix (RECIPE 2.4).
+
+        normed (B, T, D): the input of qkv (B, T, 3D) -> (B, T, H, E). value_embeds: (gate index, rows (B, T, D)) that are
+        added to the values. Rotary positions are counted in the sequence, not in the document.
+        """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
+        # Each head adds the rows, multiplied by a gate between 0 and 2. In plain layers, half of the gate's inputs are
+        # features of the rows. Paired layers do not use the rows.
         for gate_idx, rows in value_embeds:
             features = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
@@ -2859,22 +2908,23 @@ class GPT(nn.Module):
             gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
             v = v + gate[..., None] * rows.view(v.shape)
 
-        # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
-        # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
-        # losses contain that (RECIPE 2.4).
+        # In paired layers, heads j and j + H/2 of token t are at positions 2t and 2t + 1 of one sequence. The rotary
+        # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. The reason is
+        # that modded-nanogpt applies them before it regroups the heads. Its published losses include this (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)   # the same for all heads
+        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # The half of a key that does not rotate is that of the token before, in its document or not.
+        # Key offset: the unrotated half of a key is that of the previous token, even across document boundaries, as in
+        # modded-nanogpt. The first token of a sequence uses its key unchanged.
         if layer.key_offset:
             rotated, unrotated = k.chunk(2, dim=-1)
-            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)     # a slot's first token keeps its own
+            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)
             k = torch.cat((rotated, shifted), dim=-1)
         packed = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
         return self.attention(*packed, cu_seqlens, attn_args).view(v.shape)
