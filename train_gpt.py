@@ -1723,7 +1723,7 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Hash each (previous, current) pair of tokens to a row, (..., T) i32 -> (..., T) i32 below `num_rows`.
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no pair and gets the last row.
+    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no pair: its row is the last one.
     """
     # modded-nanogpt overwrites the token at position 0 with the index of the last row before it hashes, so position 1
     # hashes that index as its previous token. Its published losses include this.
@@ -1967,7 +1967,7 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
 class DeviceRowStore:
     """Stores this rank's shard of a row-wise table on the device, with the optimizer state of each row.
 
-    An update gets copies of its rows from `read_rows`, changes the copies in place, and stores them by `write_back`.
+    An update reads copies of its rows with `read_rows`, changes the copies in place, and stores them with `write_back`.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         self.comm = comm
@@ -2247,7 +2247,7 @@ class ExchangedTable:
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the cache, unless they are there. Collective.
+        """Launch the all-to-all that fetches the plan's rows into the cache, if they are not cached. Collective.
 
         The rows include the results of the last update.
         """
@@ -2594,7 +2594,7 @@ class ValidationSet:
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's batches on the device, one per S sequences. Collective."""
+        """Yield this rank's batches on the device, one for each block of S sequences. Collective."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -2635,7 +2635,7 @@ NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram tabl
 MLP_RATIO = 4                            # MLP hidden dim / model dim
 MLP_MATRICES = 2                         # matrices of an MLP: up, down
 QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output
-QKV = 3                                  # those that are multiplied before attention: q, k, v
+QKV = 3                                  # matrices that are applied before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     """Draw the initial values of a parameter, f32 and unsharded."""
@@ -2668,8 +2668,8 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # These settings are shared by several parameters. Values that are uniform within +-bound have a standard deviation
-    # of 0.5 / sqrt(D).
+    # Several parameters share these settings. A uniform distribution within +-bound has the standard deviation
+    # 0.5 / sqrt(D).
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
@@ -2802,8 +2802,8 @@ class GPT(nn.Module):
         attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
-        # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds of each of the B
-        # sequences. The T that pads its cu_seqlens becomes the start of the next sequence: an empty document.
+        # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds by the start of
+        # their sequence in it. The T that pads cu_seqlens becomes the start of the next sequence: an empty document.
         B, T = batch.tokens.shape
         starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
         cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()
@@ -2812,7 +2812,7 @@ class GPT(nn.Module):
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            # Add the saved output before the stream is multiplied by the residual scalar, so that it is scaled, too.
+            # Add the saved output first, so that the residual scalar multiplies it, too.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
@@ -2891,8 +2891,9 @@ class GPT(nn.Module):
                cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
         """Compute the attention of one layer, before its output gate and output matrix (RECIPE 2.4).
 
-        normed (B, T, D): the input of qkv (B, T, 3D) -> (B, T, H, E). value_embeds: (gate index, rows (B, T, D)) that are
-        added to the values. Rotary positions are counted in the sequence, not in the document.
+        qkv (B, T, 3D) -> (B, T, H, E). normed (B, T, D): the normalized stream, the input of qkv and of the gates.
+        value_embeds: (gate index, rows (B, T, D)) that are added to the values. Rotary positions count from the start
+        of the sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
@@ -2909,8 +2910,9 @@ class GPT(nn.Module):
             v = v + gate[..., None] * rows.view(v.shape)
 
         # In paired layers, heads j and j + H/2 of token t are at positions 2t and 2t + 1 of one sequence. The rotary
-        # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. The reason is
-        # that modded-nanogpt applies them before it regroups the heads. Its published losses include this (RECIPE 2.4).
+        # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. This is
+        # modded-nanogpt's order: it applies the angles before it regroups the heads. Its published losses include this
+        # (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -2920,8 +2922,9 @@ class GPT(nn.Module):
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: the unrotated half of a key is that of the previous token, even across document boundaries, as in
-        # modded-nanogpt. The first token of a sequence uses its key unchanged.
+        # Key offset: the unrotated half of a key is that of the previous token. A query that matches token t - 1 then
+        # reads the value of token t. The offset crosses document boundaries, as in modded-nanogpt (RECIPE 2.4). The key
+        # of the first token of a sequence does not change.
         if layer.key_offset:
             rotated, unrotated = k.chunk(2, dim=-1)
             shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)
