@@ -1875,8 +1875,8 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     dist.all_gather_object(by_rank, (tags, fetch_counts), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
         for found, expected in itertools.zip_longest(other_tags, tags):
-            check(found == expected, f"row plans of ranks {other_rank} and {rank}", found=found, expected=expected,
-                  hint="start every rank with the same flags", error=RunError)
+            check(found == expected, f"row plans of ranks {other_rank} and {rank} differ", found=found,
+                  expected=expected, hint="start every rank with the same flags", error=RunError)
 
     # One all-to-all exchanges the requests of all tables. Those that this rank receives are grouped by reader, then by
     # table.
@@ -1893,7 +1893,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
         rows_by_reader = chunks[table_idx::len(plans)]
         for reader, local_rows in enumerate(rows_by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
-            check(ascending, f"rows of {label} that rank {reader} requests", found=local_rows,
+            check(ascending, f"invalid rows of {label} requested by rank {reader}", found=local_rows,
                   expected=f"ascending local rows below {plan.shard_rows}",
                   hint="this is a bug in the trainer; please report it with the log", error=RunError)
         plan.rows_to_serve = comm.pinned(torch.cat(rows_by_reader).long())
@@ -1962,7 +1962,7 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
         if future.done():                                 # the task raised TimeoutError, for example on a network disk
             raise
         raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
-                       hint="look at the disk and at the other ranks, or set a longer --comm_timeout") from None
+                       hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
     """Stores this rank's shard of a row-wise table on the device, with the optimizer state of each row.
@@ -2262,9 +2262,9 @@ class ExchangedTable:
 
         Raises RunError if the buffer contains gradients of another plan.
         """
-        check(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
-              found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}: batches of one cycle",
-              hint="call optim_step on the last step of the cycle first", error=RunError)
+        check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
+              found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
+              hint="call optim_step on the last step of a cycle before the next cycle", error=RunError)
         self.pending_plan = plan
         self.fetch(plan)
         wait_for_work(self.fetch_work)
@@ -2554,10 +2554,10 @@ class Loader:
         raise OutOfData("training data ended",
                         found=f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {step_cfg.step} "
                               "steps",
-                        expected=f"room for {self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at "
-                                 f"most {self.cfg.max_doc_len} of each document",
-                        hint="more or larger shards, a larger --max_doc_len, --epochs=0 to read them again and "
-                             "again, or fewer steps by --max_steps")
+                        expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at most "
+                                 f"{self.cfg.max_doc_len} of each document",
+                        hint="use more or larger shards, --epochs=0 to repeat them, a larger --max_doc_len, or a "
+                             "smaller --max_steps")
 
 class ValidationSet:
     """The validation sequences, in memory, and statistics of their text."""
