@@ -1778,18 +1778,20 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Section 5: Rows ===============================================================================================
-# A step looks up a small fraction of the rows of an embedding table. Global row r is local row r // W of rank r % W,
-# its owner, which stores and updates it. With W = 1 a dense table is read in place. Otherwise a row plan lists the rows
-# that a rank fetches from their owners before a cycle of steps. Their gradients return to the owners after the cycle.
-BIGRAM_FACTORS = (36313, 27191)          # of the current and the previous token (RECIPE 2.5)
-ROW_ID_BYTES = 4                         # of one local row in a request
+# Embedding tables are sharded by row. Rank r % W owns global row r: it stores the row as local row r // W, and updates
+# it. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows that it will
+# look up from their owners. After the cycle, it sends their gradients to the owners. A row plan lists these rows. An
+# update of a dense table changes all of its rows. With W = 1 a dense table needs no plan: lookups read it in place.
+BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
+ROW_ID_BYTES = 4                         # size of a requested local row, which is sent as i32
 
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
     """Hash the n-gram that ends at each position, (..., T) i32 -> (..., T) i32 below `modulus`.
 
-    The first n - 1 positions of a sequence get `no_ngram`. N-grams cross documents, as modded-nanogpt's bigrams do.
+    factors: a multiplier for each of the n tokens, newest token first. The first n - 1 positions of a sequence have no
+    n-gram, and the result there is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
     """
-    # Combine token * factor by xor, newest token first, in 32-bit arithmetic that wraps around.
+    # Combine token * factor by xor, in 32-bit arithmetic that wraps around.
     mixed = tokens * factors[0]
     for distance, factor in enumerate(factors[1:], 1):
         mixed[..., distance:] ^= tokens[..., :-distance] * factor
@@ -1800,10 +1802,10 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Hash each (previous, current) pair of tokens to a row, (..., T) i32 -> (..., T) i32 below `num_rows`.
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). The last row means that there is no pair.
+    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no pair: its row is the last one.
     """
-    # modded-nanogpt overwrites the token at position 0 before it hashes, so position 1 sees the last row's id as its
-    # previous token. Its published losses include this.
+    # modded-nanogpt overwrites the token at position 0 with the index of the last row before it hashes, so position 1
+    # hashes that index as its previous token. Its published losses include this.
     no_pair = num_rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1814,32 +1816,35 @@ class TableSpec(NamedTuple):
     label: str
     num_rows: int                        # R
     lookups_per_token: int
-    row_ids: Callable                    # tokens (B, T) i32 -> global rows (B, T), or (B, lookups_per_token, T), i32
+    # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
+    row_ids: Callable[[np.ndarray], np.ndarray]
     tied_to_head: bool = False           # shares its weights with the head until the two are untied
     rowwise: bool = False                # update only the rows that were looked up, instead of every row
     location: str = "device"             # where the owner stores the rows of a row-wise table: "device" or "host"
     update_every: int = 2                # steps per update
-    sign_ids: Callable | None = None     # tokens (B, T) i32 -> sign vectors (B, T) i32
+    # tokens (B, T) i32 -> indices of sign vectors (B, T) i32; None: no signs
+    sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
-        """Return the rows of each rank's shard, C. The last ones may be padding."""
+        """Return the number of rows in each rank's shard, C. The last row of a shard may be padding."""
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
+    # The table value_embed stacks the value embeddings.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
     def value_rows(tokens: np.ndarray) -> np.ndarray:
-        """Return one row per token and value embedding; value_embed stacks the value embeddings."""
+        """Return the row of each token in each value embedding, (B, NUM_VALUE_EMBEDS, T)."""
         return tokens[:, None] + first_rows
 
-    every = cfg.adam_every
+    adam_every = cfg.adam_every
     bigram_rows = functools.partial(bigram_hash, num_rows=cfg.bigram_rows)
     specs = [
-        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=every),
-        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=every),
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=every)]       # row = token id
+        TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
+        TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # the row is the token
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
@@ -1857,40 +1862,41 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the sorted unique ids and each input's index into them, both i64.
 
     Like np.unique(ids, return_inverse=True) for 0 <= ids < 2^32, but several times faster: it sorts 64-bit words that
-    hold the id in the upper half and its position in the lower half.
+    contain the id in the upper half and its position in the lower half.
     """
-    n = len(ids)
-    words = np.sort(ids.astype(np.uint64) << 32 | np.arange(n, dtype=np.uint64))
-    sorted_ids = (words >> 32).astype(np.int64)
+    num_ids = len(ids)
+    packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
+    sorted_ids = (packed >> 32).astype(np.int64)
     is_first = np.diff(sorted_ids, prepend=-1) > 0        # first occurrence of each id
-    inverse = np.empty(n, np.int64)
-    inverse[words & 0xFFFFFFFF] = np.cumsum(is_first) - 1
+    inverse = np.empty(num_ids, np.int64)
+    inverse[packed & 0xFFFFFFFF] = np.cumsum(is_first) - 1
     return sorted_ids[is_first], inverse
 
 @dataclass(eq=False)
 class RowPlan:
     """Which rows of one table this rank fetches during a cycle, and which rows of its shard it serves to others.
 
-    The index lists are CPU tensors until the table fetches the rows.
+    Gradients are sent in the opposite direction: those of rows_to_fetch to their owners. The index lists are CPU
+    tensors. When the table fetches the rows, all but rows_to_update are copied to the device.
     """
     tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
     shard_rows: int                      # C, on every rank
-    rows_to_fetch: Tensor                # (n,) i64, as owner * C + local row, ascending. Gradients return to them
-    fetch_counts: list[int]              # how many of them each rank owns
+    rows_to_fetch: Tensor                # (n,) i64: owner * C + local row, ascending
+    fetch_counts: list[int]              # number of rows_to_fetch that each rank owns
     rows_to_serve: Tensor                # i64: local rows that the ranks fetch from this one, grouped by rank
-    serve_counts: list[int]              # how many of them each rank fetches
+    serve_counts: list[int]              # number of rows_to_serve that each rank fetches
     head_columns: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
-    # Only of a row-wise table. `exchange_row_requests` sets both.
-    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending; stays on the CPU
+    # `exchange_row_requests` sets the next two for a row-wise table.
+    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending
     update_index: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
 
     @property
     def tied(self) -> bool:
-        """True if rows are read from the head, which every rank holds, so that nothing is exchanged."""
+        """True if the rows are read from the head. Every rank has the whole head, so no rows are exchanged."""
         return self.head_columns is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Start to copy the index lists to the device."""
+        """Start to copy the index lists to the device, except rows_to_update."""
         for name in ("rows_to_fetch", "rows_to_serve", "head_columns", "update_index"):
             index = getattr(self, name)
             if index is not None:
@@ -1900,11 +1906,12 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan the rows of one table for one cycle, from the global rows that each step looks up.
 
-    Returns the plan, and for each step the index into rows_to_fetch of each lookup, i32, in the shape of its ids.
-    With fetch_all the plan fetches every row. The rows to serve are this rank's own until `exchange_row_requests`.
+    tied: read the rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
+    Returns the plan, and for each step the index into rows_to_fetch of every lookup, i32, shaped like its ids.
+    rows_to_serve equals rows_to_fetch until `exchange_row_requests` replaces it. For W = 1 it is final.
     """
-    # Frequent tokens have nearby ids, so dealing rows round-robin balances the load of their owners. Numbering rows by
-    # owner first makes each owner's rows contiguous in the sorted list, as the all-to-all needs them.
+    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Numbering rows by owner
+    # first makes the rows of each owner contiguous in the sorted list. The all-to-all needs that.
     W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
@@ -1913,64 +1920,71 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     rows_by_owner = owners * C + local_rows
 
     if fetch_all:
-        rows_to_fetch, lookups = np.arange(W * C), rows_by_owner
+        rows_to_fetch = np.arange(W * C)
+        row_index = rows_by_owner
     else:
-        rows_to_fetch, lookups = unique_with_inverse(rows_by_owner)
-    ends = np.cumsum([ids.size for ids in ids_by_step])
+        rows_to_fetch, row_index = unique_with_inverse(rows_by_owner)
+    step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
-                     for ids, index in zip(ids_by_step, np.split(lookups.astype(np.int32), ends[:-1]))]
+                     for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
-    counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
+    fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
     head_columns = None
     if tied:
         head_columns = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, counts, rows_to_fetch, counts, head_columns)
+    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_columns)
     return plan, index_by_step
 
-def _all_to_all_requests(comm: Communicator, process_group: Any, dtype: str, plans: dict[str, RowPlan]) -> None:
+def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
+                         plans: dict[str, RowPlan]) -> None:
+    """Set rows_to_serve and serve_counts of every plan to what the other ranks fetch. Collective."""
     W, rank = comm.world_size, comm.rank
-    # For each table, the local rows that this rank fetches from each owner. Tied tables fetch none.
-    requests, counts, tags = [], [], []
+    # List, for each table, the local rows that this rank fetches from each owner. A tied table fetches none.
+    requests_by_table, fetch_counts, tags = [], [], []
     for label, plan in plans.items():
-        counts.append([0] * W if plan.tied else plan.fetch_counts)
-        local_rows = plan.rows_to_fetch[:sum(counts[-1])] % plan.shard_rows
-        requests.append(local_rows.int().split(counts[-1]))
-        tags.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
+        fetch_counts.append([0] * W if plan.tied else plan.fetch_counts)
+        local_rows = plan.rows_to_fetch[:sum(fetch_counts[-1])] % plan.shard_rows
+        requests_by_table.append(local_rows.int().split(fetch_counts[-1]))
+        tag = plan.tag | dict(table=label, dtype=dtype, tied=plan.tied)
+        tags.append(tag)
 
-    # Compare the tags first. Otherwise requests of different cycles would be confused without an error.
-    by_reader = [None] * W
-    dist.all_gather_object(by_reader, (tags, counts), group=process_group)
-    for reader, (reader_tags, _) in enumerate(by_reader):
-        for found, expected in itertools.zip_longest(reader_tags, tags):
-            check(found == expected, f"row plans of ranks {reader} and {rank}", found=found, expected=expected,
-                  hint="start every rank with the same flags", error=RunError)
+    # Compare the tags first. Otherwise ranks that plan different cycles exchange wrong rows without an error.
+    by_rank = [None] * W
+    dist.all_gather_object(by_rank, (tags, fetch_counts), group=process_group)
+    for other_rank, (other_tags, _) in enumerate(by_rank):
+        for found, expected in itertools.zip_longest(other_tags, tags):
+            check(found == expected, f"row plans of ranks {other_rank} and {rank} differ", found=found,
+                  expected=expected, hint="start every rank with the same flags", error=RunError)
 
-    # Send all requests in one message, grouped by owner. They arrive grouped by reader, then by table.
-    sent = torch.cat([by_owner[owner] for owner in range(W) for by_owner in requests])
-    all_counts = np.array([reader_counts for _, reader_counts in by_reader])  # (reader, table, owner)
-    received_counts = all_counts[:, :, rank]
-    received = torch.empty(received_counts.sum(), dtype=torch.int32)
-    dist.all_to_all_single(received, sent, received_counts.sum(1).tolist(), np.sum(counts, 0).tolist(),
+    # One all-to-all exchanges the requests of all tables. Those that this rank receives are grouped by reader, then by
+    # table.
+    sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
+    counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
+    serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
+    received = torch.empty(serve_counts.sum(), dtype=torch.int32)
+    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts, 0).tolist(),
                            group=process_group)
-    chunks = received.split(received_counts.flatten().tolist())
+    chunks = received.split(serve_counts.flatten().tolist())
 
-    # A request outside the shard would read and change other rows without an error.
+    # A wrong request reads and changes other rows without an error, so check every one.
     for table_idx, (label, plan) in enumerate(plans.items()):
-        by_reader = chunks[table_idx::len(plans)]
-        for reader, local_rows in enumerate(by_reader):
+        rows_by_reader = chunks[table_idx::len(plans)]
+        for reader, local_rows in enumerate(rows_by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
-            check(ascending, f"rows of {label} that rank {reader} requests", found=local_rows,
+            check(ascending, f"invalid rows of {label} requested by rank {reader}", found=local_rows,
                   expected=f"ascending local rows below {plan.shard_rows}",
                   hint="this is a bug in the trainer; please report it with the log", error=RunError)
-        plan.rows_to_serve = comm.pinned(torch.cat(by_reader).long())
-        plan.serve_counts = received_counts[:, table_idx].tolist()
+        plan.rows_to_serve = comm.pinned(torch.cat(rows_by_reader).long())
+        plan.serve_counts = serve_counts[:, table_idx].tolist()
 
-def exchange_row_requests(comm: Communicator, process_group: Any, dtype: str, tables: Iterable[TableSpec],
-                          plans: dict[str, RowPlan]) -> None:
-    """Tell every owner which of its rows this rank fetches, and fill in what the plans serve and update.
+def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
+                          tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
+    """Exchange which rows each rank fetches, and fill in which rows the plans serve and update.
 
-    process_group: a gloo group, or None for the group of all ranks. Raises RunError if ranks disagree. Collective.
+    dtype: of the weights; must be equal on all ranks. process_group: a gloo group, or None for the group of all ranks.
+    Raises RunError if the plans of two ranks are not for the same cycle and tables, or if a request is invalid.
+    Collective.
     """
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
@@ -1986,8 +2000,8 @@ def exchange_row_requests(comm: Communicator, process_group: Any, dtype: str, ta
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
     rows: Tensor                         # (n, D)
-    v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: the update that changed the row last, counted from 1; 0: none
+    v: Tensor                            # (n,) f32 or f64: second moment, one per row
+    last: Tensor                         # (n,) i32: number of the last update that changed the row, from 1; 0: never
 
     def index_select(self, index: Tensor) -> RowState:
         index = index.to(self.rows.device, non_blocking=True)
@@ -2001,41 +2015,44 @@ class RowState(NamedTuple):
     def to(self, device: torch.device) -> RowState:
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
-MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-CHUNK_ROWS = 1 << 14                     # rows of a rank that are copied, sent or written to a file at once
+MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
+CHUNK_ROWS = 1 << 14                     # rows of a shard that are copied, sent or written to a file at a time
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return zeros on the host that take memory page by page, when a page is first written."""
+    """Allocate zeros on the host. On Linux a page takes memory only once it is written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB for the
-    # first row written in each.
-    size = math.prod(shape) * dtype.itemsize
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    with contextlib.suppress(OSError):                    # kernels without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB as soon
+    # as one row in them is written.
+    num_bytes = math.prod(shape) * dtype.itemsize
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+    with contextlib.suppress(OSError):                    # the kernel has no huge pages
+        mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Return the result of a background thread, or raise its error. Raises RunError after `timeout_s`."""
+    """Wait for a background task; return its result or raise its exception.
+
+    Raises RunError if the task has not finished after `timeout_s`.
+    """
     try:
         return future.result(timeout=timeout_s)
     except TimeoutError:
-        if future.done():                                 # the work itself raised it, for example a network disk
+        if future.done():                                 # the task raised TimeoutError, for example on a network disk
             raise
         raise RunError(what, found=f"no result after {timeout_s} s", expected="a result within the timeout",
-                       hint="look at the disk and at the other ranks, or set a longer --comm_timeout") from None
+                       hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
-    """Stores this rank's shard of a row-wise table, with its optimizer state, on the device.
+    """Stores this rank's shard of a row-wise table on the device, with the optimizer state of each row.
 
-    An update reads the rows it changes with `read_rows`, changes them in place, and stores them with `write_back`.
+    An update reads copies of its rows with `read_rows`, changes the copies in place, and stores them with `write_back`.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # On the host, zeros take memory only once they are written, so a table may be larger than the memory.
+        # On the host, zeros take memory only once they are written, so a table can be larger than the memory.
         zeros = lazy_zeros
         if comm.on_cuda and table.location == "device":
             zeros = functools.partial(torch.zeros, device=comm.device)
@@ -2044,7 +2061,7 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Start to copy the rows of the plan's update to the device."""
+        """Start to copy the rows of the plan's update to the device, unless the shard is there."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
         """Return copies of the rows of the plan's update on the device, with the results of all earlier updates."""
@@ -2055,7 +2072,7 @@ class DeviceRowStore:
         self.shard.index_copy_(plan.rows_to_update, changed)
 
     def wait_for_writes(self) -> None:
-        """Wait until every `write_back` has reached the shard."""
+        """Wait until the shard contains the rows of every `write_back`. On the device it always does."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
         """Return the weights of these rows on the device, for evaluation."""
@@ -2064,7 +2081,7 @@ class DeviceRowStore:
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Discard prefetched rows and byte counts. The shard is the truth from here on."""
+        """Discard prefetched rows and byte counts. Later reads return what the shard contains."""
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # host to device, device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
@@ -2080,14 +2097,14 @@ class DeviceRowStore:
 
     def clear(self) -> None:
         """Set all rows to zero."""
-        # Write touched rows only. Writing zeros to the others would make them take memory.
+        # Write only the rows that an update has changed. Writing zeros to the others would allocate their memory.
         for rows in self.touched_rows():
             for x in self.shard:
                 x.index_fill_(0, rows, 0)
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Replace these rows, after `clear`."""
+        """Store these rows and their state in the shard. Call `clear` before the first chunk."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
     def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
@@ -2099,49 +2116,55 @@ class DeviceRowStore:
 class HostRowStore(DeviceRowStore):
     """Stores the shard in pageable host memory, and overlaps its copies with training.
 
-    The calls of one cycle, in the order in which the main thread makes them:
+    These calls are made in every cycle. The main thread makes them in this order:
 
-        prefetch(n+1)    worker: store what update n-1 changed in the shard, then copy the rows of n+1 to the device
-        update n         main:   changes `active`, the rows that read_rows(n) returned
+        prefetch(n+1)    worker: store the rows of update n-1 in the shard, then copy those of update n+1 to the device
+        update n         main:   change `active`, the rows that read_rows(n) returned
         write_back(n)    main:   launch the copy of `active` to pinned host memory
-        read_rows(n+1)   main:   take the prefetched rows; those that update n has changed are copied from `active`
+        read_rows(n+1)   main:   wait for the prefetched rows, and replace those that update n has changed
+
+    prefetch(n+1) reads the shard before the results of update n are there. read_rows(n+1) copies them from `active`.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        # Two streams, because a copy to the host waits for an update, and the next copy to the device must not.
+        # Copies to the host wait for an update. The next copy to the device must not, so it has a separate stream.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
-        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and its rows on the device
-        # What write_back left for the worker: local rows, their state on the host, the CUDA event after its copy.
-        self.unstored: tuple[Tensor, RowState, Any] | None = None
+        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and the copy of its rows
+        # Rows of the last write_back that the shard does not contain yet: local rows, their state on the host, and the
+        # CUDA event after the copy.
+        self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
-        self.active: tuple[Tensor, RowState] | None = None                    # local rows and state, on the device
+        self.active: tuple[Tensor, RowState] | None = None                    # local rows, their state on the device
 
     def prefetch(self, plan: RowPlan) -> None:
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
-            self._prefetched_state()                      # of a plan that was never read: only report its error
+            # The rows of that plan were never read. Wait only to raise the error of their copy, if there is one.
+            self._wait_for_prefetch()
         unstored, self.unstored = self.unstored, None
         self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
         self.prefetch(plan)
-        state, copied = self._prefetched_state()
+        state, copied = self._wait_for_prefetch()
         self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
-        if copied is not None:                            # make the GPU wait for the copy, not this thread
+        # The GPU waits for the copy. This thread does not.
+        if copied is not None:
             compute_stream = torch.cuda.current_stream(self.comm.device)
             compute_stream.wait_event(copied)
             for x in state:
                 x.record_stream(compute_stream)
 
-        # Shapes do not depend on how many rows the two updates share, so this does not synchronize.
+        # `active` has the newer values of rows that the previous update has changed. Shapes do not depend on how many
+        # these are, so merging them does not synchronize.
         rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.active is not None and len(self.active[0]) > 0:
             active_rows, active = self.active
@@ -2154,7 +2177,8 @@ class HostRowStore(DeviceRowStore):
         return state
 
     def write_back(self, plan: RowPlan, changed: RowState) -> None:
-        if self.unstored is not None:                     # no `prefetch` has passed it to the worker
+        # Without a `prefetch` since the previous write_back, the worker has not stored its rows yet.
+        if self.unstored is not None:
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         copied = None
@@ -2171,26 +2195,32 @@ class HostRowStore(DeviceRowStore):
 
     def wait_for_writes(self) -> None:
         if self.prefetched is not None:
-            self._prefetched_state()
+            self._wait_for_prefetch()
         if self.unstored is not None:
             result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
                                 "copying table rows to host memory")
-            self.unstored = None                          # after an error, the rows are stored by the next call
+            # An exception skips this line, so that the next call tries to store the rows again.
+            self.unstored = None
 
-    def _prefetched_state(self) -> tuple[RowState, Any]:
+    def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
+        """Return the prefetched rows, and the CUDA event after their copy if there is a GPU."""
         return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
-    def _pinned_buffers(self, n: int) -> RowState:
-        return RowState(*(torch.empty(n, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
+    def _pinned_buffers(self, num_rows: int) -> RowState:
+        return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
-    def _store(self, local_rows: Tensor, state: RowState, copied: Any) -> None:
-        """Store rows in the shard once the CUDA event `copied` has passed. Runs on the worker."""
+    def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
+        """Wait for the CUDA event `copied`, then store rows in the shard. Runs on the worker."""
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
-    def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[RowState, Any]:
-        """Return rows of the shard on the device, and the CUDA event after their copy. Runs on the worker."""
+    def _copy_to_device(self, unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
+                        local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
+        """Store the `unstored` rows, if any, then start to copy rows of the shard to the device. Runs on the worker.
+
+        Returns the rows on the device, and the CUDA event after their copy if there is a GPU.
+        """
         if unstored is not None:
             self._store(*unstored)
         if self.to_device_stream is None:
@@ -2214,7 +2244,7 @@ class LocalTable:
         self.shard = weight.detach()
         self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.has_grads = False                            # gradients that no update has used
+        self.has_grads = False                            # True if no update has used the gradients yet
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
         """Return the rows that lookups read, and the buffer their gradients accumulate in."""
@@ -2226,14 +2256,14 @@ class LocalTable:
         return self.weight
 
     def launch_reduce(self) -> None:
-        """Do nothing: this rank has the only gradients."""
+        """Do nothing: with W = 1 there are no other gradients to add."""
 
     def reduced_grads(self) -> Tensor:
         """Return the gradient of the shard, (R, D)."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Move the gradients to the head's, (D, V), while head and embedding are tied."""
+        """Add the gradients to head_grad (D, V), and clear them. Called while head and embedding are tied."""
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
 
@@ -2247,13 +2277,15 @@ class LocalTable:
 class ExchangedTable:
     """A dense table with W > 1: this rank's shard, the rows it fetched for the cycle, and their gradients.
 
-    Cache and row_grads hold the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
+    `cache` and `row_grads` contain the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
     """
     store: DeviceRowStore | None = None
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """shard (C, D). max_tokens: of this rank in a cycle. head (D, V): where the rows of `embed` are while tied."""
+        """shard (C, D). max_tokens: largest number of tokens of this rank in a cycle. head (D, V): while the table is
+        tied, rows are read from its columns.
+        """
         self.table = table
         self.comm = comm
         self.head = head
@@ -2266,16 +2298,17 @@ class ExchangedTable:
             num_rows = min(num_rows, max_tokens * table.lookups_per_token)
         self.cache = self.shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=comm.device)
-        self.fetch_work = self.reduce_work = None         # of the all-to-all into the cache, and of that of gradients
+        # Pending all-to-alls: rows into the cache, gradients to their owners.
+        self.fetch_work = self.reduce_work = None
         self.reset()
 
     def reset(self) -> None:
-        """Discard cache, gradients and byte counts. The shard remains."""
+        """Discard cached rows, gradients and byte counts. The shard does not change."""
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
-        self.cached_plan: RowPlan | None = None           # whose rows are in the cache
-        self.pending_plan: RowPlan | None = None          # whose gradients are in row_grads
+        self.cached_plan: RowPlan | None = None           # plan of the rows in `cache`
+        self.pending_plan: RowPlan | None = None          # plan of the gradients in `row_grads`
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
 
@@ -2285,7 +2318,7 @@ class ExchangedTable:
         return self.pending_plan is not None
 
     def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the rows that the plan's update changes, (u, D), and the index into them of rows_to_serve."""
+        """Return the rows that the plan's update changes, (u, D), and the index of each of rows_to_serve in them."""
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
@@ -2293,7 +2326,10 @@ class ExchangedTable:
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all of the plan's rows into the cache, with the results of the last update."""
+        """Launch the all-to-all that fetches the plan's rows into the cache, if they are not cached. Collective.
+
+        The rows include the results of the last update.
+        """
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
@@ -2301,18 +2337,21 @@ class ExchangedTable:
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the cache with the plan's rows, and row_grads. Raises RunError if gradients of another plan wait."""
-        check(self.pending_plan in (None, plan), f"gradients of {self.table.label}",
-              found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}: batches of one cycle",
-              hint="call optim_step on the last step of the cycle first", error=RunError)
+        """Return the cache with the plan's rows, and the buffer of their gradients. Collective.
+
+        Raises RunError if the buffer contains gradients of another plan.
+        """
+        check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
+              found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
+              hint="call optim_step on the last step of a cycle before the next cycle", error=RunError)
         self.pending_plan = plan
-        self.fetch(plan)                                  # unless `fetch_rows` has done it
+        self.fetch(plan)
         wait_for_work(self.fetch_work)
         self.fetch_work = None
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Return the plan's rows in a new tensor."""
+        """Fetch the plan's rows into a new tensor. Collective."""
         plan.move_to(self.comm.device)
         rows, index = self.shard, plan.rows_to_serve
         if self.store is not None:
@@ -2322,29 +2361,31 @@ class ExchangedTable:
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights."""
+        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights. Collective."""
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
-        self.received = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
-        self.reduce_work = self._all_to_all(plan, self.received, sent, plan.serve_counts, plan.fetch_counts)
+        self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
+        self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the gradients, and return their sum over ranks for the rows that the update changes, (u, D)."""
+        """Wait for the gradients, and sum them over ranks for the rows that the update changes, (u, D)."""
         wait_for_work(self.reduce_work)
         rows, index = self.rows_to_change(self.pending_plan)
         grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
-        add_rows(grad, index, self.received)              # in the order of ranks, the same on every run
-        self.received = self.reduce_work = None           # the work would keep the received rows alive
+        # The gradients of a row are added in rank order, so that every run has the same sums.
+        add_rows(grad, index, self.received_grads)
+        # The work object would keep the received gradients alive.
+        self.received_grads = self.reduce_work = None
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Move row_grads to the head's gradient, (D, V), while head and embedding are tied."""
+        """Add row_grads to head_grad (D, V), and clear them. Called while head and embedding are tied."""
         plan = self.pending_plan
         head_grad[:, plan.head_columns] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients, and the cached rows, which the update has changed."""
+        """Discard the gradients. Discard the cached rows, too, because the update has changed them."""
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
@@ -2352,39 +2393,44 @@ class ExchangedTable:
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> Any:
-        """Launch the all-to-all of the plan's rows into `out`. Returns its work, or None. This rank serves rows[index],
-        or all of `rows` if index is None."""
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> dist.Work | None:
+        """Launch the all-to-all of the plan's rows into `out`. Returns the work, or None if there is none. Collective.
+
+        This rank serves rows[index], or all of `rows` if index is None.
+        """
         if self.debug:
-            out.fill_(math.nan)                           # shows reads of rows that were not fetched
+            out.fill_(math.nan)                           # rows that are looked up but not fetched make the loss NaN
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_columns])
             return None
         if index is not None:
             rows = rows.index_select(0, index)
-        self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)       # the requests for them
+        # Count the requests for these rows, too. They were exchanged with the plan.
+        self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
         return self._all_to_all(plan, fetched, rows, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
-                    send_counts: list[int]) -> Any:
+                    send_counts: list[int]) -> dist.Work | None:
+        """Launch an all-to-all of rows or gradients, and count its bytes. Counts are rows per rank. Collective."""
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
-        if plan.tag["purpose"] == "train":                # a dense exchange sends the whole shard to every other rank
+        # For comparison: to exchange whole tables, this rank would send its shard to every other rank.
+        if plan.tag["purpose"] == "train":
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
-        if self.comm.world_size == 1:    # a row-wise table
+        if self.comm.world_size == 1:                     # only a row-wise table
             out.copy_(sent)
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count what an all-to-all of training exchanges with other ranks. Counts are items per rank."""
+        """Count the bytes that an all-to-all of training exchanges with other ranks. Counts are items per rank."""
         if plan.tag["purpose"] == "train":
-            own = send_counts[self.comm.rank]             # what a rank sends to itself it also receives
-            self.byte_totals["bytes_sent"] += (sum(send_counts) - own) * item_bytes
-            self.byte_totals["bytes_received"] += (sum(recv_counts) - own) * item_bytes
+            to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
+            self.byte_totals["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
+            self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A row-wise table at any W. Its shard is in a row store, and an update changes only the requested rows of it."""
+    """A row-wise table with any W. A row store has its shard, and an update changes only the requested rows."""
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
@@ -2408,64 +2454,66 @@ class RowwiseTable(ExchangedTable):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.active = None                                # `fetch` reads those of the next update
+        self.active = None                                # set by the next `fetch`
 
 
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
-    """This rank's slots of one step, or of one micro-batch of it."""
+    """This rank's sequences of one step, or of one micro-batch of the step."""
     step: int
-    plans: dict[str, RowPlan]            # by table that needs one; shared by the steps of a cycle
+    plans: dict[str, RowPlan]            # by table, unless it is read in place; shared by the steps of a cycle
     tokens: Tensor                       # (B, T) i32
     targets: Tensor                      # (B, T) i64: the next token
     cu_seqlens: Tensor                   # (B, K) i32: 0 and the end of each document, padded to K columns with T
-    row_index: dict[str, Tensor]         # by table, shaped like its row_ids: index into the fetched rows, or the table
+    row_index: dict[str, Tensor]         # by table, shaped like row_ids: index into the fetched rows, or into the table
     sign_ids: dict[str, Tensor]          # by table with signs, (B, T) i32
 
-    def map(self, fn: Callable) -> Batch:
-        """Apply `fn` to every array or tensor."""
-        row_index = {label: fn(x) for label, x in self.row_index.items()}
-        sign_ids = {label: fn(x) for label, x in self.sign_ids.items()}
-        return Batch(self.step, self.plans, fn(self.tokens), fn(self.targets), fn(self.cu_seqlens), row_index, sign_ids)
+    def map(self, convert: Callable[[Any], Any]) -> Batch:
+        """Apply `convert` to every array or tensor."""
+        row_index = {label: convert(x) for label, x in self.row_index.items()}
+        sign_ids = {label: convert(x) for label, x in self.sign_ids.items()}
+        return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
+                     row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack this rank's slots of one step, as NumPy arrays. The row index of every table is its global row."""
+    """Stack this rank's sequences of one step into a batch of NumPy arrays, with global rows as row_index."""
     tokens = np.stack([seq.tokens for seq in seqs])
-    # Slots contain different numbers of documents. Repeating T pads their bounds with empty documents.
-    bounds = [seq.cu_seqlens for seq in seqs]
-    K = max(map(len, bounds))
-    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in bounds])
+    # Sequences contain different numbers of documents. Repeating T pads cu_seqlens with empty documents.
+    unpadded = [seq.cu_seqlens for seq in seqs]
+    K = max(map(len, unpadded))
+    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
     sign_ids = {table.label: table.sign_ids(inputs) for table in tables if table.sign_ids}
     return Batch(step_cfg.step, {}, inputs, targets, cu_seqlens, row_index, sign_ids)
 
-def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: str, cycle: list[StepConfig],
-                  seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build one batch per step of a cycle from this rank's slots of each step, with the row plans of all tables.
+def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
+                  cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
+    """Build one batch per step of a cycle from this rank's sequences of each step, with the row plans of all tables.
 
     process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
-    # A plan covers the `update_every` steps up to its table's next update. The tables whose plans start at the same
-    # step share one exchange.
-    planned = [table for table in tables if table.rowwise or comm.world_size > 1]  # others are read in place
+    # A dense table with W = 1 is read in place. A plan of another table covers the `update_every` steps up to its next
+    # update. Tables whose plans start at the same step share one exchange of requests.
+    planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
     plans = {}
-    for first in range(0, len(cycle), cfg.adam_every):
-        step_cfg = cycle[first]
+    for i in range(0, len(cycle), cfg.adam_every):
+        step_cfg = cycle[i]
         new_plans = {}
-        for table in planned:
-            if first % table.update_every == 0:
-                covered = batches[first:first + table.update_every]
+        for table in planned_tables:
+            if i % table.update_every == 0:
+                covered = batches[i:i + table.update_every]
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
-                tied = table.tied_to_head and step_cfg.tied  # the same for the whole cycle, because untying ends one
+                # `tied` is the same in all steps of the cycle, because untying happens at the end of a cycle.
+                tied = table.tied_to_head and step_cfg.tied
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in covered]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
@@ -2474,18 +2522,18 @@ def build_batches(cfg: Config, comm: Communicator, process_group: Any, purpose: 
                     batch.row_index[table.label] = index
         exchange_row_requests(comm, process_group, cfg.dtype, tables, new_plans)
         plans |= new_plans
-        for batch in batches[first:first + cfg.adam_every]:
+        for batch in batches[i:i + cfg.adam_every]:
             batch.plans.update(plans)
     return [batch.map(comm.pinned) for batch in batches]
 
 class OutOfData(DataError):
-    """No shard has another batch. Raised on every rank in the same cycle."""
+    """The training data has ended: no shard has another batch. Raised on every rank in the same cycle."""
 
 class Loader:
     """Builds the batches of the next cycle on a background thread, while the current one trains.
 
-    The caller passes the steps of each cycle, so the stream of batches never depends on timing, and every W gets the
-    same one.
+    The caller passes the steps of each cycle, so batches do not depend on timing. The sequences of a step are the same
+    for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         self.cfg = cfg
@@ -2495,13 +2543,13 @@ class Loader:
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._prefetch_shards()
-        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use, from `next_doc` on; empty at first
+        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use from `next_doc` on; empty at first
         self.next_doc = 0
-        self.ready: list[Batch] = []                      # batches of the current cycle that `next` has not returned
-        self.next_cycle: Future | None = None             # the batches of the next one
+        self.ready: list[Batch] = []                      # batches of the current cycle, next one first
+        self.next_cycle: Future | None = None             # batches of the next cycle
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Skip the data of these steps, which a resumed run has trained on."""
+        """Skip the data of these steps. The earlier part of a resumed run has trained on them."""
         for step_cfg in steps:
             self._pack_batch(step_cfg)
 
@@ -2510,10 +2558,13 @@ class Loader:
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
-    def advance(self, following: list[StepConfig]) -> None:
-        """Switch to the next cycle, and start to build the batches of the one that follows it. Raises DataEnded."""
+    def advance(self, cycle_after_next: list[StepConfig]) -> None:
+        """Switch to the batches of the next cycle, and start to build those of `cycle_after_next`.
+
+        Raises OutOfData if the data ended before the next cycle.
+        """
         self.ready = self._wait_for_cycle()
-        self.next_cycle = self.worker.submit(self._build_cycle, following)
+        self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
     def next(self, step_cfg: StepConfig) -> Batch:
         """Return the batch of this step on the device."""
@@ -2523,22 +2574,26 @@ class Loader:
         return batch.to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
-        """Return the row plans of the next step, or {} at the end of training or data."""
+        """Return the row plans of the next step, or {} at the end of training or data.
+
+        Waits for the loader thread if the next step begins a cycle.
+        """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # `advance` raises it again
+        except OutOfData:                # `advance` raises the same error
             return {}
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
-        for pool in (self.worker, self.reader):
-            pool.shutdown(wait=False, cancel_futures=True)
+        """Cancel the tasks of both threads. Does not wait for tasks that are running."""
+        for thread_pool in (self.worker, self.reader):
+            thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait_for_cycle(self) -> list[Batch]:
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
     def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        """Build this rank's batches of a cycle. Runs on the loader thread. Collective."""
+        """Pack and build this rank's batches of a cycle. Runs on the loader thread. Collective."""
         seqs_by_step = []
         for step_cfg in cycle:
             shard, seqs = self._pack_batch(step_cfg)
@@ -2547,20 +2602,24 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterable[TokenShard]:
-        """Yield the shards of every pass, and read the next one on a second thread while one is in use."""
-        passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
-        coming = None
-        for _ in passes:
+        """Yield the shards of every epoch. A second thread reads the next shard while the caller uses one."""
+        epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
+        next_shard = None
+        for _ in epochs:
             for header in self.headers:
-                current, coming = coming, self.reader.submit(load_shard, header)
+                current = next_shard
+                next_shard = self.reader.submit(load_shard, header)
                 if current is not None:
                     yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
-        yield result_with_timeout(coming, self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
 
     def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the next S slots. Returns their shard, and for each slot the starts and ends of its pieces of it."""
-        # All slots of a step come from one shard. Try the rest of the current one, which is empty at first, then each
-        # shard from its start, the current one included.
+        """Pack the next S sequences. Raises OutOfData if no shard has enough tokens.
+
+        Returns their shard, and for each sequence the starts and ends of its documents in the tokens of the shard.
+        """
+        # All sequences of a step are packed from one shard. Try the rest of the current shard, then each shard from its
+        # start, including the current one.
         for _ in range(len(self.headers) + 1):
             packed = pack_batch(self.shard, self.next_doc, self.cfg.seqs_per_step, step_cfg.seq_len,
                                 self.cfg.max_doc_len)
@@ -2574,24 +2633,24 @@ class Loader:
         raise OutOfData("training data ended",
                         found=f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {step_cfg.step} "
                               "steps",
-                        expected=f"room for {self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at "
-                                 f"most {self.cfg.max_doc_len} of each document",
-                        hint="more or larger shards, a larger --max_doc_len, --epochs=0 to read them again and "
-                             "again, or fewer steps by --max_steps")
+                        expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at most "
+                                 f"{self.cfg.max_doc_len} of each document",
+                        hint="use more or larger shards, --epochs=0 to repeat them, a larger --max_doc_len, or a "
+                             "smaller --max_steps")
 
 class ValidationSet:
-    """The validation slots, in memory, and statistics of their text."""
+    """The validation sequences, in memory, and statistics of their text."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
-        # Every rank keeps all slots, which are few, and takes its own in each validation.
+        # Every rank stores all sequences, because they are few, and evaluates every W-th.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        shards = map(load_shard, headers)                 # read only as far as they are needed
+        shards = map(load_shard, headers)                 # lazy: shards after the last sequence are not read
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
-        # Entropy and bytes are those of exactly the tokens that are predicted.
+        # Compute entropy and bytes per token over exactly the tokens that are predicted.
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
@@ -2605,182 +2664,216 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return bits per byte of a loss in nats per token, and the unigram entropy; {} if bytes are not known."""
+        """Return the bits per byte of a loss in nats per token, and the unigram entropy in nats.
+
+        Returns {} if the bytes of the tokens are not known.
+        """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's batches on the device, one per block of S slots. Collective."""
+        """Yield this rank's batches on the device, one for each block of S sequences. Collective."""
         S = self.cfg.seqs_per_step
-        for first in range(0, len(self.seqs), S):
-            my_seqs = self.seqs[first + self.comm.rank:first + S:self.comm.world_size]
+        for start in range(0, len(self.seqs), S):
+            my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
             batch, = build_batches(self.cfg, self.comm, None, self.purpose, [step_cfg], [my_seqs])
             yield batch.to(self.comm.device)
 
 
 # ====== Section 7: Model ==============================================================================================
 class ParameterSpec(NamedTuple):
-    """One row of the parameter table: all about a parameter but its place in the forward pass."""
-    label: str
-    shape: tuple[int, ...]
-    init: tuple[str, Any]                # distribution and its number, as initial_values draws it
-    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": section Rows stores it
+    """A parameter: shape, initialization, optimizer and multipliers (RECIPE 2.1)."""
+    label: str                           # name of the parameter; also seeds its initial values
+    shape: tuple[int, ...]               # unsharded
+    # ("constant", value or values), ("normal", standard deviation), ("uniform", bound), or ("up", bound). The last is
+    # uniform in up matrices, and zero in down matrices.
+    init: tuple[str, float | tuple[float, ...]]
+    optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    betas: tuple = (0.9, 0.99)
-    full_precision: bool = False         # f32 where the weights are bf16
-    # A parameter with one of these two is owned in shards; every rank updates all others alike.
-    matrix_heights: tuple[int, ...] = ()  # heights of a layer's matrices in its main_grad; (): autograd's gradient
-    table: TableSpec | None = None       # of an embedding table
+    betas: tuple[float, float] = (0.9, 0.99)
+    full_precision: bool = False         # f32 even if the weights are bf16
+    # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
+    # matrix_heights: heights of the matrices that a layer stacks. Their gradients accumulate in a main_grad; if it is
+    # empty, autograd stores the gradient.
+    matrix_heights: tuple[int, ...] = ()
+    table: TableSpec | None = None       # lookups of an embedding table
 
-SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
+# Initial values of the packed scalars, by name (RECIPE 2.6). `attention` has two per layer: the first multiplies the
+# weights of q, k and v, the second those of the output.
+SCALARS = {
     "residual": (1.1,) * len(LAYERS),
-    "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
+    "attention": (0.5, 1.0) * len(LAYERS),
     "bigram": (0.1,) * len(LAYERS),
     "smear": (0.0,),
     "backout": (0.5,),
     "skip": (-1.5,),
 }
-NGRAM_INIT_COEF = 0.1                    # initial share of a table of n-grams in the residual stream of each layer
-MLP_RATIO = 4                            # F / D
-MLP_MATRICES = 2                         # matrices of one MLP
-QKVO = 4                                 # matrices of one attention layer, below each other
-QKV = 3                                  # of them, those before the attention
+NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
+MLP_RATIO = 4                            # MLP hidden dim / model dim
+MLP_MATRICES = 2                         # matrices of an MLP: up, down
+QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output
+QKV = 3                                  # matrices that are applied before attention: q, k, v
 
-def init_parameter(spec: ParameterSpec, generator: torch.Generator):
-    """Draw a parameter's initial values, f32 in logical order."""
-    kind, number = spec.init
+def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
+    """Draw the initial values of a parameter, f32 and unsharded."""
+    kind, value = spec.init
     shape = spec.shape
     if kind == "constant":
-        return torch.tensor(number).expand(shape)                             # one value for all, or each its own
+        return torch.tensor(value).expand(shape)          # one value, or as many as the parameter has elements
     if kind == "normal":
-        return torch.randn(shape, generator=generator) * number
+        return torch.randn(shape, generator=generator) * value
     if kind == "up":
         shape = (shape[0], 1, *shape[2:])
-    drawn = torch.rand(shape, generator=generator) * (2 * number) - number
-    if kind == "up":                                                          # down is zero: an MLP starts as nothing
-        drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
-    return drawn
+    weight = torch.rand(shape, generator=generator) * (2 * value) - value
+    # Down matrices start as zeros, so that the output of an MLP is zero at first.
+    if kind == "up":
+        weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
+    return weight
 
-def initial_scalars(cfg: Config):
-    """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
+def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Return the initial values of the packed scalars, by name.
+
+    Those of `SCALARS` are followed by one coefficient per layer for every n-gram table in the residual stream.
+    """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
+    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
-    bigrams, values, embed, *ngram_rows = table_specs(cfg)
+    L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
+    bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # What several rows of the table have in common.
+    # Several parameters share these settings. A uniform distribution within +-bound has the standard deviation
+    # 0.5 / sqrt(D).
     zeros = "constant", 0.0
-    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    exact = dict(lr_mul=5, wd_mul=0, full_precision=True)
-    table = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(wd_mul=150, betas=(0.5, 0.95))
+    bound = 3**0.5 * 0.5 * D**-0.5
+    scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
-        ParameterSpec("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
+        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
         ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
                       matrix_heights=(mlp_dim, mlp_dim)),
-        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **exact),
-        ParameterSpec("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
+        ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
+        ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
         ParameterSpec("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
-        ParameterSpec("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
-        ParameterSpec("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
-        ParameterSpec("bigram_embed", (bigrams.num_rows, D), zeros, **table, table=bigrams),
-        ParameterSpec("value_embed", (values.num_rows, D), ("normal", 0.01), **table, table=values),
-        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head, matrix_heights=(D,)),
-        ParameterSpec("embed", (embed.num_rows, D), zeros, **head, table=embed),  # lm_head^T while they are tied
-        # The row-wise rule has no first moment.
+        ParameterSpec("attn_gate_bank", (num_attn, H, GATE_INPUTS), zeros),
+        ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
+        ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
+        ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
+        # While head and embedding are tied, embed is the transpose of lm_head.
+        ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
+        # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
-                    table=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
+                        table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]                        # by attention and window of a layer
+# Types of the values that functions of the model pass to each other. A gradient buffer is f32, or f64 in an f64 run. It
+# is None in evaluation.
+RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, looked up rows)
+ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (gate index, looked up rows)
+AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (attention, window) of a layer -> arguments
 
-def attention_args(short: int, long: int, max_len: int, scale: float):
-    """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
-    return {(attention, name): AttentionArgs(per_token * max_len, window, scale, f"{attention} {name}")
-            for attention, per_token in (("plain", 1), ("paired", 2))
-            for name, window in (("short", short), ("long", long))}
+def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
+    """Return the AttentionArgs of every kind of layer.
 
-def initial_weights(cfg: Config, seed: int):
-    """Draw all weights but those of row-wise tables, which are zeros: yield (label, weight in logical order)."""
+    short, long: windows in positions. max_len: upper bound of the length of a document in tokens. A token has two
+    positions in paired layers, so that a window reaches half as many tokens there.
+    """
+    return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
+                                                    f"{attention} {window_name}")
+            for attention, positions_per_token in (("plain", 1), ("paired", 2))
+            for window_name, window in (("short", short), ("long", long))}
+
+def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
+    """Yield (label, initial weight) of every parameter, unsharded. Row-wise tables are left out: they are zeros."""
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
-        # Each label has a generator of its own, so that a parameter more or less changes no other.
+        # Each label seeds a separate generator, so that adding or removing a parameter does not change the others.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        drawn = init_parameter(spec, generator)
+        weight = init_parameter(spec, generator)
+        # Round to bf16 in every run, so that initial values are the same in any dtype.
         if not spec.full_precision:
-            drawn = drawn.bfloat16()                                          # the same numbers in any dtype
+            weight = weight.bfloat16()
         if spec.label == "lm_head":
-            head = drawn
+            head = weight
+        # Head and embedding are tied at first.
         if spec.label == "embed":
-            drawn = head.t()                                                  # one parameter at first
-        yield spec.label, drawn
+            weight = head.t()
+        yield spec.label, weight
 
-def sigmoid_gate(features: Tensor, weight: Tensor):
-    """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
+def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
+    """Compute gates between 0 and 1: features (..., GATE_INPUTS), weight (gates, GATE_INPUTS) -> (..., gates)."""
     return torch.sigmoid(F.linear(features, weight))
 
 class GPT(nn.Module):
-    """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict):
-        """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
+    """The transformer of RECIPE 2. Independent of ranks; parameters are named by their labels."""
+    def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
+        """attention: computes what `attention_reference` does. max_seq_len: length of the longest sequence in tokens.
+        shard_rows: number of rows in this rank's shard of a table, by label; {} for whole tables.
+        """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters. Section Rows stores them and passes their rows to `losses`.
+        # Row-wise tables are not parameters. Row stores contain them, and `losses` receives their rows in row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
-        self.scalar_sizes = {name: len(value_embeds) for name, value_embeds in initial_scalars(cfg).items()}
+        self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
         dtype = getattr(torch, cfg.dtype)
         for label, spec in self.specs.items():
-            rows, *rest = spec.shape
-            row_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
+            height, *rest = spec.shape
+            param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # Buffers follow from settings and schedule: no checkpoint needs them.
+        # These buffers are derived from settings and schedule, so checkpoints do not contain them.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.channel_freqs = {}          # frequencies -> angle per position of each channel
+        # frequencies -> angle per position of each channel
+        self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
-    def set_rotary(self, frequencies: tuple):
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+        """Set the cos and sin of position * frequency, in place. Angles are f32, or f64 in an f64 run."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
-        # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
+        # Copy frequencies to the device once, in the warm-up. A copy at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
-            per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-            # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
-            neighbours = torch.stack((per_position, -per_position), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(neighbours, (0, len(neighbours)))
+            freqs = torch.tensor(frequencies, dtype=dtype, device=device)
+            # Channels 2i and 2i + 1 rotate by the same angle. Its sign is negated for the second, as `apply_rotary`
+            # needs it. The second half of the channels has angle 0 and does not rotate.
+            rotated = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(rotated, (0, len(rotated)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.channel_freqs[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
-               head_precision: str, row_buffers: dict):
-        """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
+               head_precision: str, row_buffers: RowBuffers) -> Tensor:
+        """Compute the multi-token loss of every position, (B, T).
+
+        weights (G,): MTP weights. loss_scale (): the gradient that backward will receive for every loss.
+        """
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
+        # Only an fp8 head uses this dtype.
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
 
-    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: dict):
-        """Return the normalised stream that enters the head, (B, T, D).
-        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
-        # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
+    def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
+        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
+        # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
@@ -2788,60 +2881,70 @@ class GPT(nn.Module):
         attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
-        # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
+        # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds by the start of
+        # their sequence in it. The T that pads cu_seqlens becomes the start of the next sequence: an empty document.
         B, T = batch.tokens.shape
         starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()           # what fills a row is the next one's start
+        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()
 
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
         x = x0
-        saved = {}                       # name -> stream after the layer that keeps it
+        saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            # A kept stream joins before the mix, which scales it too.
+            # Add the saved output first, so that the residual scalar multiplies it, too.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
-                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * saved[layer.add_saved]
+                skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
+                x = x + skip_coef * gate * saved[layer.add_saved]
             x = residual[i] * x + x0_lambdas[i] * x0
             for coefs, rows in residual_inputs:
                 x = x + coefs[i] * rows
 
-            # A gate per head can close what attention found before it joins the stream.
+            # A gate multiplies the output of each head, so that a head can be switched off per token (RECIPE 2.4).
             if layer.attention != "none":
-                attn_idx = ATTENTION_LAYERS.index(i)      # its place in the banks of attention
+                attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
                 w_qkv, w_out = attn[attn_idx]
-                scale_in, scale_out = attention_scales[2 * i:2 * i + 2]
-                n = rms_norm(x)
-                qkv = linear_main_grad(n, w_qkv, scale_in)
+                qkv_scale, out_scale = attention_scales[2 * i:2 * i + 2]
+                normed = rms_norm(x)
+                qkv = linear_main_grad(normed, w_qkv, qkv_scale)
                 attn_args = attn_args_by_kind[layer.attention, layer.window]
-                y = self.attend(layer, n, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
-                y = y * sigmoid_gate(n[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
-                x = x + linear_main_grad(y.flatten(2), w_out, scale_out)
+                y = self.attend(layer, normed, qkv, value_embeds.get(i, ()), cu_seqlens, attn_args)
+                y = y * sigmoid_gate(normed[..., :GATE_INPUTS], self.attn_gate_bank[attn_idx])[..., None]
+                x = x + linear_main_grad(y.flatten(2), w_out, out_scale)
 
             x = x + relu_sq_mlp(rms_norm(x), *mlp[i])
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
+        # Backout: subtract a learned multiple of the output of an earlier layer. The head then sees more of what later
+        # layers have added.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
-    def embed_inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
-        """Read the tables. Returns all that enters the layers, rows (B, T, D) each:
-        x0       the normalised embedding, where the residual stream begins
-        streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
-        values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
-        # Each token's embedding gets a gated share of the one before it in the slot, over documents.
-        e, = self.lookup("embed", batch, row_buffers)
-        gate = scalars["smear"].type_as(e) * sigmoid_gate(e[:, 1:, :GATE_INPUTS], self.smear_gate)
-        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)
+    def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
+                     row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
+        """Look up all tables, and compute the inputs of the layers; rows are (B, T, D).
+
+        x0                normalized embedding, the first residual stream
+        residual_inputs   added to the residual stream by every layer: bigrams, then n-gram tables
+        value_embeds      added to the attention values of some layers
+        """
+        # Smear: add to each token's embedding a gated multiple of the previous token's. It crosses document boundaries
+        # within a sequence, as in modded-nanogpt (RECIPE 2.3).
+        embed, = self.lookup("embed", batch, row_buffers)
+        smear = scalars["smear"].type_as(embed)
+        gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
+        smeared = torch.cat((embed[:, :1], embed[:, 1:] + gate * embed[:, :-1]), dim=1)
         x0 = rms_norm(smeared)
-        residual_inputs = [(scalars["bigram"].unbind(), *self.lookup("bigram_embed", batch, row_buffers))]
+        bigram_coefs = scalars["bigram"].unbind()
+        bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
+        residual_inputs = [(bigram_coefs, bigram_rows)]
         value_rows = self.lookup("value_embed", batch, row_buffers)
         value_embeds = {}
         for i, layer in enumerate(LAYERS):
             if layer.value_embed is not None:
                 value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
 
-        # Gates of n-gram tables come after those of the value tables, in the order of the tables.
+        # In ve_gate_bank, gates of n-gram tables follow those of the value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
             rows, = self.lookup(ngram.label, batch, row_buffers)
@@ -2854,50 +2957,59 @@ class GPT(nn.Module):
                 gate_idx += 1
         return x0, residual_inputs, value_embeds
 
-    def lookup(self, label: str, batch: Batch, row_buffers: dict):
-        """Look up rows by the batch's index, (B, T) or (B, lookups, T): one (B, T, D) per lookup."""
+    def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
+        """Look up a table: row_index (B, T) or (B, lookups_per_token, T) -> one (B, T, D) per lookup of a token."""
         index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
-        planes = index.unbind(1) if index.dim() == 3 else [index]
-        return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
+        # Every lookup of a token is a separate autograd node. So its gradient is added to row_grads as soon as it is
+        # computed, and gradients are never stacked.
+        indices = index.unbind(1) if index.dim() == 3 else [index]
+        return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
-               cu_seqlens: Tensor, attn_args: AttentionArgs):
-        """Do one layer's attention, up to its gate and output matrix: qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
-        B, T, _ = n.shape
+    def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
+               cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+        """Compute the attention of one layer, before its output gate and output matrix (RECIPE 2.4).
+
+        qkv (B, T, 3D) -> (B, T, H, E). normed (B, T, D): the normalized stream, the input of qkv and of the gates.
+        value_embeds: (gate index, rows (B, T, D)) that are added to the values. Rotary positions count from the start
+        of the sequence, not of the document.
+        """
+        B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
-        for gate_idx, rows in value_rows:
-            features = n[..., :GATE_INPUTS]
+        # Each head adds the rows, multiplied by a gate between 0 and 2. In plain layers, half of the gate's inputs are
+        # features of the rows. Paired layers do not use the rows.
+        for gate_idx, rows in value_embeds:
+            features = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
-                features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
+                features = torch.cat((normed[..., :half], rows[..., :half]), dim=-1)
             gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
             v = v + gate[..., None] * rows.view(v.shape)
 
-        # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
-        # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
-        # losses contain that (RECIPE 2.4).
-        per_token = 1                                                         # positions
+        # In paired layers, heads j and j + H/2 of token t are at positions 2t and 2t + 1 of one sequence. The rotary
+        # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. This is
+        # modded-nanogpt's order: it applies the angles before it regroups the heads. Its published losses include this
+        # (RECIPE 2.4).
+        positions_per_token = 1
         if layer.attention == "paired":
-            per_token = 2
+            positions_per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:per_token * T].view(T, 1, per_token, -1)           # alike for all heads
-        sin = self.rotary_sin[:per_token * T].view(T, 1, per_token, -1)
-        by_position = (B, T, self.num_heads // per_token, per_token, self.head_dim)
-        q = apply_rotary(q.view(by_position), cos, sin)
-        k = apply_rotary(k.view(by_position), cos, sin)
-        # The half of a key that does not rotate is that of the token before, in its document or not.
+        cos = self.rotary_cos[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        sin = self.rotary_sin[:positions_per_token * T].view(T, 1, positions_per_token, -1)
+        rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
+        q = apply_rotary(q.view(rotary_shape), cos, sin)
+        k = apply_rotary(k.view(rotary_shape), cos, sin)
+        # Key offset: the unrotated half of a key is that of the previous token. A query that matches token t - 1 then
+        # reads the value of token t. The offset crosses document boundaries, as in modded-nanogpt (RECIPE 2.4). The key
+        # of the first token of a sequence does not change.
         if layer.key_offset:
             rotated, unrotated = k.chunk(2, dim=-1)
-            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)     # a slot's first token keeps its own
+            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)
             k = torch.cat((rotated, shifted), dim=-1)
-        flat = [x.reshape(-1, self.num_heads // per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, attn_args).view(v.shape)
+        packed = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*packed, cu_seqlens, attn_args).view(v.shape)
 
 
 # ====== Section 8: Optimizer ==========================================================================================
