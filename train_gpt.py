@@ -3783,55 +3783,66 @@ def load_checkpoint(run_dir: Path, engine: Engine):
 
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
-CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
-EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a run that begins
+CONSOLE_STEP_LINES = 20                  # step lines of a whole run, if the console is not a terminal
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
 
 class Clock:
-    """Training time in ms. Waits for the device only when it starts and stops."""
+    """Training time in ms. Synchronizes with the device only when it starts and stops."""
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
-        self.initial_ms = initial_ms     # ms up to the last stop
-        self.since = None                # s of the start; None: it stands still
-        self.cycle_began = initial_ms    # ms at the last `next_cycle_ms`
+        self.initial_ms = initial_ms     # training time at the last stop
+        self.since = None                # `time.perf_counter` at the last start; None while the clock is stopped
+        self.cycle_began = initial_ms    # training time at the last call of `next_cycle_ms`
 
     @property
     def ms(self):
+        """Training time so far, including the time since the last start."""
         return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
 
     def start(self):
+        """Synchronize with the device, and start the clock."""
         self.comm.synchronize()
         self.since = time.perf_counter()
 
     def stop(self):
+        """Synchronize with the device, and stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
         self.since = None
 
     def next_cycle_ms(self):
-        """Return the ms at which the next cycle will begin if this one, which begins now, is as long as the last."""
+        """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
+
+        The prediction assumes that the cycle that starts now takes as long as the last one.
+        """
         now = self.ms
         last = now - self.cycle_began
         self.cycle_began = now
         return now + last
 
 class Log:
-    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-    Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
-    content of further files of the run directory; earlier: what `state` gave to a checkpoint."""
+    """The log files of a run, and the console of rank 0.
+
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are read
+    one Adam cycle late, so that no step waits for the device. Every rank checks its own losses.
+
+    files: content of further files of the run directory, by name. resumed: what `state` returned for a checkpoint.
+    """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict,
                  resumed: dict = EMPTY_LOG_STATE):
         self.run_dir = run_dir
         self.comm = comm
         self.schedule = schedule
-        self.total_steps = schedule.planned_steps         # steps of the run; a forecast if there is a time budget
+        self.total_steps = schedule.planned_steps         # steps of the run; a prediction if there is a time budget
         self.tokens = resumed["tokens"]
-        self.steps_done = resumed["steps_done"]           # steps
-        self.last_val = resumed["last_val"]               # validation, in words
-        self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
+        self.steps_done = resumed["steps_done"]
+        self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
+        self.pending = []                # steps whose loss was not read yet: (fields, loss sums, tokens, CUDA event)
         self.files = {}
-        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
+        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
-            # An existing log is another run's. Without buffers a killed run leaves every line.
+            # Refuse to overwrite a log, because it belongs to another run. The files are unbuffered, so that a killed
+            # run loses no line.
             with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOG_FILES:
@@ -3842,12 +3853,13 @@ class Log:
             self._write(name, info.encode())
 
     def state(self):
-        """Return what a checkpoint needs to go on with this log."""
+        """Return what a checkpoint needs to continue this log. Raises RunError if a pending loss is not finite."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields):
+        """Write a line of log.jsonl."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str):
@@ -3857,14 +3869,16 @@ class Log:
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Replace the last line of a terminal by this text. The next line overwrites it."""
+        """Show this text in place of the last line of the terminal. The next line overwrites it."""
         if self.is_tty:
             with contextlib.suppress(OSError):
-                width = shutil.get_terminal_size().columns - 1                # a line that wraps would remain
+                # Truncate the text to the terminal, because a line that wraps is not erased completely.
+                width = shutil.get_terminal_size().columns - 1
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes):
-        file = self.files.get(name)                                           # of rank 0, until the log is closed
+        """Append to a log file, on rank 0 and until the log is closed. Raises RunError if that fails."""
+        file = self.files.get(name)
         if file is not None:
             with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
@@ -3872,7 +3886,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False):
-        """Write how long the body took. timed: it was on the clock."""
+        """Log the duration of the body. timed: the clock was running."""
         began = time.perf_counter()
         yield
         ms = (time.perf_counter() - began) * 1000
@@ -3880,7 +3894,11 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float):
-        """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
+        """Count one more step. Its lines are written one Adam cycle later.
+
+        ms: training time on the host. On a GPU, the step has been launched by then, but not finished. Raises RunError
+        if the loss of an earlier step is not finite.
+        """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
         fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
@@ -3888,7 +3906,7 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
+        # On a GPU, this copy runs after the step. `flush` reads it when the device is already one Adam cycle further.
         sums = losses.seq_sums
         copied = None
         if sums.is_cuda:
@@ -3898,7 +3916,7 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0):
-        """Write pending lines but for the last `keep` steps'. Raises RunError on a loss that is not finite."""
+        """Write the lines of all pending steps except the last `keep`. Raises RunError if a loss is not finite."""
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
@@ -3916,14 +3934,14 @@ class Log:
                 self.comm.print0(f"{line} {more}")
 
     def check_finite(self, loss: float, what: str):
-        """Raise RunError unless a loss is finite."""
+        """Raise RunError unless the loss is finite."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite number (last good validation: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
               error=RunError)
 
     def validation(self, loss: float, ms: float, data: ValidationSet):
-        """Write the loss after the steps done so far. Raises RunError if it is not finite."""
+        """Log the validation loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
@@ -3932,8 +3950,8 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str):
-        """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
+        """Write the last lines of a run that did not finish. Never raises. Can be called on any thread."""
+        # Discard later lines of the main thread, which may still be in a step.
         files, self.files = self.files, {}
         last = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                 "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
@@ -3942,35 +3960,41 @@ class Log:
                 file.write(last[name].encode("utf-8", "replace"))
 
     def close(self):
+        """Close the files. Later lines are discarded."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Run one training step, and fetch the table rows of the next one."""
+    """Train on the next batch, and fetch the table rows of the next step. Collective."""
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    next_plans = loader.next_plans()     # waits for the loader at the end of a cycle; the GPU keeps computing
-    engine.prefetch_rows(next_plans)     # rows in host memory start their way to the device
+    # At the end of a cycle, this waits for the loader thread, while the GPU keeps computing.
+    next_plans = loader.next_plans()
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
-    """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
-    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
+
+    The largest stage runs first, so that a lack of memory shows early.
+    """
+    # A rank that compiles makes the others wait for minutes, so use a longer timeout.
     restore = engine.snapshot()
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
+    # Provide enough tokens for a cycle of any stage. Documents are truncated to max_doc_len, which discards tokens.
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)  # long documents are cut to max_doc_len
+    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     cycles = [steps[first:first + schedule.cycle_steps] for first in range(0, len(steps), schedule.cycle_steps)]
 
-    # One phase a cycle, so that a slow compiler is seen at work.
+    # Log one phase per cycle, so that the console shows the progress of a slow compiler.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
     for cycle, following in zip(cycles, [*cycles[1:], []]):
@@ -3979,7 +4003,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Attention's spans differ by stage, and once more at the end.
+        # Attention windows differ by stage, and again in the final validation.
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in steps}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
@@ -3987,9 +4011,11 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
     restore()
 
 def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the StepConfigs of the cycle that begins at step `first`, or [] at the end of training. Collective.
+    """Return the step configs of the cycle that starts at step `first`, or [] at the end of training. Collective.
 
-    With --time_budget the clock of rank 0 decides, one cycle ahead, where in the plan the cycle begins.
+    With --time_budget, the clock of rank 0 sets the schedule progress of the cycle, one cycle ahead: the fraction of
+    the budget that will have passed when the cycle starts, in planned steps. Progress never decreases. Cycles whose
+    progress is known from a checkpoint keep it.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first // schedule.cycle_steps:
@@ -4001,20 +4027,20 @@ def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepCon
     return [schedule.at(step) for step in range(first, min(first + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """What the logs and checkpoints of this process record about its runs."""
+    """What logs and checkpoints record about all runs of this process."""
     run_id: str
-    source: bytes                        # of this file
-    raw_cfg: Config                      # from flags and preset, before the shard headers decide sizes
-    attention_name: str                  # name and version of the kernel
-    fingerprint: dict[str, str]          # settings, hashes and versions on which the results of a run depend
-    resumed: dict[str, Any]              # what `check_resumed` returns; {} for a new run
+    source: bytes                        # text of this file
+    raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
+    attention_name: str                  # kernel, with the name and version of its package
+    fingerprint: dict[str, str]          # settings, hashes and versions that affect the results of a run
+    resumed: dict[str, Any]              # what `check_resume` returns; {} for a new run
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
          profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the end of the schedule or of the data. Collective.
 
-    Returns the final validation loss in nats per token, and the error if the data ended early. On the clock: reading,
-    packing, row plans, steps, logging. Off the clock: checkpoints and validations.
+    Returns the final validation loss in nats per token, and the error if the data ended early. The clock includes
+    reading and packing of data, row plans, training steps and logging. It excludes checkpoints and validations.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -4041,16 +4067,16 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the steps so far count
+    except OutOfData as error:           # the steps so far still count
         out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider
-    # window of the final validation.
+    # The number of steps of a time budget is known only now.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
+    # If the schedule was completed, this step config has the wider window of the final validation.
     end = schedule.at(log.steps_done)
     with log.phase("evaluation"):
         loss = engine.evaluate(validation.batches(end), end)
@@ -4059,11 +4085,14 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt=()):
-    """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
+    """Sample a continuation of the prompt: up to sample_tokens tokens, or until the document ends. Collective.
+
+    Returns text or, without token_bytes, token ids. Raises RunError if the logits are not finite.
+    """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Columns after the vocabulary are padding, which is never drawn.
+        # The columns after the vocabulary are padding, and are never sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
         check(logits.isfinite().all(), "sample", found="logits that are not finite",
               expected="weights of a run that ended well",
@@ -4071,7 +4100,7 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
         probability = torch.softmax(logits / cfg.temperature, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(engine.comm.all_gather(int(drawn)))   # one text, however each rank rounds
+        token = min(engine.comm.all_gather(int(drawn)))   # the same on all ranks, even if they round differently
         if token == cfg.bos_id:
             break
         tokens.append(token)
@@ -4083,21 +4112,24 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # s for the store at which ranks met to say whether another one ended first
-BUSY_CORES_WARN = 0.3                    # in use by other processes during set-up: the log warns above this
-ALL_RANKS_TIMEOUT_S = 1.0                # s for all ranks to hear of a signal that is meant for all
-EXIT_TIMEOUT_S = 5.0                     # s that an end may take
+STORE_TIMEOUT_S = 2.0                    # for the TCP store of the ranks, which decides whose cause was first
+BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
+ALL_RANKS_TIMEOUT_S = 1.0                # for a signal that is sent to all ranks to reach all of them
+EXIT_TIMEOUT_S = 5.0                     # the process ends after this time, even if the exit handler is stuck
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
-FALLBACK_SAVE_DIR = "save"               # folder in the run directory, of weights that --save could not take
+FALLBACK_SAVE_DIR = "save"               # in the run directory: the weights, if --save cannot be written
 
 def call_with_timeout(seconds, call):
-    """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
+    """Run `call` on a new thread, and return its result. Raises TimeoutError if that takes longer than `seconds`.
+
+    After a timeout, the thread keeps running.
+    """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
-    # The launch: each rank has to know all of it, or would train alone beside the others.
+    """Select the device, and join the process groups of the launch. Raises ConfigError. Collective."""
+    # Check the launch environment. A rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, text) for name, text in defaults.items()}
@@ -4117,7 +4149,7 @@ def init_distributed(cfg: Config) -> Communicator:
           expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
           hint=f"torchrun --nproc_per_node={usable} train_gpt.py ...")
 
-    # The device: a GPU for each rank, or the CPU for all.
+    # Select the device: one GPU per rank, or the CPU for all ranks.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
     check(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
@@ -4127,15 +4159,17 @@ def init_distributed(cfg: Config) -> Communicator:
           hint=f"--nproc_per_node={gpus} for torchrun")
     comm = Communicator(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # glibc would give memory back after each step, and get it again page by page with a fault for each.
+    # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
+    # has a page fault for every page it allocates.
     if not cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD of malloc.h: never
-        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: the most bytes of a block that every glibc takes for it
+        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never
+        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
     if world_size == 1:
         return comm
 
-    # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
+    # Join the process groups on a thread with a timeout, because torch waits forever for a port that accepts
+    # connections but does not respond.
     def join():
         patience = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
@@ -4151,6 +4185,7 @@ def init_distributed(cfg: Config) -> Communicator:
                           hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator):
+    """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -4159,7 +4194,7 @@ def describe_hardware(comm: Communicator):
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def resolve_head_precision(cfg: Config, comm: Communicator):
-    """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
+    """Return --head, with `auto` resolved to fp8 or plain. Raises ConfigError if the device does not support fp8."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     native = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(native or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
@@ -4169,30 +4204,34 @@ def resolve_head_precision(cfg: Config, comm: Communicator):
         return "fp8" if native else "plain"
     return cfg.head
 
-# Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
-# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
+# The kernels of torch's variable-length attention, by the GPU's major compute capability, in the order in which they
+# are tried; and their packages. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: it
+# was no faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. The two have not been
+# timed with this trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-# A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
+# `check_attention` uses documents that end inside tiles of 128 and inside windows, empty documents, and one with one
+# token.
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)
-CHECK_WINDOWS = (2, 128, 300, 1000)      # the last is longer than any document
-CHECK_LOGIT_STD = 4.0                    # of the logits: so large that one key too many or too few shows
-CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
+CHECK_WINDOWS = (2, 128, 300, 1000)      # the last one is longer than any document
+CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or too few changes the output
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
-    Raises RunError if the kernel of this name does not return."""
+    """Check that outputs and gradients of the active kernel match the reference, to the rounding of the dtype.
+
+    Raises AssertionError if they do not match, and RunError, with the name of the kernel, if it does not return.
+    """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
-    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
+    # Check the layouts of plain and of paired layers. Paired layers have twice the positions and half the heads.
     for window, (per_token, heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECK_CU_SEQLENS[-1]
         inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
-        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
+        if per_token == 1:                                    # a slice of qkv, as in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -heads:]
         attn_args = AttentionArgs(positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
@@ -4200,7 +4239,7 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
             qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, per_token * bounds, attn_args)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
-        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
+        # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
               found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
               hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
@@ -4211,12 +4250,17 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
                 msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
 
 def package_version(package):
+    """Return the version of a package, or None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
 def choose_attention(cfg: Config, comm: Communicator):
-    """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
+    """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
+
+    With --attention=auto, falls back to the reference if no kernel works, except in the presets `record*`. Raises
+    ConfigError if there is no fallback, and RunError if a kernel does not return.
+    """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
     names = (cfg.attention,)
@@ -4224,7 +4268,7 @@ def choose_attention(cfg: Config, comm: Communicator):
         capability, _ = torch.cuda.get_device_capability(comm.device)
         names = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
 
-    # All ranks take the same kernel: ranks with different ones would not train the same model.
+    # All ranks use the same kernel, because ranks with different kernels would not train the same model.
     refusal = ""
     for name in names:
         why = ""
@@ -4236,7 +4280,7 @@ def choose_attention(cfg: Config, comm: Communicator):
             check_attention(cfg, comm, name)
         except RunError:
             raise
-        except Exception as error:                                            # whatever a foreign kernel raises
+        except Exception as error:       # external kernels may raise anything
             why = f"{type(error).__name__} {str(error)[:100]}"
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(comm.all_gather(why)) if why), "")
         if not refusal:
@@ -4252,7 +4296,7 @@ def choose_attention(cfg: Config, comm: Communicator):
     return attention_reference, "reference"
 
 def slow_attention(attention: str, comm: Communicator) -> str:
-    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+    """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
@@ -4264,8 +4308,10 @@ def slow_attention(attention: str, comm: Communicator) -> str:
             "can run: requirements-gpu.txt names packages")
 
 def other_cpu_seconds(comm: Communicator):
-    """Return s of this machine's cores that other processes have used so far; negative where it does not say.
-    Collective."""
+    """Return the CPU time in s that other processes have used on this machine so far. Collective.
+
+    The result is negative if the system does not report CPU times.
+    """
     busy = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
@@ -4273,8 +4319,8 @@ def other_cpu_seconds(comm: Communicator):
     return busy - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Write the first lines of a run: settings, versions, hardware, sizes."""
-    # What another needs to repeat the run: flags, commit, versions.
+    """Log what a run is: settings, versions, hardware and sizes."""
+    # Collect what is needed to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     comm = log.comm
     of_preset = vars(make_config(dict(preset=cfg.preset)))
@@ -4288,7 +4334,7 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # All parameters, and those that one token uses: of a table only the rows that it looks up.
+    # Count all parameters, and those that one token uses: the rows it looks up, and everything that is not a table.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(row.shape) for row in parameter_specs(cfg))
@@ -4325,7 +4371,10 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             log.info(f"resumed with another {name}: {then} then, {now} now")
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, resumed: dict = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run, next to its source and settings. earlier: what `Log.state` gave to a checkpoint."""
+    """Create the run directory of one run, with its source and settings, and open its log.
+
+    resumed: what `Log.state` returned for a checkpoint.
+    """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
     log = Log(run_dir, engine.comm, schedule, files, resumed)
@@ -4333,8 +4382,11 @@ def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, r
     return log
 
 def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
-    """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
-    what decides a run's numbers: {flag or fact: text}, with hashes of data and source. Raises TrainerError."""
+    """Check all shards, and fill in the sizes that depend on them. Collective.
+
+    Returns the config with all sizes, the headers of the training shards and of the validation shards, and the
+    fingerprint: {flag or fact: text}, with the hashes of data and source. Raises TrainerError.
+    """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
     content = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
@@ -4342,7 +4394,7 @@ def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
     comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | content)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
-    # Links are followed: it is the same text under any name.
+    # Resolve links, because two names may refer to the same file.
     validated = {os.path.realpath(header.name) for header in val_headers}
     shared = validated.intersection(os.path.realpath(header.name) for header in train_headers)
     if shared:
@@ -4351,20 +4403,20 @@ def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | content
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers they need."""
     others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    compilers = os.environ.get("CXX", others).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
           expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
     if not comm.on_cuda:
         return
 
-    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    # Triton compiles a Python extension module in C before its first kernel. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
           found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
           hint="install one (apt install gcc)")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
     headers = sysconfig.get_paths(scheme)["include"]
     searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
     check(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
@@ -4372,7 +4424,10 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator):
-    """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
+    """Check what could end the run hours later: run directories, --save and compilers. Collective.
+
+    Raises ConfigError or RunError, on every rank.
+    """
     with comm.raise_together():
         check_compilers(cfg, comm)
         if comm.rank > 0:
@@ -4391,8 +4446,11 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
                 partial_path(folder, run_id).rmdir()
 
 def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
-    """Return dict(step, source, differs). differs: facts that have changed since the checkpoint, name -> (then, now).
-    Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
+    """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
+
+    differs: entries of the fingerprint that have changed since the checkpoint, {name: (then, now)}. Raises DataError if
+    the data differ, and ConfigError if the checkpoint is past the end of this run.
+    """
     before = resumed["fingerprint"]
     check(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
           found=f"shards of hash {facts['data_sha256'][:16]}...",
@@ -4408,13 +4466,16 @@ def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
                num_graphs: int):
-    """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
-    Returns the result, and the error of --save or None."""
+    """Log the result of a run, and save the weights. Collective.
+
+    num_graphs: number of graphs that were compiled before the training loop. Returns the result, and the error of
+    --save or None.
+    """
     cfg = log.schedule.cfg
     comm = log.comm
-    if comm.on_cuda:                     # since the race began
+    if comm.on_cuda:                     # since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    else:                                                                     # of the process; KiB, on macOS bytes
+    else:                                # of the whole process; ru_maxrss is in KiB, on macOS in bytes
         unit = 20 if sys.platform == "darwin" else 10
         peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
@@ -4423,7 +4484,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
 
-    # Facts without which the training time would mislead.
+    # Log what makes the training time misleading.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
@@ -4448,7 +4509,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if touched:
         result["touched_rows"] = touched
 
-    # Weights go where --save says, else into the run directory.
+    # If --save cannot be written, write the weights into the run directory.
     save_error = None
     if cfg.save:
         fate = "lost"
@@ -4465,7 +4526,10 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
-    """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
+    """Print a sample, and a JSON object with the means over all runs as the last line of stdout. Collective.
+
+    Raises RunError if sampling or printing fails.
+    """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
@@ -4476,7 +4540,10 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
         print_stdout(json.dumps(last))
 
 def make_profiler(cfg: Config, first: int, end_step: float):
-    """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
+    """Build the profiler of --profile for a run that starts at step `first`; None without --profile.
+
+    Raises ConfigError if the run does not contain these steps.
+    """
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
@@ -4487,7 +4554,7 @@ def make_profiler(cfg: Config, first: int, end_step: float):
     return torch.profiler.profile(schedule=traced)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write a trace of each rank, and a table of the most expensive operations into the log."""
+    """Write this rank's trace, and log a table of the most expensive operations. Raises RunError."""
     trace = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
     with write_errors(trace):
         profiler.export_chrome_trace(str(trace))
@@ -4495,7 +4562,7 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
     log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
 def describe_exit(error: BaseException | signal.Signals):
-    """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
+    """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
     first_line = str(error).partition("\n")[0]
@@ -4512,8 +4579,10 @@ def describe_exit(error: BaseException | signal.Signals):
     return 1, "".join(traceback.format_exception(error))
 
 def agree_on_cause(cause: str, if_alone: str):
-    """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
+    """Agree with the other ranks on what ended the run first. Returns this cause, and whether this rank prints it.
+
+    if_alone: replaces `cause`, unless all ranks end within ALL_RANKS_TIMEOUT_S.
+    """
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
@@ -4531,41 +4600,45 @@ def agree_on_cause(cause: str, if_alone: str):
         cause = if_alone
     my_cause = f"{env['RANK']}\n{cause}"
     first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    # Without torchrun, rank 0 hosts the store. It waits, so that the other ranks can still read the cause.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        all_ended()                                                           # the store ends with this process
+        all_ended()
     return first.partition("\n")[2], first == my_cause
 
 class ExitHandler:
-    """The one end of this process, by an error or a signal, and bounded in time."""
-    # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
+    """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
+
+    A signal wakes up a thread, which ends the process even if the main thread is blocked in C code.
+    """
     def __init__(self):
-        self.log = None                                                       # of the run that is going on
-        self.exiting = threading.Lock()  # taken by whoever ends the process
+        self.log = None                                                       # log of the current run
+        self.exiting = threading.Lock()  # held by the thread that ends the process
         self.wakeup_send, self.wakeup_recv = socket.socketpair()
-        self.wakeup_send.setblocking(False)               # as set_wakeup_fd wants it
+        self.wakeup_send.setblocking(False)               # required by set_wakeup_fd
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
         for number in EXIT_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:                    # ignored: by nohup
-                signal.signal(number, lambda *_: None)                        # the thread reads its number
+            if signal.getsignal(number) != signal.SIG_IGN:                    # nohup ignores SIGHUP
+                signal.signal(number, lambda *_: None)                        # the thread handles the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error):
-        """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
-        self.exiting.acquire()           # the second waits here for the end
+        """Print why the run ended, on one of the ranks, end the log, and end the process. Does not return."""
+        self.exiting.acquire()           # a second call waits here until the process has ended
         status, cause = describe_exit(error)
-        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()               # if a dead disk, say, holds this up
+        # End the process in time even if the code below is stuck, for example on a dead disk.
+        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.
+            # If only some ranks receive a signal, a rank was lost, and torchrun or srun ends the others.
             if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
                 meet = functools.partial(agree_on_cause, cause, if_alone)
                 cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, meet)
-            except Exception:                                                 # a stopped launcher answers nothing
+            except Exception:                                                 # a stopped launcher does not respond
                 cause = if_alone
         if prints:
-            with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
-                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # the line of progress
+            with contextlib.suppress(Exception):                              # stderr is closed, or a full pipe
+                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # erases the progress line
                 call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
@@ -4574,30 +4647,33 @@ class ExitHandler:
         os._exit(status)
 
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
-    # Check first what would end the run after hours of work, before data are read and anything is written.
+    """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
+
+    raw_cfg: settings before the shard headers fill in the sizes. source: text of this file, for the logs.
+    """
+    # Check everything that could end the run hours later before data is read and anything is written.
     start = time.perf_counter()
     before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
-    # One name for all ranks, whose clocks may differ.
+    # All ranks use the directory of rank 0, because their clocks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
     root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
     seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
+    # Open the data before building the model, because the shard headers determine its sizes and bad data ends the run.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
-    # Memory depends on the attention kernel, and the micro-batch on memory. Attention packages may compile now, which
-    # takes ranks different times.
+    # The attention kernel determines the memory per sequence, and with it the micro-batch size. Attention packages may
+    # compile now, and some ranks may take longer than others, so use a longer timeout.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
-    # A resumed run continues with the state, log, clock and places of its last checkpoint.
+    # With --resume, continue with the state, log, clock and schedule progress of the last checkpoint.
     resumed = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
     if cfg.resume:
         resumed = load_checkpoint(Path(cfg.resume), engine)
@@ -4606,7 +4682,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     first_step = resumed["log"]["steps_done"]
     profiler = make_profiler(cfg, first_step, schedule.end_step)
 
-    # The log of the first run contains set-up and warm-up.
+    # Set-up and warm-up are logged with the first run.
     info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
     seconds = time.perf_counter() - start
     busy = (other_cpu_seconds(comm) - before) / seconds
@@ -4616,7 +4692,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     log.info("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
 
-    # The warm-up compiles and runs every graph, and then restores the state. After it, a rank that is silent is lost.
+    # Compile and run every graph before the clock starts, then restore the state bit by bit.
     with log.phase("validation data"):
         validation = ValidationSet(cfg, comm, val_headers)
     with log.phase("warm-up"):
@@ -4624,15 +4700,16 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
-    # be slow.
+    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with checkpoints
+    # and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank, because a single
+    # rank waits only for its device, and the device may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
     results, problem = [], None
     for seed, run_dir in zip(seeds, run_dirs):
-        # Further runs start from the same state, but with the initial values of their seed.
+        # Every further run starts from the same state, with the initial weights of its seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
@@ -4645,7 +4722,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         loader = Loader(cfg, comm, train_headers)
         loader.skip(map(schedule.at, range(first_step)))
 
-        # Models and graphs are many objects, which the garbage collector need not visit in every step.
+        # Exclude the many objects of model and graphs from garbage collection during training.
         gc.collect()
         gc.freeze()
         if comm.on_cuda:
@@ -4654,10 +4731,10 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
             loss, out_of_data = train_loop(info, loader, engine, validation, clock, log, profiler)
         gc.unfreeze()
         loader.close()
-        if profiler and profiler.profiler:                # else the data ended before the profiled steps
+        if profiler and profiler.profiler:                # None if the data ended before the profiled steps
             write_trace(profiler, log)
 
-        # The result is the last line of a log. After it, only the sample can fail.
+        # The result is the last line of the log. Only sampling and printing can still fail after it.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
         problem = problem or out_of_data or save_error
@@ -4667,8 +4744,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         raise problem
 
 def sample_from_save(flags: Config):
-    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
-    # Settings come first: they say what the tensors have to be.
+    """Run --sample=DIR "prompt": print a continuation of the prompt, on any device. Raises TrainerError."""
+    # Read the settings first, because they determine the names and shapes of the tensors.
     folder = Path(flags.sample)
     weights = folder / "weights.pt"
     saved = read_settings(folder)
@@ -4677,7 +4754,7 @@ def sample_from_save(flags: Config):
     tensors = read_tensors(weights, manifest)
     check_tensors(weights, saved, tensors)
 
-    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
+    # Use one rank and no compiler. Tables stay in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved, seqs_per_step=1, device=flags.device))
     dtype = saved.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
@@ -4692,12 +4769,13 @@ def sample_from_save(flags: Config):
             token_bytes = [encoding.decode_single_token_bytes(token) for token in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
+            # Split the prompt like data/pocket.py splits its text: into tokens of the vocabulary, and single bytes
+            # for all other words.
             ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
             known_pieces = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
             prompt = [ids[piece] for piece in itertools.chain(*known_pieces)]
-    except Exception as error:           # no package, no network, bytes that no token has
+    except Exception as error:           # no tiktoken, no network, or bytes without a token
         raise DataError("prompt", found=f"{type(error).__name__}: {error}",
                         expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
                                  "them from the network or from TIKTOKEN_CACHE_DIR",
@@ -4712,13 +4790,15 @@ def sample_from_save(flags: Config):
     print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
-    source: text of this file; None: as it is now."""
+    """Run the trainer with these flags, and end the process. source: text of this file; None: read the file now.
+
+    Exit status 0: done, 1: the run failed, 2: invalid settings or data, 128 + n: ended by signal n.
+    """
     exit_handler = ExitHandler()
     try:
         if source is None:
             source = Path(__file__).read_bytes()
-        if sys.stdout:                                                        # None if it is closed
+        if sys.stdout:                                                        # None if it was closed
             sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = load_config(argv)
@@ -4726,12 +4806,14 @@ def main(argv: list[str], source: bytes | None = None) -> None:
             sample_from_save(cfg)
         else:
             train(cfg, init_distributed(cfg), exit_handler, source)
-    except SystemExit:                                                        # --help was shown
+    except SystemExit:                                                        # after --help
         pass
     except BaseException as error:
         exit_handler.end(error)
-    exit_handler.exiting.acquire()       # a signal that came before has its end
-    os._exit(0)                                                               # even if a thread is stuck in a read
+    # If a signal is being handled, wait here until its thread has ended the process. Otherwise end the process now,
+    # without waiting for other threads, which may be stuck in a read.
+    exit_handler.exiting.acquire()
+    os._exit(0)
 
 
 if __name__ == "__main__":
