@@ -76,7 +76,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -3791,34 +3791,34 @@ class Clock:
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
         self.initial_ms = initial_ms     # training time at the last stop
-        self.since = None                # `time.perf_counter` at the last start; None while the clock is stopped
-        self.cycle_began = initial_ms    # training time at the last call of `next_cycle_ms`
+        self.since: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
+        self.cycle_start_ms = initial_ms  # training time at the last call of `next_cycle_ms`
 
     @property
-    def ms(self):
+    def ms(self) -> float:
         """Training time so far, including the time since the last start."""
         return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
 
-    def start(self):
+    def start(self) -> None:
         """Synchronize with the device, and start the clock."""
         self.comm.synchronize()
         self.since = time.perf_counter()
 
-    def stop(self):
+    def stop(self) -> None:
         """Synchronize with the device, and stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
         self.since = None
 
-    def next_cycle_ms(self):
+    def next_cycle_ms(self) -> float:
         """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
 
         The prediction assumes that the cycle that starts now takes as long as the last one.
         """
-        now = self.ms
-        last = now - self.cycle_began
-        self.cycle_began = now
-        return now + last
+        now_ms = self.ms
+        last_cycle_ms = now_ms - self.cycle_start_ms
+        self.cycle_start_ms = now_ms
+        return now_ms + last_cycle_ms
 
 class Log:
     """The log files of a run, and the console of rank 0.
@@ -3828,8 +3828,8 @@ class Log:
 
     files: content of further files of the run directory, by name. resumed: what `state` returned for a checkpoint.
     """
-    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict,
-                 resumed: dict = EMPTY_LOG_STATE):
+    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
+                 resumed: dict[str, Any] = EMPTY_LOG_STATE):
         self.run_dir = run_dir
         self.comm = comm
         self.schedule = schedule
@@ -3837,8 +3837,9 @@ class Log:
         self.tokens = resumed["tokens"]
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
-        self.pending = []                # steps whose loss was not read yet: (fields, loss sums, tokens, CUDA event)
-        self.files = {}
+        # Steps whose loss was not read yet: (fields of the line, loss sums of the sequences, tokens, CUDA event).
+        self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
+        self.files: dict[str, Any] = {}  # the open log files, by name
         self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
             # Refuse to overwrite a log, because it belongs to another run. The files are unbuffered, so that a killed
@@ -3849,20 +3850,20 @@ class Log:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in files.items():
                     (run_dir / name).write_bytes(content)
-        for name, info in resumed["lines"].items():
-            self._write(name, info.encode())
+        for name, text in resumed["lines"].items():
+            self._write(name, text.encode())
 
-    def state(self):
+    def state(self) -> dict[str, Any]:
         """Return what a checkpoint needs to continue this log. Raises RunError if a pending loss is not finite."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
-    def event(self, kind: str, **fields):
+    def event(self, kind: str, **fields: Any) -> None:
         """Write a line of log.jsonl."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def info(self, line: str):
+    def info(self, line: str) -> None:
         """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
@@ -3876,7 +3877,7 @@ class Log:
                 width = shutil.get_terminal_size().columns - 1
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
-    def _write(self, name: str, data: bytes):
+    def _write(self, name: str, data: bytes) -> None:
         """Append to a log file, on rank 0 and until the log is closed. Raises RunError if that fails."""
         file = self.files.get(name)
         if file is not None:
@@ -3885,15 +3886,15 @@ class Log:
                     raise OSError("no room for a whole line")
 
     @contextlib.contextmanager
-    def phase(self, name: str, timed: bool = False):
+    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
         """Log the duration of the body. timed: the clock was running."""
-        began = time.perf_counter()
+        start = time.perf_counter()
         yield
-        ms = (time.perf_counter() - began) * 1000
+        ms = (time.perf_counter() - start) * 1000
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: StepLoss, ms: float):
+    def step(self, losses: StepLoss, ms: float) -> None:
         """Count one more step. Its lines are written one Adam cycle later.
 
         ms: training time on the host. On a GPU, the step has been launched by then, but not finished. Raises RunError
@@ -3907,59 +3908,60 @@ class Log:
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
         # On a GPU, this copy runs after the step. `flush` reads it when the device is already one Adam cycle further.
-        sums = losses.seq_sums
+        seq_sums = losses.seq_sums
         copied = None
-        if sums.is_cuda:
-            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+        if seq_sums.is_cuda:
+            seq_sums = torch.empty_like(seq_sums, device="cpu", pin_memory=True).copy_(seq_sums, non_blocking=True)
             copied = self.comm.record_event()
-        self.pending.append((fields, sums, losses.num_tokens, copied))
+        self.pending.append((fields, seq_sums, losses.num_tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
-    def flush(self, keep: int = 0):
+    def flush(self, keep: int = 0) -> None:
         """Write the lines of all pending steps except the last `keep`. Raises RunError if a loss is not finite."""
         while len(self.pending) > keep:
-            fields, sums, tokens, copied = self.pending.pop(0)
+            fields, seq_sums, num_tokens, copied = self.pending.pop(0)
             if copied is not None:
                 self.comm.wait_for(copied)
-            loss = float(sums.sum()) / tokens
+            loss = float(seq_sums.sum()) / num_tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check_finite(loss, f"training loss of step {step - 1}")
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
             seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
-            more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
-            self.show_progress(f"step:{step}/{self.total_steps} {more}")
+            summary = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
+            self.show_progress(f"step:{step}/{self.total_steps} {summary}")
             if not self.is_tty and step % -(-self.total_steps // CONSOLE_STEP_LINES) == 0:
-                self.comm.print0(f"{line} {more}")
+                self.comm.print0(f"{line} {summary}")
 
-    def check_finite(self, loss: float, what: str):
+    def check_finite(self, loss: float, what: str) -> None:
         """Raise RunError unless the loss is finite."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite number (last good validation: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
               error=RunError)
 
-    def validation(self, loss: float, ms: float, data: ValidationSet):
+    def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
         """Log the validation loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
-        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_metrics(loss))
+        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3),
+                   **validation_set.text_metrics(loss))
         self.info(f"step:{self.steps_done}/{self.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
-    def write_aborted(self, cause: str):
+    def write_aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish. Never raises. Can be called on any thread."""
         # Discard later lines of the main thread, which may still be in a step.
         files, self.files = self.files, {}
-        last = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
-                "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
+        last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
+                      "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
         for name, file in files.items():
             with contextlib.suppress(Exception):
-                file.write(last[name].encode("utf-8", "replace"))
+                file.write(last_lines[name].encode("utf-8", "replace"))
 
-    def close(self):
+    def close(self) -> None:
         """Close the files. Later lines are discarded."""
         for file in self.files.values():
             file.close()
@@ -3976,7 +3978,7 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
     engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
-def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
 
     The largest stage runs first, so that a lack of memory shows early.
@@ -3986,45 +3988,45 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
     # Provide enough tokens for a cycle of any stage. Documents are truncated to max_doc_len, which discards tokens.
-    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
-    steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    cycles = [steps[first:first + schedule.cycle_steps] for first in range(0, len(steps), schedule.cycle_steps)]
+    step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
+    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
 
     # Log one phase per cycle, so that the console shows the progress of a slow compiler.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
-    for cycle, following in zip(cycles, [*cycles[1:], []]):
-        loader.advance(following)
+    for cycle, next_cycle in zip(cycles, [*cycles[1:], []]):
+        loader.advance(next_cycle)
         with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
         # Attention windows differ by stage, and again in the final validation.
-        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in steps}
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
     loader.close()
     restore()
 
-def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the step configs of the cycle that starts at step `first`, or [] at the end of training. Collective.
+def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
+    """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
     With --time_budget, the clock of rank 0 sets the schedule progress of the cycle, one cycle ahead: the fraction of
     the budget that will have passed when the cycle starts, in planned steps. Progress never decreases. Cycles whose
     progress is known from a checkpoint keep it.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
-    if budget_ms and len(schedule.cycle_progress) <= first // schedule.cycle_steps:
+    if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
         fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
-        previous = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
-        schedule.cycle_progress.append(max(previous, fraction * schedule.planned_steps))
-    if first >= schedule.end_step:
+        previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
+        schedule.cycle_progress.append(max(previous_progress, fraction * schedule.planned_steps))
+    if first_step >= schedule.end_step:
         return []
-    return [schedule.at(step) for step in range(first, min(first + schedule.cycle_steps, schedule.end_step))]
+    return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
     """What logs and checkpoints record about all runs of this process."""
@@ -4036,7 +4038,7 @@ class RunInfo(NamedTuple):
     resumed: dict[str, Any]              # what `check_resume` returns; {} for a new run
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
-         profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
+               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the end of the schedule or of the data. Collective.
 
     Returns the final validation loss in nats per token, and the error if the data ended early. The clock includes
@@ -4044,7 +4046,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
     """
     schedule = log.schedule
     first_step = log.steps_done
-    out_of_data = None
+    out_of_data: OutOfData | None = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start(schedule_cycle(first_step, schedule, clock))
@@ -4054,9 +4056,9 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.checkpoint and step_cfg.step > first_step:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
-                                   fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
-                    write_checkpoint(log.run_dir, info.run_id, content, engine, step_cfg)
+                    state = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
+                                 fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, state, engine, step_cfg)
                 clock.start()
             if profiler and step_cfg.step > first_step:
                 profiler.step()
@@ -4077,15 +4079,15 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
         log.total_steps = log.steps_done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
     # If the schedule was completed, this step config has the wider window of the final validation.
-    end = schedule.at(log.steps_done)
+    end_cfg = schedule.at(log.steps_done)
     with log.phase("evaluation"):
-        loss = engine.evaluate(validation.batches(end), end)
+        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
     return loss, out_of_data
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
-             prompt=()):
-    """Sample a continuation of the prompt: up to sample_tokens tokens, or until the document ends. Collective.
+             prompt: list[int] | tuple[int, ...] = ()) -> str:
+    """Sample up to sample_tokens tokens after a BOS token and the prompt, or until the document ends. Collective.
 
     Returns text or, without token_bytes, token ids. Raises RunError if the logits are not finite.
     """
@@ -4098,9 +4100,9 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
               expected="weights of a run that ended well",
               hint="sample from another save, or train again at a lower learning rate", error=RunError)
 
-        probability = torch.softmax(logits / cfg.temperature, 0)
-        drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(engine.comm.all_gather(int(drawn)))   # the same on all ranks, even if they round differently
+        probs = torch.softmax(logits / cfg.temperature, 0)
+        sampled = torch.multinomial(probs, 1, generator=generator)
+        token = min(engine.comm.all_gather(int(sampled)))  # the same on all ranks, even if they round differently
         if token == cfg.bos_id:
             break
         tokens.append(token)
@@ -4120,7 +4122,7 @@ LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken 
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
 FALLBACK_SAVE_DIR = "save"               # in the run directory: the weights, if --save cannot be written
 
-def call_with_timeout(seconds, call):
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """Run `call` on a new thread, and return its result. Raises TimeoutError if that takes longer than `seconds`.
 
     After a timeout, the thread keeps running.
@@ -4132,36 +4134,36 @@ def init_distributed(cfg: Config) -> Communicator:
     # Check the launch environment. A rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    launch_env = {name: env.get(name, text) for name, text in defaults.items()}
-    numbers = (int(text) if text.isdecimal() else -1 for text in launch_env.values())
-    rank, local_rank, world_size, local_world_size = numbers
+    launch_env = {name: env.get(name, value) for name, value in defaults.items()}
+    values = (int(value) if value.isdecimal() else -1 for value in launch_env.values())
+    rank, local_rank, world_size, local_world_size = values
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
-    tasks = env.get("SLURM_NTASKS", "1")
+    num_tasks = env.get("SLURM_NTASKS", "1")
     check(0 <= rank < world_size and local_rank >= 0 and not missing, "launch", found=f"{launch_env} without {missing}",
           expected="all that torchrun sets, with 0 <= RANK < WORLD_SIZE",
           hint=f"torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ..., or unset WORLD_SIZE "
                "for a single process")
-    check("WORLD_SIZE" in env or tasks == "1", "launch", found=f"{tasks} tasks of Slurm, and no WORLD_SIZE",
+    check("WORLD_SIZE" in env or num_tasks == "1", "launch", found=f"{num_tasks} tasks of Slurm, and no WORLD_SIZE",
           expected="ranks that know each other",
           hint="srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    usable = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
-    check(usable == world_size, "number of ranks", found=world_size,
+    valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    check(valid_world_size == world_size, "number of ranks", found=world_size,
           expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
-          hint=f"torchrun --nproc_per_node={usable} train_gpt.py ...")
+          hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
 
     # Select the device: one GPU per rank, or the CPU for all ranks.
-    cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    gpus = torch.cuda.device_count()
-    check(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count()
+    check(use_cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
           expected="an NVIDIA GPU and torch for CUDA", hint="--preset=pocket trains on a CPU in about two minutes")
-    check(not cuda or max(local_rank + 1, local_world_size) <= gpus, "more ranks than devices",
-          found=f"{local_world_size} ranks, {gpus} GPUs", expected="one GPU for each rank",
-          hint=f"--nproc_per_node={gpus} for torchrun")
-    comm = Communicator(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world_size)
+    check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than devices",
+          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU for each rank",
+          hint=f"--nproc_per_node={num_gpus} for torchrun")
+    comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
     # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
     # has a page fault for every page it allocates.
-    if not cuda and platform.libc_ver()[0] == "glibc":
+    if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never
         libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
@@ -4170,21 +4172,21 @@ def init_distributed(cfg: Config) -> Communicator:
 
     # Join the process groups on a thread with a timeout, because torch waits forever for a port that accepts
     # connections but does not respond.
-    def join():
-        patience = timedelta(seconds=cfg.comm_timeout)
+    def join() -> dist.ProcessGroup:
+        timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
-        return dist.new_group(backend="gloo", timeout=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     try:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
+        message = str(error)[:200] or "nothing that answers as a store of ranks does"
+        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {message}",
                           expected=f"{world_size} ranks in {cfg.comm_timeout} s",
                           hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
-def describe_hardware(comm: Communicator):
+def describe_hardware(comm: Communicator) -> str:
     """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
@@ -4193,15 +4195,15 @@ def describe_hardware(comm: Communicator):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-def resolve_head_precision(cfg: Config, comm: Communicator):
+def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Return --head, with `auto` resolved to fp8 or plain. Raises ConfigError if the device does not support fp8."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
-    native = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
-    check(native or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
+    settings_fit = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
+    has_fp8 = settings_fit and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(has_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
           expected="bfloat16 on CUDA capability 8.9 and up",
           hint="--head=auto or plain, or --head=emulated for the same numbers")
     if cfg.head == "auto":
-        return "fp8" if native else "plain"
+        return "fp8" if has_fp8 else "plain"
     return cfg.head
 
 # The kernels of torch's variable-length attention, by the GPU's major compute capability, in the order in which they
@@ -4225,37 +4227,37 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
-    bounds = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
+    cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
     # Check the layouts of plain and of paired layers. Paired layers have twice the positions and half the heads.
-    for window, (per_token, heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
-        positions = per_token * CHECK_CU_SEQLENS[-1]
-        inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+    for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
+        num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
+        inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
-        if per_token == 1:                                    # a slice of qkv, as in layers without value embeddings
-            v = torch.cat((q, k, v), dim=1)[:, -heads:]
-        attn_args = AttentionArgs(positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
+        if positions_per_token == 1:     # a slice of qkv, as in layers without value embeddings
+            v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
+        attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
-        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
-            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
-            out = attend(*qkv, per_token * bounds, attn_args)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
+        for attend, compute_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
+            out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
         # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
               found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
               hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
-        for found, exact in zip(*results):
-            most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
+        for actual, expected in zip(*results):
+            atol = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
             torch.testing.assert_close(
-                found.float(), exact, rtol=0, atol=most,
-                msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
+                actual.float(), expected, rtol=0, atol=atol,
+                msg=f"its output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
 
-def package_version(package):
+def package_version(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
-def choose_attention(cfg: Config, comm: Communicator):
+def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
 
     With --attention=auto, falls back to the reference if no kernel works, except in the presets `record*`. Raises
@@ -4263,15 +4265,15 @@ def choose_attention(cfg: Config, comm: Communicator):
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
-    names = (cfg.attention,)
+    candidates = (cfg.attention,)
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(comm.device)
-        names = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
+        candidates = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
 
     # All ranks use the same kernel, because ranks with different kernels would not train the same model.
-    refusal = ""
-    for name in names:
-        why = ""
+    first_error = ""
+    for name in candidates:
+        error_text = ""
         try:
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
@@ -4281,65 +4283,66 @@ def choose_attention(cfg: Config, comm: Communicator):
         except RunError:
             raise
         except Exception as error:       # external kernels may raise anything
-            why = f"{type(error).__name__} {str(error)[:100]}"
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(comm.all_gather(why)) if why), "")
-        if not refusal:
+            error_text = f"{type(error).__name__} {str(error)[:100]}"
+        errors = enumerate(comm.all_gather(error_text))
+        first_error = next((f"{text} (rank {rank})" for rank, text in errors if text), "")
+        if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
-        comm.print0(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
+        comm.print0(f"attention: {name} does not run here: {first_error}; requirements-gpu.txt names packages")
     check(cfg.attention == "auto" and not cfg.preset.startswith("record"),
-          f"--attention={cfg.attention} of preset {cfg.preset}", found=refusal,
+          f"--attention={cfg.attention} of preset {cfg.preset}", found=first_error,
           expected="a kernel that runs and agrees with the reference",
           hint="pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with the "
                "windows")
     comm.print0("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
-def slow_attention(attention: str, comm: Communicator) -> str:
+def slow_attention(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
     *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    name = attention.partition(" ")[0]
+    name = attention_name.partition(" ")[0]
     if not faster or name in faster:
         return ""
     return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
             "can run: requirements-gpu.txt names packages")
 
-def other_cpu_seconds(comm: Communicator):
+def other_cpu_seconds(comm: Communicator) -> float:
     """Return the CPU time in s that other processes have used on this machine so far. Collective.
 
     The result is negative if the system does not report CPU times.
     """
-    busy = 0.0
+    used_s = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
-        busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(comm.all_gather(time.process_time()))
+        used_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
     """Log what a run is: settings, versions, hardware and sizes."""
     # Collect what is needed to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     comm = log.comm
-    of_preset = vars(make_config(dict(preset=cfg.preset)))
+    preset_flags = vars(make_config(dict(preset=cfg.preset)))
     flags = vars(replace(info.raw_cfg, seed=cfg.seed, run_dir=""))
     changed = {name: format_value(value) for name, value in flags.items()
-               if value != of_preset[name]}
-    config = {name: [vars(row) for row in value] if isinstance(value, tuple) else value
+               if value != preset_flags[name]}
+    config = {name: [vars(spec) for spec in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     # Count all parameters, and those that one token uses: the rows it looks up, and everything that is not a table.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
-    params_total = sum(math.prod(row.shape) for row in parameter_specs(cfg))
-    rows_unread = sum(table.num_rows - table.lookups_per_token for table in tables)
-    facts = dict(
+    params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
+    unused_rows = sum(table.num_rows - table.lookups_per_token for table in tables)
+    header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
@@ -4348,14 +4351,14 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
-        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
+        params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if info.resumed else "header", **facts, **info.resumed)
-    changes = ", ".join(f"{name}={text}" for name, text in changed.items())
+    log.event("resumed" if info.resumed else "header", **header, **info.resumed)
+    changes = ", ".join(f"{name}={value}" for name, value in changed.items())
     for line in (
             "=" * 100,
-            f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
+            f"Running Python {header['python']}",
+            f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
             f"with world_size {comm.world_size}",
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention_name}, "
             f"products of the head in {engine.head_precision} precision, seed {cfg.seed}",
@@ -4367,10 +4370,11 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             log.info(line)
     if info.resumed:
         log.info(f"goes on after step {log.steps_done} of {info.resumed['source']}, whose lines stand above in the log")
-        for name, (then, now) in info.resumed["differs"].items():
-            log.info(f"resumed with another {name}: {then} then, {now} now")
+        for name, (before, now) in info.resumed["differs"].items():
+            log.info(f"resumed with another {name}: {before} then, {now} now")
 
-def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, resumed: dict = EMPTY_LOG_STATE) -> Log:
+def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
+             resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
     """Create the run directory of one run, with its source and settings, and open its log.
 
     resumed: what `Log.state` returned for a checkpoint.
@@ -4381,7 +4385,8 @@ def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, r
     write_header(log, info, engine)
     return log
 
-def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
+def open_data(raw_cfg: Config, comm: Communicator,
+              source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
     """Check all shards, and fill in the sizes that depend on them. Collective.
 
     Returns the config with all sizes, the headers of the training shards and of the validation shards, and the
@@ -4389,23 +4394,23 @@ def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
-    content = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
-                   source_sha256=hashlib.sha256(source).hexdigest())
-    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | content)
+    versions = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
+                    source_sha256=hashlib.sha256(source).hexdigest())
+    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | versions)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
     # Resolve links, because two names may refer to the same file.
-    validated = {os.path.realpath(header.name) for header in val_headers}
-    shared = validated.intersection(os.path.realpath(header.name) for header in train_headers)
-    if shared:
-        comm.print0(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
+    val_paths = {os.path.realpath(header.name) for header in val_headers}
+    in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
+    if in_both:
+        comm.print0(f"trained on and validated with, at least: {min(in_both)}; the validation losses say nothing about "
                    "other text")
-    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | content
+    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
     """Raise ConfigError unless torch.compile and Triton find the compilers and headers they need."""
-    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-    compilers = os.environ.get("CXX", others).split()     # if CXX is set, torch tries no other compiler
+    default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
           expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
     if not comm.on_cuda:
@@ -4417,13 +4422,13 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
           hint="install one (apt install gcc)")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
-    headers = sysconfig.get_paths(scheme)["include"]
-    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
-    check(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
-          "compiling kernels for the GPU", found=f"no Python.h in {headers}", expected="the headers of this Python",
+    include_dir = sysconfig.get_paths(scheme)["include"]
+    search_path = os.pathsep.join([include_dir, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    check(any(Path(folder, "Python.h").is_file() for folder in search_path.split(os.pathsep) if folder),
+          "compiling kernels for the GPU", found=f"no Python.h in {include_dir}", expected="the headers of this Python",
           hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
 
-def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator):
+def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
     """Check what could end the run hours later: run directories, --save and compilers. Collective.
 
     Raises ConfigError or RunError, on every rank.
@@ -4433,51 +4438,51 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
         if comm.rank > 0:
             return
 
-        for folder in run_dirs:
-            check(not any(os.path.lexists(folder / name) for name in LOG_FILES), f"run directory {folder}",
+        for directory in run_dirs:
+            check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
                   found="the log of a run", expected="a folder without one",
                   hint="another --run_dir, or remove what an earlier start has left", error=RunError)
         if cfg.save:
-            folder = Path(cfg.save)
-            check(not os.path.lexists(folder), f"--save={cfg.save}", found="a name that is taken",
+            directory = Path(cfg.save)
+            check(not os.path.lexists(directory), f"--save={cfg.save}", found="a name that is taken",
                   expected="a free name", hint="another name; nothing is overwritten")
-            with write_errors(folder, ConfigError):
-                partial_path(folder, run_id).mkdir(parents=True)
-                partial_path(folder, run_id).rmdir()
+            with write_errors(directory, ConfigError):
+                partial_path(directory, run_id).mkdir(parents=True)
+                partial_path(directory, run_id).rmdir()
 
-def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
+def check_resume(cfg: Config, resumed: dict[str, Any], fingerprint: dict[str, str],
+                 end_step: float) -> dict[str, Any]:
     """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
 
     differs: entries of the fingerprint that have changed since the checkpoint, {name: (then, now)}. Raises DataError if
     the data differ, and ConfigError if the checkpoint is past the end of this run.
     """
-    before = resumed["fingerprint"]
-    check(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
-          found=f"shards of hash {facts['data_sha256'][:16]}...",
-          expected=f"those of the run, of hash {before['data_sha256'][:16]}...",
+    previous = resumed["fingerprint"]
+    check(previous["data_sha256"] == fingerprint["data_sha256"], f"data to resume {cfg.resume} with",
+          found=f"shards of hash {fingerprint['data_sha256'][:16]}...",
+          expected=f"those of the run, of hash {previous['data_sha256'][:16]}...",
           hint="leave --train_files and --val_files out, or name the same shards in another place", error=DataError)
-    done = resumed["log"]["steps_done"]
-    check(done <= end_step, f"--max_steps with --resume={cfg.resume}",
+    steps_done = resumed["log"]["steps_done"]
+    check(steps_done <= end_step, f"--max_steps with --resume={cfg.resume}",
           found=f"{cfg.max_steps}: the run would end at step {end_step}",
-          expected=f"{done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
-    differs = {name: (before.get(name), facts.get(name)) for name in before | facts
-               if before.get(name) != facts.get(name)}
-    return dict(step=done, source=cfg.resume, differs=differs)
+          expected=f"{steps_done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
+    differs = {name: (previous.get(name), fingerprint.get(name)) for name in previous | fingerprint
+               if previous.get(name) != fingerprint.get(name)}
+    return dict(step=steps_done, source=cfg.resume, differs=differs)
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
-               num_graphs: int):
-    """Log the result of a run, and save the weights. Collective.
+               num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
+    """Log the result of a run, and save the weights. Returns the result, and the error of --save or None. Collective.
 
-    num_graphs: number of graphs that were compiled before the training loop. Returns the result, and the error of
-    --save or None.
+    num_graphs: number of graphs that were compiled before the training loop.
     """
     cfg = log.schedule.cfg
     comm = log.comm
-    if comm.on_cuda:                     # since the start of the training loop
+    if comm.on_cuda:                     # peak since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    else:                                # of the whole process; ru_maxrss is in KiB, on macOS in bytes
-        unit = 20 if sys.platform == "darwin" else 10
-        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
+    else:                                # peak of the whole process; ru_maxrss is in KiB, on macOS in bytes
+        shift = 20 if sys.platform == "darwin" else 10
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift)
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
@@ -4489,9 +4494,9 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if recompiled:
         result["recompiles"] = recompiled
         log.info(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
-    slow = slow_attention(info.attention_name, comm)
-    if slow:
-        result["slow_attention"] = slow
+    slow_warning = slow_attention(info.attention_name, comm)
+    if slow_warning:
+        result["slow_attention"] = slow_warning
     if cfg.profile:
         result["void"] = "profiled"
     elif log.steps_done < log.schedule.end_step:
@@ -4504,19 +4509,20 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = engine.traffic_totals()
-    touched = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
-               for label, table in engine.tables.items() if table.store}
-    if touched:
-        result["touched_rows"] = touched
+    touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
+                    for label, table in engine.tables.items() if table.store}
+    if touched_rows:
+        result["touched_rows"] = touched_rows
 
     # If --save cannot be written, write the weights into the run directory.
-    save_error = None
+    save_error: RunError | None = None
     if cfg.save:
         fate = "lost"
-        for folder in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
+        for directory in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
             try:
-                save_weights(folder, info.run_id, cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
-                fate = f"in {folder}"
+                save_weights(directory, info.run_id, cfg, engine, log.schedule.at(log.steps_done),
+                             validation.token_bytes)
+                fate = f"in {directory}"
                 break
             except RunError as error:
                 save_error = save_error or error
@@ -4525,7 +4531,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     log.close()
     return result, save_error
 
-def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
+def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
     """Print a sample, and a JSON object with the means over all runs as the last line of stdout. Collective.
 
     Raises RunError if sampling or printing fails.
@@ -4534,34 +4540,37 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
         engine.comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
-    last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
+    loss, train_time_ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
+    summary = dict(type="result", val_loss=loss, train_time_ms=train_time_ms,
+                   run_dirs=[result["run_dir"] for result in results])
     if engine.comm.rank == 0:
-        print_stdout(json.dumps(last))
+        print_stdout(json.dumps(summary))
 
-def make_profiler(cfg: Config, first: int, end_step: float):
-    """Build the profiler of --profile for a run that starts at step `first`; None without --profile.
+def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
+    """Build the profiler of --profile for a run that starts at `first_step`; None without --profile.
 
     Raises ConfigError if the run does not contain these steps.
     """
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
-    check(first < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first} to {end_step}",
-          expected=f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
-          hint=f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    return torch.profiler.profile(schedule=traced)
+    check(first_step < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first_step} to {end_step}",
+          expected=f"{first_step} < a < b < {end_step}: it warms up in the step before a, and the one after ends the "
+                   "trace",
+          hint=f"--profile={first_step + 1}:{first_step + 3}")
+    profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
+                                               active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
     """Write this rank's trace, and log a table of the most expensive operations. Raises RunError."""
-    trace = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
-    with write_errors(trace):
-        profiler.export_chrome_trace(str(trace))
+    path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
+    with write_errors(path):
+        profiler.export_chrome_trace(str(path))
     sort_by = f"self_{log.comm.device.type}_time_total"
     log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
-def describe_exit(error: BaseException | signal.Signals):
+def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
@@ -4578,7 +4587,7 @@ def describe_exit(error: BaseException | signal.Signals):
         return error.exit_status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def agree_on_cause(cause: str, if_alone: str):
+def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
     """Agree with the other ranks on what ended the run first. Returns this cause, and whether this rank prints it.
 
     if_alone: replaces `cause`, unless all ranks end within ALL_RANKS_TIMEOUT_S.
@@ -4588,7 +4597,7 @@ def agree_on_cause(cause: str, if_alone: str):
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
-    def all_ended():
+    def all_ended() -> bool:
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -4599,11 +4608,11 @@ def agree_on_cause(cause: str, if_alone: str):
     if cause != if_alone and not all_ended():
         cause = if_alone
     my_cause = f"{env['RANK']}\n{cause}"
-    first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
-    # Without torchrun, rank 0 hosts the store. It waits, so that the other ranks can still read the cause.
+    first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    # If rank 0 hosts the store, and not torchrun, it waits for the others, because the store ends with this process.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()
-    return first.partition("\n")[2], first == my_cause
+    return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
     """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
@@ -4611,29 +4620,29 @@ class ExitHandler:
     A signal wakes up a thread, which ends the process even if the main thread is blocked in C code.
     """
     def __init__(self):
-        self.log = None                                                       # log of the current run
+        self.log: Log | None = None                                           # log of the current run
         self.exiting = threading.Lock()  # held by the thread that ends the process
         self.wakeup_send, self.wakeup_recv = socket.socketpair()
         self.wakeup_send.setblocking(False)               # required by set_wakeup_fd
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
-        for number in EXIT_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:                    # nohup ignores SIGHUP
-                signal.signal(number, lambda *_: None)                        # the thread handles the signal
+        for signum in EXIT_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:                    # stays ignored, as under nohup
+                signal.signal(signum, lambda *_: None)                        # the thread reads the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
-    def end(self, error):
+    def end(self, error: BaseException | signal.Signals) -> None:
         """Print why the run ended, on one of the ranks, end the log, and end the process. Does not return."""
         self.exiting.acquire()           # a second call waits here until the process has ended
-        status, cause = describe_exit(error)
+        exit_status, cause = describe_exit(error)
         # End the process in time even if the code below is stuck, for example on a dead disk.
-        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()
+        threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # If only some ranks receive a signal, a rank was lost, and torchrun or srun ends the others.
             if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                meet = functools.partial(agree_on_cause, cause, if_alone)
-                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, meet)
+                agree = functools.partial(agree_on_cause, cause, if_alone)
+                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
             except Exception:                                                 # a stopped launcher does not respond
                 cause = if_alone
         if prints:
@@ -4642,9 +4651,9 @@ class ExitHandler:
                 call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
-        for part in tuple(PARTIAL_DIRS):
-            shutil.rmtree(part, ignore_errors=True)
-        os._exit(status)
+        for path in tuple(PARTIAL_DIRS):
+            shutil.rmtree(path, ignore_errors=True)
+        os._exit(exit_status)
 
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
@@ -4653,7 +4662,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     """
     # Check everything that could end the run hours later before data is read and anything is written.
     start = time.perf_counter()
-    before = other_cpu_seconds(comm)
+    other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
     # All ranks use the directory of rank 0, because their clocks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
@@ -4684,13 +4693,14 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
 
     # Set-up and warm-up are logged with the first run.
     info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
-    seconds = time.perf_counter() - start
-    busy = (other_cpu_seconds(comm) - before) / seconds
+    setup_s = time.perf_counter() - start
+    busy_cores = (other_cpu_seconds(comm) - other_cpu_before) / setup_s
     log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
-    if busy > BUSY_CORES_WARN:
-        log.info(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
-    log.info("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
+    if busy_cores > BUSY_CORES_WARN:
+        log.info(f"{busy_cores:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
+    log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
+                                              for component, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
     # Compile and run every graph before the clock starts, then restore the state bit by bit.
     with log.phase("validation data"):
@@ -4700,14 +4710,15 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with checkpoints
-    # and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank, because a single
-    # rank waits only for its device, and the device may be slow.
+    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with
+    # checkpoints and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank. A
+    # single rank waits only for its device, which may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
-    results, problem = [], None
+    results: list[dict[str, Any]] = []
+    problem: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
         # Every further run starts from the same state, with the initial weights of its seed.
         if results:
@@ -4743,47 +4754,47 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     if problem:
         raise problem
 
-def sample_from_save(flags: Config):
+def sample_from_save(flags: Config) -> None:
     """Run --sample=DIR "prompt": print a continuation of the prompt, on any device. Raises TrainerError."""
     # Read the settings first, because they determine the names and shapes of the tensors.
-    folder = Path(flags.sample)
-    weights = folder / "weights.pt"
-    saved = read_settings(folder)
-    check_manifest(folder / SETTINGS_FILE, (folder / SETTINGS_FILE).read_bytes())
-    manifest = read_manifest(folder)
-    tensors = read_tensors(weights, manifest)
-    check_tensors(weights, saved, tensors)
+    directory = Path(flags.sample)
+    weights_path = directory / "weights.pt"
+    saved_cfg = read_settings(directory)
+    check_manifest(directory / SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
+    manifest = read_manifest(directory)
+    tensors = read_tensors(weights_path, manifest)
+    check_tensors(weights_path, saved_cfg, tensors)
 
     # Use one rank and no compiler. Tables stay in host memory, because a prompt looks up few rows.
-    comm = init_distributed(replace(saved, seqs_per_step=1, device=flags.device))
-    dtype = saved.dtype
+    comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
+    dtype = saved_cfg.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
         dtype = "float32"
-    tables = tuple(replace(table, location="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
+    tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
+    cfg = replace(saved_cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
-    token_bytes = read_token_bytes(folder, cfg)
+    token_bytes = read_token_bytes(directory, cfg)
     try:
         if token_bytes is None and cfg.vocab_size == GPT2_VOCAB:
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            token_bytes = [encoding.decode_single_token_bytes(token) for token in range(GPT2_BOS_ID)] + [b""]
+            token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
             # Split the prompt like data/pocket.py splits its text: into tokens of the vocabulary, and single bytes
             # for all other words.
-            ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
+            token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
-            known_pieces = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-            prompt = [ids[piece] for piece in itertools.chain(*known_pieces)]
+            pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [token_ids[piece] for piece in itertools.chain(*pieces)]
     except Exception as error:           # no tiktoken, no network, or bytes without a token
         raise DataError("prompt", found=f"{type(error).__name__}: {error}",
                         expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
                                  "them from the network or from TIKTOKEN_CACHE_DIR",
                         hint="leave it out, use other words, or install tiktoken") from None
     engine = Engine(cfg, comm, attention_reference, head_precision=None)
-    with read_errors(weights):
+    with read_errors(weights_path):
         engine.model.load_state_dict(tensors)
-    load_rows(folder, manifest, engine)
+    load_rows(directory, manifest, engine)
 
     schedule = Schedule(cfg)
     sample = generate(cfg, engine, schedule.at(schedule.end_step), token_bytes, prompt)
