@@ -3883,7 +3883,7 @@ class Log:
         if file is not None:
             with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
-                    raise OSError("no room for a whole line")
+                    raise OSError("the disk is full: only a part of the line was written")
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -3937,8 +3937,8 @@ class Log:
     def check_finite(self, loss: float, what: str) -> None:
         """Raise RunError unless the loss is finite."""
         check(math.isfinite(loss), what, found=loss,
-              expected=f"a finite number (last good validation: {self.last_val})",
-              hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
+              expected=f"a finite loss (last finite validation loss: {self.last_val})",
+              hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
@@ -4096,9 +4096,9 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
     for _ in range(cfg.sample_tokens):
         # The columns after the vocabulary are padding, and are never sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
-        check(logits.isfinite().all(), "sample", found="logits that are not finite",
-              expected="weights of a run that ended well",
-              hint="sample from another save, or train again at a lower learning rate", error=RunError)
+        check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
+              expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
+              error=RunError)
 
         probs = torch.softmax(logits / cfg.temperature, 0)
         sampled = torch.multinomial(probs, 1, generator=generator)
@@ -4108,7 +4108,7 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
         tokens.append(token)
     tokens = tokens[1 + len(prompt):]
     if not token_bytes:
-        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens))
     return b"".join(token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
@@ -4139,26 +4139,29 @@ def init_distributed(cfg: Config) -> Communicator:
     rank, local_rank, world_size, local_world_size = values
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
     num_tasks = env.get("SLURM_NTASKS", "1")
-    check(0 <= rank < world_size and local_rank >= 0 and not missing, "launch", found=f"{launch_env} without {missing}",
-          expected="all that torchrun sets, with 0 <= RANK < WORLD_SIZE",
-          hint=f"torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ..., or unset WORLD_SIZE "
-               "for a single process")
-    check("WORLD_SIZE" in env or num_tasks == "1", "launch", found=f"{num_tasks} tasks of Slurm, and no WORLD_SIZE",
-          expected="ranks that know each other",
-          hint="srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
+    check(0 <= rank < world_size and local_rank >= 0 and not missing, "environment variables of the launch",
+          found=f"{launch_env}, not set: {missing}",
+          expected="the variables that torchrun sets, with 0 <= RANK < WORLD_SIZE",
+          hint=f"run torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ...; or unset WORLD_SIZE "
+               "to train in a single process")
+    check("WORLD_SIZE" in env or num_tasks == "1", "environment variables of the launch",
+          found=f"{num_tasks} Slurm tasks, and WORLD_SIZE is not set",
+          expected="the variables that torchrun sets, so that the ranks can connect",
+          hint="run srun ... torchrun ... with one task per node; or set WORLD_SIZE=1 to train separately in each task")
     valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
-    check(valid_world_size == world_size, "number of ranks", found=world_size,
-          expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
+    check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
+          expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
           hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
 
     # Select the device: one GPU per rank, or the CPU for all ranks.
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     num_gpus = torch.cuda.device_count()
-    check(use_cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
-          expected="an NVIDIA GPU and torch for CUDA", hint="--preset=pocket trains on a CPU in about two minutes")
-    check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than devices",
-          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU for each rank",
-          hint=f"--nproc_per_node={num_gpus} for torchrun")
+    check(use_cuda or cfg.device != "cuda", "--device=cuda", found="no CUDA device",
+          expected="an NVIDIA GPU and a CUDA build of torch",
+          hint="preset record needs one; --preset=pocket trains on a CPU in about two minutes")
+    check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than GPUs",
+          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU per rank on this machine",
+          hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
     # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
@@ -4181,10 +4184,10 @@ def init_distributed(cfg: Config) -> Communicator:
     try:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        message = str(error)[:200] or "nothing that answers as a store of ranks does"
+        message = str(error)[:200] or "no response from a store of torch.distributed"
         raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {message}",
-                          expected=f"{world_size} ranks in {cfg.comm_timeout} s",
-                          hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+                          expected=f"{world_size} ranks within {cfg.comm_timeout} s",
+                          hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator) -> str:
     """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
@@ -4200,8 +4203,9 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     settings_fit = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     has_fp8 = settings_fit and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
     check(has_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
-          expected="bfloat16 on CUDA capability 8.9 and up",
-          hint="--head=auto or plain, or --head=emulated for the same numbers")
+          expected="bfloat16 on a GPU of compute capability 8.9 or later; model_dim and padded_vocab multiples of "
+                   f"{FP8_MULTIPLE}",
+          hint="--head=auto or --head=plain; or --head=emulated, for the same numbers on any device")
     if cfg.head == "auto":
         return "fp8" if has_fp8 else "plain"
     return cfg.head
@@ -4243,13 +4247,13 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
         # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
-              found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
-              hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
+              found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
+              hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
         for actual, expected in zip(*results):
             atol = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
             torch.testing.assert_close(
                 actual.float(), expected, rtol=0, atol=atol,
-                msg=f"its output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
+                msg=f"the output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
 
 def package_version(package: str) -> str | None:
     """Return the version of a package, or None if it is not installed."""
@@ -4289,13 +4293,14 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
         if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
-        comm.print0(f"attention: {name} does not run here: {first_error}; requirements-gpu.txt names packages")
+        comm.print0(f"attention: {name} does not work: {first_error}; requirements-gpu.txt lists the packages")
     check(cfg.attention == "auto" and not cfg.preset.startswith("record"),
-          f"--attention={cfg.attention} of preset {cfg.preset}", found=first_error,
-          expected="a kernel that runs and agrees with the reference",
-          hint="pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with the "
+          f"--attention={cfg.attention} with preset {cfg.preset}", found=f"no kernel works: {first_error}",
+          expected="a kernel that runs and matches the reference",
+          hint="pip install -r requirements-gpu.txt; or --attention=reference, whose time and memory grow with the "
                "windows")
-    comm.print0("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+    comm.print0("warning: no fast attention kernel works; using the reference, whose time and memory grow with the "
+                "windows")
     return attention_reference, "reference"
 
 def slow_attention(attention_name: str, comm: Communicator) -> str:
@@ -4307,8 +4312,8 @@ def slow_attention(attention_name: str, comm: Communicator) -> str:
     name = attention_name.partition(" ")[0]
     if not faster or name in faster:
         return ""
-    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
-            "can run: requirements-gpu.txt names packages")
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+            f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
     """Return the CPU time in s that other processes have used on this machine so far. Collective.
@@ -4361,17 +4366,17 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
             f"with world_size {comm.world_size}",
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention_name}, "
-            f"products of the head in {engine.head_precision} precision, seed {cfg.seed}",
-            f"changed from the preset: {changes or 'nothing'}",
+            f"head precision {engine.head_precision}, seed {cfg.seed}",
+            f"flags that differ from the preset: {changes or 'none'}",
             "=" * 100,
             f"logs in {log.run_dir}",
             slow_attention(info.attention_name, comm)):
         if line:
             log.info(line)
     if info.resumed:
-        log.info(f"goes on after step {log.steps_done} of {info.resumed['source']}, whose lines stand above in the log")
+        log.info(f"resuming {info.resumed['source']} after step {log.steps_done}; the lines above are from its log")
         for name, (before, now) in info.resumed["differs"].items():
-            log.info(f"resumed with another {name}: {before} then, {now} now")
+            log.info(f"warning: {name} differs from the earlier run: {before} then, {now} now")
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
@@ -4403,8 +4408,8 @@ def open_data(raw_cfg: Config, comm: Communicator,
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
     if in_both:
-        comm.print0(f"trained on and validated with, at least: {min(in_both)}; the validation losses say nothing about "
-                   "other text")
+        comm.print0(f"warning: {len(in_both)} shards are used for both training and validation, for example "
+                    f"{min(in_both)}; the validation loss does not measure generalization")
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
@@ -4412,21 +4417,22 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
     default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
     compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
-          expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
+          expected="g++, or another compiler that torch.compile finds", hint="apt install g++; or --compile=0")
     if not comm.on_cuda:
         return
 
     # Triton compiles a Python extension module in C before its first kernel. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
-          found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
-          hint="install one (apt install gcc)")
+          found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
+          hint="apt install gcc")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
     include_dir = sysconfig.get_paths(scheme)["include"]
     search_path = os.pathsep.join([include_dir, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
     check(any(Path(folder, "Python.h").is_file() for folder in search_path.split(os.pathsep) if folder),
-          "compiling kernels for the GPU", found=f"no Python.h in {include_dir}", expected="the headers of this Python",
-          hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+          "compiling kernels for the GPU", found=f"no Python.h in {include_dir}",
+          expected="the C headers of this Python",
+          hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
     """Check what could end the run hours later: run directories, --save and compilers. Collective.
@@ -4440,12 +4446,12 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
 
         for directory in run_dirs:
             check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
-                  found="the log of a run", expected="a folder without one",
-                  hint="another --run_dir, or remove what an earlier start has left", error=RunError)
+                  found="it already contains a log", expected="a directory without a log",
+                  hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
         if cfg.save:
             directory = Path(cfg.save)
-            check(not os.path.lexists(directory), f"--save={cfg.save}", found="a name that is taken",
-                  expected="a free name", hint="another name; nothing is overwritten")
+            check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
+                  expected="a path that does not exist", hint="choose another name; nothing is overwritten")
             with write_errors(directory, ConfigError):
                 partial_path(directory, run_id).mkdir(parents=True)
                 partial_path(directory, run_id).rmdir()
@@ -4458,14 +4464,15 @@ def check_resume(cfg: Config, resumed: dict[str, Any], fingerprint: dict[str, st
     the data differ, and ConfigError if the checkpoint is past the end of this run.
     """
     previous = resumed["fingerprint"]
-    check(previous["data_sha256"] == fingerprint["data_sha256"], f"data to resume {cfg.resume} with",
-          found=f"shards of hash {fingerprint['data_sha256'][:16]}...",
-          expected=f"those of the run, of hash {previous['data_sha256'][:16]}...",
-          hint="leave --train_files and --val_files out, or name the same shards in another place", error=DataError)
+    check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
+          found=f"shards with sha256 {fingerprint['data_sha256'][:16]}...",
+          expected=f"the shards of the earlier run, with sha256 {previous['data_sha256'][:16]}...",
+          hint="omit --train_files and --val_files, or give other paths of the same shards", error=DataError)
     steps_done = resumed["log"]["steps_done"]
     check(steps_done <= end_step, f"--max_steps with --resume={cfg.resume}",
           found=f"{cfg.max_steps}: the run would end at step {end_step}",
-          expected=f"{steps_done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
+          expected=f"{steps_done} or more, because the checkpoint is at step {steps_done}",
+          hint="--max_steps=0 runs the whole schedule")
     differs = {name: (previous.get(name), fingerprint.get(name)) for name in previous | fingerprint
                if previous.get(name) != fingerprint.get(name)}
     return dict(step=steps_done, source=cfg.resume, differs=differs)
@@ -4486,14 +4493,14 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
-        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
-                 f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
+                 f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
     # Log what makes the training time misleading.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
-        log.info(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
+        log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
     slow_warning = slow_attention(info.attention_name, comm)
     if slow_warning:
         result["slow_attention"] = slow_warning
@@ -4502,7 +4509,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     elif log.steps_done < log.schedule.end_step:
         result["void"] = "the data ended early"
     if "void" in result:
-        log.info(f"this time does not count: {result['void']}")
+        log.info(f"warning: the training time is not valid: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
@@ -4517,16 +4524,16 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     # If --save cannot be written, write the weights into the run directory.
     save_error: RunError | None = None
     if cfg.save:
-        fate = "lost"
+        outcome = "not saved"
         for directory in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
             try:
                 save_weights(directory, info.run_id, cfg, engine, log.schedule.at(log.steps_done),
                              validation.token_bytes)
-                fate = f"in {directory}"
+                outcome = f"saved in {directory}"
                 break
             except RunError as error:
                 save_error = save_error or error
-        log.info(f"weights {fate}")
+        log.info(f"weights {outcome}")
     log.event("result", **result)
     log.close()
     return result, save_error
@@ -4554,9 +4561,9 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
-    check(first_step < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first_step} to {end_step}",
-          expected=f"{first_step} < a < b < {end_step}: it warms up in the step before a, and the one after ends the "
-                   "trace",
+    check(first_step < start and stop < end_step, f"--profile={cfg.profile}",
+          found=f"a run of steps {first_step} to {end_step}",
+          expected=f"{first_step} < a < b < {end_step}: step a - 1 warms up the profiler, and step b ends the trace",
           hint=f"--profile={first_step + 1}:{first_step + 3}")
     profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
                                                active=stop - start, repeat=1)
@@ -4573,14 +4580,14 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
-        return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
+        return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
     first_line = str(error).partition("\n")[0]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        error = RunError("out of memory", found=first_line, expected="less at once",
-                         hint="--micro_batch_size=1, or more --seqs_per_step")
+        error = RunError("out of memory", found=first_line, expected="a micro-batch that fits",
+                         hint="--micro_batch_size=1, or a larger --seqs_per_step, which shortens the sequences")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a file to use",
-                          hint="look at disk and rights")
+        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a readable and writable file",
+                          hint="check the disk and the permissions")
     elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION_RE, first_line):
         error = lost_rank_error(first_line)
     if isinstance(error, TrainerError):
@@ -4697,7 +4704,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     busy_cores = (other_cpu_seconds(comm) - other_cpu_before) / setup_s
     log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
     if busy_cores > BUSY_CORES_WARN:
-        log.info(f"{busy_cores:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
+        log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
+                 "unreliable")
     log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
                                               for component, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
@@ -4788,9 +4796,9 @@ def sample_from_save(flags: Config) -> None:
             prompt = [token_ids[piece] for piece in itertools.chain(*pieces)]
     except Exception as error:           # no tiktoken, no network, or bytes without a token
         raise DataError("prompt", found=f"{type(error).__name__}: {error}",
-                        expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
-                                 "them from the network or from TIKTOKEN_CACHE_DIR",
-                        hint="leave it out, use other words, or install tiktoken") from None
+                        expected="a prompt that vocab.txt next to the weights can encode; or, for GPT-2 tokens, "
+                                 "tiktoken, which downloads its data or reads it from TIKTOKEN_CACHE_DIR",
+                        hint="omit the prompt, use other words, or pip install tiktoken") from None
     engine = Engine(cfg, comm, attention_reference, head_precision=None)
     with read_errors(weights_path):
         engine.model.load_state_dict(tensors)
