@@ -4408,8 +4408,8 @@ def open_data(raw_cfg: Config, comm: Communicator,
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
     if in_both:
-        comm.print0(f"warning: {len(in_both)} shards are used for both training and validation, for example "
-                    f"{min(in_both)}; the validation loss does not measure generalization")
+        comm.print0(f"warning: training and validation shards overlap, at least in {min(in_both)}; the validation loss "
+                    "does not measure generalization")
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
