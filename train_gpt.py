@@ -4128,104 +4128,123 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
 
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
-CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
-EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a run that begins
+CONSOLE_STEP_LINES = 20                  # step lines of a whole run, if the console is not a terminal
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
 
 class Clock:
-    """Training time in ms. Waits for the device only when it starts and stops."""
+    """Training time in ms. Synchronizes with the device only when it starts and stops."""
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
-        self.initial_ms = initial_ms     # ms up to the last stop
-        self.since = None                # s of the start; None: it stands still
-        self.cycle_began = initial_ms    # ms at the last `next_cycle_ms`
+        self.initial_ms = initial_ms     # training time at the last stop
+        self.since: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
+        self.cycle_start_ms = initial_ms  # training time at the last call of `next_cycle_ms`
 
     @property
-    def ms(self):
+    def ms(self) -> float:
+        """Training time so far, including the time since the last start."""
         return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
 
-    def start(self):
+    def start(self) -> None:
+        """Synchronize with the device, and start the clock."""
         self.comm.synchronize()
         self.since = time.perf_counter()
 
-    def stop(self):
+    def stop(self) -> None:
+        """Synchronize with the device, and stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
         self.since = None
 
-    def next_cycle_ms(self):
-        """Return the ms at which the next cycle will begin if this one, which begins now, is as long as the last."""
-        now = self.ms
-        last = now - self.cycle_began
-        self.cycle_began = now
-        return now + last
+    def next_cycle_ms(self) -> float:
+        """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
+
+        The prediction assumes that the cycle that starts now takes as long as the last one.
+        """
+        now_ms = self.ms
+        last_cycle_ms = now_ms - self.cycle_start_ms
+        self.cycle_start_ms = now_ms
+        return now_ms + last_cycle_ms
 
 class Log:
-    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-    Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
-    content of further files of the run directory; earlier: what `state` gave to a checkpoint."""
-    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict,
-                 resumed: dict = EMPTY_LOG_STATE):
+    """The log files of a run, and the console of rank 0.
+
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are read
+    one Adam cycle late, so that no step waits for the device. Every rank checks its own losses.
+
+    files: content of further files of the run directory, by name. resumed: what `state` returned for a checkpoint.
+    """
+    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
+                 resumed: dict[str, Any] = EMPTY_LOG_STATE):
         self.run_dir = run_dir
         self.comm = comm
         self.schedule = schedule
-        self.total_steps = schedule.planned_steps         # steps of the run; a forecast if there is a time budget
+        self.total_steps = schedule.planned_steps         # steps of the run; a prediction if there is a time budget
         self.tokens = resumed["tokens"]
-        self.steps_done = resumed["steps_done"]           # steps
-        self.last_val = resumed["last_val"]               # validation, in words
-        self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
-        self.files = {}
-        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
+        self.steps_done = resumed["steps_done"]
+        self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
+        # Steps whose loss was not read yet: (fields of the line, loss sums of the sequences, tokens, CUDA event).
+        self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
+        self.files: dict[str, Any] = {}  # the open log files, by name
+        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
-            # An existing log is another run's. Without buffers a killed run leaves every line.
+            # Refuse to overwrite a log, because it belongs to another run. The files are unbuffered, so that a killed
+            # run loses no line.
             with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOG_FILES:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in files.items():
                     (run_dir / name).write_bytes(content)
-        for name, info in resumed["lines"].items():
-            self._write(name, info.encode())
+        for name, text in resumed["lines"].items():
+            self._write(name, text.encode())
 
-    def state(self):
-        """Return what a checkpoint needs to go on with this log."""
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to continue this log. Raises RunError if a pending loss is not finite."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
-    def event(self, kind: str, **fields):
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write a line of log.jsonl."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def info(self, line: str):
+    def info(self, line: str) -> None:
         """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Replace the last line of a terminal by this text. The next line overwrites it."""
+        """Show this text in place of the last line of the terminal. The next line overwrites it."""
         if self.is_tty:
             with contextlib.suppress(OSError):
-                width = shutil.get_terminal_size().columns - 1                # a line that wraps would remain
+                # Truncate the text to the terminal, because a line that wraps is not erased completely.
+                width = shutil.get_terminal_size().columns - 1
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
-    def _write(self, name: str, data: bytes):
-        file = self.files.get(name)                                           # of rank 0, until the log is closed
+    def _write(self, name: str, data: bytes) -> None:
+        """Append to a log file, on rank 0 and until the log is closed. Raises RunError if that fails."""
+        file = self.files.get(name)
         if file is not None:
             with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
-                    raise OSError("no room for a whole line")
+                    raise OSError("the disk is full: only a part of the line was written")
 
     @contextlib.contextmanager
-    def phase(self, name: str, timed: bool = False):
-        """Write how long the body took. timed: it was on the clock."""
-        began = time.perf_counter()
+    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
+        """Log the duration of the body. timed: the clock was running."""
+        start = time.perf_counter()
         yield
-        ms = (time.perf_counter() - began) * 1000
+        ms = (time.perf_counter() - start) * 1000
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: StepLoss, ms: float):
-        """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
+    def step(self, losses: StepLoss, ms: float) -> None:
+        """Count one more step. Its lines are written one Adam cycle later.
+
+        ms: training time on the host. On a GPU, the step has been launched by then, but not finished. Raises RunError
+        if the loss of an earlier step is not finite.
+        """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
         fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
@@ -4233,137 +4252,146 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums = losses.seq_sums
+        # On a GPU, this copy runs after the step. `flush` reads it when the device is already one Adam cycle further.
+        seq_sums = losses.seq_sums
         copied = None
-        if sums.is_cuda:
-            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+        if seq_sums.is_cuda:
+            seq_sums = torch.empty_like(seq_sums, device="cpu", pin_memory=True).copy_(seq_sums, non_blocking=True)
             copied = self.comm.record_event()
-        self.pending.append((fields, sums, losses.num_tokens, copied))
+        self.pending.append((fields, seq_sums, losses.num_tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
-    def flush(self, keep: int = 0):
-        """Write pending lines but for the last `keep` steps'. Raises RunError on a loss that is not finite."""
+    def flush(self, keep: int = 0) -> None:
+        """Write the lines of all pending steps except the last `keep`. Raises RunError if a loss is not finite."""
         while len(self.pending) > keep:
-            fields, sums, tokens, copied = self.pending.pop(0)
+            fields, seq_sums, num_tokens, copied = self.pending.pop(0)
             if copied is not None:
                 self.comm.wait_for(copied)
-            loss = float(sums.sum()) / tokens
+            loss = float(seq_sums.sum()) / num_tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check_finite(loss, f"training loss of step {step - 1}")
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
             seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
-            more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
-            self.show_progress(f"step:{step}/{self.total_steps} {more}")
+            summary = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
+            self.show_progress(f"step:{step}/{self.total_steps} {summary}")
             if not self.is_tty and step % -(-self.total_steps // CONSOLE_STEP_LINES) == 0:
-                self.comm.print0(f"{line} {more}")
+                self.comm.print0(f"{line} {summary}")
 
-    def check_finite(self, loss: float, what: str):
-        """Raise RunError unless a loss is finite."""
+    def check_finite(self, loss: float, what: str) -> None:
+        """Raise RunError unless the loss is finite."""
         check(math.isfinite(loss), what, found=loss,
-              expected=f"a finite number (last good validation: {self.last_val})",
-              hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
+              expected=f"a finite loss (last finite validation loss: {self.last_val})",
+              hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
-    def validation(self, loss: float, ms: float, data: ValidationSet):
-        """Write the loss after the steps done so far. Raises RunError if it is not finite."""
+    def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
+        """Log the validation loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
-        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_metrics(loss))
+        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3),
+                   **validation_set.text_metrics(loss))
         self.info(f"step:{self.steps_done}/{self.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
-    def write_aborted(self, cause: str):
-        """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
+    def write_aborted(self, cause: str) -> None:
+        """Write the last lines of a run that did not finish. Never raises. Can be called on any thread."""
+        # Discard later lines of the main thread, which may still be in a step.
         files, self.files = self.files, {}
-        last = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
-                "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
+        last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
+                      "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
         for name, file in files.items():
             with contextlib.suppress(Exception):
-                file.write(last[name].encode("utf-8", "replace"))
+                file.write(last_lines[name].encode("utf-8", "replace"))
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files. Later lines are discarded."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Run one training step, and fetch the table rows of the next one."""
+    """Train on the next batch, and fetch the table rows of the next step. Collective."""
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    next_plans = loader.next_plans()     # waits for the loader at the end of a cycle; the GPU keeps computing
-    engine.prefetch_rows(next_plans)     # rows in host memory start their way to the device
+    # At the end of a cycle, this waits for the loader thread, while the GPU keeps computing.
+    next_plans = loader.next_plans()
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
-def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
-    """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
-    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
+
+    The largest stage runs first, so that a lack of memory shows early.
+    """
+    # A rank that compiles makes the others wait for minutes, so use a longer timeout.
     restore = engine.snapshot()
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)  # long documents are cut to max_doc_len
+    # Provide enough tokens for a cycle of any stage. Documents are truncated to max_doc_len, which discards tokens.
+    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
-    steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    cycles = [steps[first:first + schedule.cycle_steps] for first in range(0, len(steps), schedule.cycle_steps)]
+    step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
+    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
 
-    # One phase a cycle, so that a slow compiler is seen at work.
+    # Log one phase per cycle, so that the console shows the progress of a slow compiler.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
-    for cycle, following in zip(cycles, [*cycles[1:], []]):
-        loader.advance(following)
+    for cycle, next_cycle in zip(cycles, [*cycles[1:], []]):
+        loader.advance(next_cycle)
         with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Attention's spans differ by stage, and once more at the end.
-        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in steps}
+        # Attention windows differ by stage, and again in the final validation.
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
     loader.close()
     restore()
 
-def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the StepConfigs of the cycle that begins at step `first`, or [] at the end of training. Collective.
+def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
+    """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget the clock of rank 0 decides, one cycle ahead, where in the plan the cycle begins.
+    With --time_budget, the clock of rank 0 sets the schedule progress of the cycle, one cycle ahead: the fraction of
+    the budget that will have passed when the cycle starts, in planned steps. Progress never decreases. Cycles whose
+    progress is known from a checkpoint keep it.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
-    if budget_ms and len(schedule.cycle_progress) <= first // schedule.cycle_steps:
+    if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
         fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
-        previous = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
-        schedule.cycle_progress.append(max(previous, fraction * schedule.planned_steps))
-    if first >= schedule.end_step:
+        previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
+        schedule.cycle_progress.append(max(previous_progress, fraction * schedule.planned_steps))
+    if first_step >= schedule.end_step:
         return []
-    return [schedule.at(step) for step in range(first, min(first + schedule.cycle_steps, schedule.end_step))]
+    return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """What the logs and checkpoints of this process record about its runs."""
+    """What logs and checkpoints record about all runs of this process."""
     run_id: str
-    source: bytes                        # of this file
-    raw_cfg: Config                      # from flags and preset, before the shard headers decide sizes
-    attention_name: str                  # name and version of the kernel
-    fingerprint: dict[str, str]          # settings, hashes and versions on which the results of a run depend
-    resumed: dict[str, Any]              # what `check_resumed` returns; {} for a new run
+    source: bytes                        # text of this file
+    raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
+    attention_name: str                  # kernel, with the name and version of its package
+    fingerprint: dict[str, str]          # settings, hashes and versions that affect the results of a run
+    resumed: dict[str, Any]              # what `check_resume` returns; {} for a new run
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
-         profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
+               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the end of the schedule or of the data. Collective.
 
-    Returns the final validation loss in nats per token, and the error if the data ended early. On the clock: reading,
-    packing, row plans, steps, logging. Off the clock: checkpoints and validations.
+    Returns the final validation loss in nats per token, and the error if the data ended early. The clock includes
+    reading and packing of data, row plans, training steps and logging. It excludes checkpoints and validations.
     """
     schedule = log.schedule
     first_step = log.steps_done
-    out_of_data = None
+    out_of_data: OutOfData | None = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start(schedule_cycle(first_step, schedule, clock))
@@ -4373,9 +4401,9 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.checkpoint and step_cfg.step > first_step:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
-                                   fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
-                    write_checkpoint(log.run_dir, info.run_id, content, engine, step_cfg)
+                    state = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
+                                 fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, state, engine, step_cfg)
                 clock.start()
             if profiler and step_cfg.step > first_step:
                 profiler.step()
@@ -4386,116 +4414,128 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the steps so far count
+    except OutOfData as error:           # the steps so far still count
         out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider
-    # window of the final validation.
+    # The number of steps of a time budget is known only now.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
-    end = schedule.at(log.steps_done)
+    # If the schedule was completed, this step config has the wider window of the final validation.
+    end_cfg = schedule.at(log.steps_done)
     with log.phase("evaluation"):
-        loss = engine.evaluate(validation.batches(end), end)
+        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
     return loss, out_of_data
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
-             prompt=()):
-    """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
+             prompt: list[int] | tuple[int, ...] = ()) -> str:
+    """Sample up to sample_tokens tokens after a BOS token and the prompt, or until the document ends. Collective.
+
+    Returns text or, without token_bytes, token ids. Raises RunError if the logits are not finite.
+    """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Columns after the vocabulary are padding, which is never drawn.
+        # The columns after the vocabulary are padding, and are never sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
-        check(logits.isfinite().all(), "sample", found="logits that are not finite",
-              expected="weights of a run that ended well",
-              hint="sample from another save, or train again at a lower learning rate", error=RunError)
+        check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
+              expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
+              error=RunError)
 
-        probability = torch.softmax(logits / cfg.temperature, 0)
-        drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(engine.comm.all_gather(int(drawn)))   # one text, however each rank rounds
+        probs = torch.softmax(logits / cfg.temperature, 0)
+        sampled = torch.multinomial(probs, 1, generator=generator)
+        token = min(engine.comm.all_gather(int(sampled)))  # the same on all ranks, even if they round differently
         if token == cfg.bos_id:
             break
         tokens.append(token)
     tokens = tokens[1 + len(prompt):]
     if not token_bytes:
-        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens))
     return b"".join(token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # s for the store at which ranks met to say whether another one ended first
-BUSY_CORES_WARN = 0.3                    # in use by other processes during set-up: the log warns above this
-ALL_RANKS_TIMEOUT_S = 1.0                # s for all ranks to hear of a signal that is meant for all
-EXIT_TIMEOUT_S = 5.0                     # s that an end may take
+STORE_TIMEOUT_S = 2.0                    # for the TCP store of the ranks, which decides whose cause was first
+BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
+ALL_RANKS_TIMEOUT_S = 1.0                # for a signal that is sent to all ranks to reach all of them
+EXIT_TIMEOUT_S = 5.0                     # the process ends after this time, even if the exit handler is stuck
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
-FALLBACK_SAVE_DIR = "save"               # folder in the run directory, of weights that --save could not take
+FALLBACK_SAVE_DIR = "save"               # in the run directory: the weights, if --save cannot be written
 
-def call_with_timeout(seconds, call):
-    """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
+    """Run `call` on a new thread, and return its result. Raises TimeoutError if that takes longer than `seconds`.
+
+    After a timeout, the thread keeps running.
+    """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
-    # The launch: each rank has to know all of it, or would train alone beside the others.
+    """Select the device, and join the process groups of the launch. Raises ConfigError. Collective."""
+    # Check the launch environment. A rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    launch_env = {name: env.get(name, text) for name, text in defaults.items()}
-    numbers = (int(text) if text.isdecimal() else -1 for text in launch_env.values())
-    rank, local_rank, world_size, local_world_size = numbers
+    launch_env = {name: env.get(name, value) for name, value in defaults.items()}
+    values = (int(value) if value.isdecimal() else -1 for value in launch_env.values())
+    rank, local_rank, world_size, local_world_size = values
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
-    tasks = env.get("SLURM_NTASKS", "1")
-    check(0 <= rank < world_size and local_rank >= 0 and not missing, "launch", found=f"{launch_env} without {missing}",
-          expected="all that torchrun sets, with 0 <= RANK < WORLD_SIZE",
-          hint=f"torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ..., or unset WORLD_SIZE "
-               "for a single process")
-    check("WORLD_SIZE" in env or tasks == "1", "launch", found=f"{tasks} tasks of Slurm, and no WORLD_SIZE",
-          expected="ranks that know each other",
-          hint="srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    usable = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
-    check(usable == world_size, "number of ranks", found=world_size,
-          expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
-          hint=f"torchrun --nproc_per_node={usable} train_gpt.py ...")
+    num_tasks = env.get("SLURM_NTASKS", "1")
+    check(0 <= rank < world_size and local_rank >= 0 and not missing, "environment variables of the launch",
+          found=f"{launch_env}, not set: {missing}",
+          expected="the variables that torchrun sets, with 0 <= RANK < WORLD_SIZE",
+          hint=f"run torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ...; or unset WORLD_SIZE "
+               "to train in a single process")
+    check("WORLD_SIZE" in env or num_tasks == "1", "environment variables of the launch",
+          found=f"{num_tasks} Slurm tasks, and WORLD_SIZE is not set",
+          expected="the variables that torchrun sets, so that the ranks can connect",
+          hint="run srun ... torchrun ... with one task per node; or set WORLD_SIZE=1 to train separately in each task")
+    valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
+          expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
+          hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
 
-    # The device: a GPU for each rank, or the CPU for all.
-    cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    gpus = torch.cuda.device_count()
-    check(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
-          expected="an NVIDIA GPU and torch for CUDA", hint="--preset=pocket trains on a CPU in about two minutes")
-    check(not cuda or max(local_rank + 1, local_world_size) <= gpus, "more ranks than devices",
-          found=f"{local_world_size} ranks, {gpus} GPUs", expected="one GPU for each rank",
-          hint=f"--nproc_per_node={gpus} for torchrun")
-    comm = Communicator(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world_size)
+    # Select the device: one GPU per rank, or the CPU for all ranks.
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count()
+    check(use_cuda or cfg.device != "cuda", "--device=cuda", found="no CUDA device",
+          expected="an NVIDIA GPU and a CUDA build of torch",
+          hint="preset record needs one; --preset=pocket trains on a CPU in about two minutes")
+    check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than GPUs",
+          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU per rank on this machine",
+          hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
+    comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # glibc would give memory back after each step, and get it again page by page with a fault for each.
-    if not cuda and platform.libc_ver()[0] == "glibc":
+    # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
+    # has a page fault for every page it allocates.
+    if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD of malloc.h: never
-        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: the most bytes of a block that every glibc takes for it
+        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never
+        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
     if world_size == 1:
         return comm
 
-    # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
-    def join():
-        patience = timedelta(seconds=cfg.comm_timeout)
+    # Join the process groups on a thread with a timeout, because torch waits forever for a port that accepts
+    # connections but does not respond.
+    def join() -> dist.ProcessGroup:
+        timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
-        return dist.new_group(backend="gloo", timeout=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     try:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
-                          expected=f"{world_size} ranks in {cfg.comm_timeout} s",
-                          hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+        message = str(error)[:200] or "no response from a store of torch.distributed"
+        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {message}",
+                          expected=f"{world_size} ranks within {cfg.comm_timeout} s",
+                          hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
-def describe_hardware(comm: Communicator):
+def describe_hardware(comm: Communicator) -> str:
+    """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -4503,76 +4543,86 @@ def describe_hardware(comm: Communicator):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-def resolve_head_precision(cfg: Config, comm: Communicator):
-    """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
-    native = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
-    check(native or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
-          expected="bfloat16 on CUDA capability 8.9 and up",
-          hint="--head=auto or plain, or --head=emulated for the same numbers")
+def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
+    """Return --head, with `auto` resolved to fp8 or plain. Raises ConfigError if the device does not support fp8."""
+    settings_fit = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
+    has_fp8 = settings_fit and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(has_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
+          expected="bfloat16 on a GPU of compute capability 8.9 or later; model_dim and padded_vocab multiples of "
+                   f"{FP8_MULTIPLE}",
+          hint="--head=auto or --head=plain; or --head=emulated, for the same numbers on any device")
     if cfg.head == "auto":
-        return "fp8" if native else "plain"
+        return "fp8" if has_fp8 else "plain"
     return cfg.head
 
-# Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
-# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
+# The kernels of torch's variable-length attention, by the GPU's major compute capability, in the order in which they
+# are tried; and their packages. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: it
+# was no faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. The two have not been
+# timed with this trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-# A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
+# `check_attention` uses documents that end inside tiles of 128 and inside windows, empty documents, and one with one
+# token.
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)
-CHECK_WINDOWS = (2, 128, 300, 1000)      # the last is longer than any document
-CHECK_LOGIT_STD = 4.0                    # of the logits: so large that one key too many or too few shows
-CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
+CHECK_WINDOWS = (2, 128, 300, 1000)      # the last one is longer than any document
+CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or too few changes the output
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
-    Raises RunError if the kernel of this name does not return."""
+    """Check that outputs and gradients of the active kernel match the reference, to the rounding of the dtype.
+
+    Raises AssertionError if they do not match, and RunError, with the name of the kernel, if it does not return.
+    """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
-    bounds = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
-    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
-    for window, (per_token, heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
-        positions = per_token * CHECK_CU_SEQLENS[-1]
-        inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+    cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
+    # Check the layouts of plain and of paired layers. Paired layers have twice the positions and half the heads.
+    for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
+        num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
+        inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
-        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
-            v = torch.cat((q, k, v), dim=1)[:, -heads:]
-        attn_args = AttentionArgs(positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
+        if positions_per_token == 1:     # a slice of qkv, as in layers without value embeddings
+            v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
+        attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
-        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
-            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
-            out = attend(*qkv, per_token * bounds, attn_args)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
-        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
+        for attend, compute_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
+            out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
+        # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
-              found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
-              hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
-        for found, exact in zip(*results):
-            most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
+              found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
+              hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
+        for actual, expected in zip(*results):
+            atol = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
             torch.testing.assert_close(
-                found.float(), exact, rtol=0, atol=most,
-                msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
+                actual.float(), expected, rtol=0, atol=atol,
+                msg=f"the output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
 
-def package_version(package):
+def package_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
-def choose_attention(cfg: Config, comm: Communicator):
-    """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
+def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
+    """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
+
+    With --attention=auto, falls back to the reference if no kernel works, except in the presets `record*`. Raises
+    ConfigError if there is no fallback, and RunError if a kernel does not return.
+    """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
-    names = (cfg.attention,)
+    candidates = (cfg.attention,)
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(comm.device)
-        names = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
+        candidates = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
 
-    # All ranks take the same kernel: ranks with different ones would not train the same model.
-    refusal = ""
-    for name in names:
-        why = ""
+    # All ranks use the same kernel, because ranks with different kernels would not train the same model.
+    first_error = ""
+    for name in candidates:
+        error_text = ""
         try:
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
@@ -4581,64 +4631,68 @@ def choose_attention(cfg: Config, comm: Communicator):
             check_attention(cfg, comm, name)
         except RunError:
             raise
-        except Exception as error:                                            # whatever a foreign kernel raises
-            why = f"{type(error).__name__} {str(error)[:100]}"
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(comm.all_gather(why)) if why), "")
-        if not refusal:
+        except Exception as error:       # external kernels may raise anything
+            error_text = f"{type(error).__name__} {str(error)[:100]}"
+        errors = enumerate(comm.all_gather(error_text))
+        first_error = next((f"{text} (rank {rank})" for rank, text in errors if text), "")
+        if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
-        comm.print0(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
+        comm.print0(f"attention: {name} does not work: {first_error}; requirements-gpu.txt lists the packages")
     check(cfg.attention == "auto" and not cfg.preset.startswith("record"),
-          f"--attention={cfg.attention} of preset {cfg.preset}", found=refusal,
-          expected="a kernel that runs and agrees with the reference",
-          hint="pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with the "
+          f"--attention={cfg.attention} with preset {cfg.preset}", found=f"no kernel works: {first_error}",
+          expected="a kernel that runs and matches the reference",
+          hint="pip install -r requirements-gpu.txt; or --attention=reference, whose time and memory grow with the "
                "windows")
-    comm.print0("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+    comm.print0("warning: no fast attention kernel works; using the reference, whose time and memory grow with the "
+                "windows")
     return attention_reference, "reference"
 
-def slow_attention(attention: str, comm: Communicator) -> str:
-    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+def slow_attention(attention_name: str, comm: Communicator) -> str:
+    """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
     *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    name = attention.partition(" ")[0]
+    name = attention_name.partition(" ")[0]
     if not faster or name in faster:
         return ""
-    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
-            "can run: requirements-gpu.txt names packages")
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+            f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
-def other_cpu_seconds(comm: Communicator):
-    """Return s of this machine's cores that other processes have used so far; negative where it does not say.
-    Collective."""
-    busy = 0.0
+def other_cpu_seconds(comm: Communicator) -> float:
+    """Return the CPU time in s that other processes have used on this machine so far. Collective.
+
+    The result is negative if the system does not report CPU times.
+    """
+    used_s = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
-        busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(comm.all_gather(time.process_time()))
+        used_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Write the first lines of a run: settings, versions, hardware, sizes."""
-    # What another needs to repeat the run: flags, commit, versions.
+    """Log what a run is: settings, versions, hardware and sizes."""
+    # Collect what is needed to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     comm = log.comm
-    of_preset = vars(make_config(dict(preset=cfg.preset)))
+    preset_flags = vars(make_config(dict(preset=cfg.preset)))
     flags = vars(replace(info.raw_cfg, seed=cfg.seed, run_dir=""))
     changed = {name: format_value(value) for name, value in flags.items()
-               if value != of_preset[name]}
-    config = {name: [vars(row) for row in value] if isinstance(value, tuple) else value
+               if value != preset_flags[name]}
+    config = {name: [vars(spec) for spec in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # All parameters, and those that one token uses: of a table only the rows that it looks up.
+    # Count all parameters, and those that one token uses: the rows it looks up, and everything that is not a table.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
-    params_total = sum(math.prod(row.shape) for row in parameter_specs(cfg))
-    rows_unread = sum(table.num_rows - table.lookups_per_token for table in tables)
-    facts = dict(
+    params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
+    unused_rows = sum(table.num_rows - table.lookups_per_token for table in tables)
+    header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
@@ -4647,224 +4701,255 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
-        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
+        params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if info.resumed else "header", **facts, **info.resumed)
-    changes = ", ".join(f"{name}={text}" for name, text in changed.items())
+    log.event("resumed" if info.resumed else "header", **header, **info.resumed)
+    changes = ", ".join(f"{name}={value}" for name, value in changed.items())
     for line in (
             "=" * 100,
-            f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
+            f"Running Python {header['python']}",
+            f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
             f"with world_size {comm.world_size}",
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention_name}, "
-            f"products of the head in {engine.head_precision} precision, seed {cfg.seed}",
-            f"changed from the preset: {changes or 'nothing'}",
+            f"head precision {engine.head_precision}, seed {cfg.seed}",
+            f"flags that differ from the preset: {changes or 'none'}",
             "=" * 100,
             f"logs in {log.run_dir}",
             slow_attention(info.attention_name, comm)):
         if line:
             log.info(line)
     if info.resumed:
-        log.info(f"goes on after step {log.steps_done} of {info.resumed['source']}, whose lines stand above in the log")
-        for name, (then, now) in info.resumed["differs"].items():
-            log.info(f"resumed with another {name}: {then} then, {now} now")
+        log.info(f"resuming {info.resumed['source']} after step {log.steps_done}; the lines above are from its log")
+        for name, (before, now) in info.resumed["differs"].items():
+            log.info(f"warning: {name} differs from the earlier run: {before} then, {now} now")
 
-def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, resumed: dict = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run, next to its source and settings. earlier: what `Log.state` gave to a checkpoint."""
+def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
+             resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
+    """Create the run directory of one run, with its source and settings, and open its log.
+
+    resumed: what `Log.state` returned for a checkpoint.
+    """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
     log = Log(run_dir, engine.comm, schedule, files, resumed)
     write_header(log, info, engine)
     return log
 
-def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
-    """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
-    what decides a run's numbers: {flag or fact: text}, with hashes of data and source. Raises TrainerError."""
+def open_data(raw_cfg: Config, comm: Communicator,
+              source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
+    """Check all shards, and fill in the sizes that depend on them. Collective.
+
+    Returns the config with all sizes, the headers of the training shards and of the validation shards, and the
+    fingerprint: {flag or fact: text}, with the hashes of data and source. Raises TrainerError.
+    """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
-    content = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
-                   source_sha256=hashlib.sha256(source).hexdigest())
-    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | content)
+    versions = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
+                    source_sha256=hashlib.sha256(source).hexdigest())
+    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | versions)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
-    # Links are followed: it is the same text under any name.
-    validated = {os.path.realpath(header.name) for header in val_headers}
-    shared = validated.intersection(os.path.realpath(header.name) for header in train_headers)
-    if shared:
-        comm.print0(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
-                   "other text")
-    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | content
+    # Resolve links, because two names may refer to the same file.
+    val_paths = {os.path.realpath(header.name) for header in val_headers}
+    in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
+    if in_both:
+        comm.print0(f"warning: training and validation shards overlap, at least in {min(in_both)}; the validation loss "
+                    "does not measure generalization")
+    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
-    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers they need."""
+    default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
-          expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
+          expected="g++, or another compiler that torch.compile finds", hint="apt install g++; or --compile=0")
     if not comm.on_cuda:
         return
 
-    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    # Triton compiles a Python extension module in C before its first kernel. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
-          found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
-          hint="install one (apt install gcc)")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
-    headers = sysconfig.get_paths(scheme)["include"]
-    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
-    check(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
-          "compiling kernels for the GPU", found=f"no Python.h in {headers}", expected="the headers of this Python",
-          hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+          found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
+          hint="apt install gcc")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
+    include_dir = sysconfig.get_paths(scheme)["include"]
+    search_path = os.pathsep.join([include_dir, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    check(any(Path(folder, "Python.h").is_file() for folder in search_path.split(os.pathsep) if folder),
+          "compiling kernels for the GPU", found=f"no Python.h in {include_dir}",
+          expected="the C headers of this Python",
+          hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
-def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator):
-    """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
+def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
+    """Check what could end the run hours later: run directories, --save and compilers. Collective.
+
+    Raises ConfigError or RunError, on every rank.
+    """
     with comm.raise_together():
         check_compilers(cfg, comm)
         if comm.rank > 0:
             return
 
-        for folder in run_dirs:
-            check(not any(os.path.lexists(folder / name) for name in LOG_FILES), f"run directory {folder}",
-                  found="the log of a run", expected="a folder without one",
-                  hint="another --run_dir, or remove what an earlier start has left", error=RunError)
+        for directory in run_dirs:
+            check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
+                  found="it already contains a log", expected="a directory without a log",
+                  hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
         if cfg.save:
-            folder = Path(cfg.save)
-            check(not os.path.lexists(folder), f"--save={cfg.save}", found="a name that is taken",
-                  expected="a free name", hint="another name; nothing is overwritten")
-            with write_errors(folder, ConfigError):
-                partial_path(folder, run_id).mkdir(parents=True)
-                partial_path(folder, run_id).rmdir()
+            directory = Path(cfg.save)
+            check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
+                  expected="a path that does not exist", hint="choose another name; nothing is overwritten")
+            with write_errors(directory, ConfigError):
+                partial_path(directory, run_id).mkdir(parents=True)
+                partial_path(directory, run_id).rmdir()
 
-def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
-    """Return dict(step, source, differs). differs: facts that have changed since the checkpoint, name -> (then, now).
-    Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
-    before = resumed["fingerprint"]
-    check(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
-          found=f"shards of hash {facts['data_sha256'][:16]}...",
-          expected=f"those of the run, of hash {before['data_sha256'][:16]}...",
-          hint="leave --train_files and --val_files out, or name the same shards in another place", error=DataError)
-    done = resumed["log"]["steps_done"]
-    check(done <= end_step, f"--max_steps with --resume={cfg.resume}",
+def check_resume(cfg: Config, resumed: dict[str, Any], fingerprint: dict[str, str],
+                 end_step: float) -> dict[str, Any]:
+    """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
+
+    differs: entries of the fingerprint that have changed since the checkpoint, {name: (then, now)}. Raises DataError if
+    the data differ, and ConfigError if the checkpoint is past the end of this run.
+    """
+    previous = resumed["fingerprint"]
+    check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
+          found=f"shards with sha256 {fingerprint['data_sha256'][:16]}...",
+          expected=f"the shards of the earlier run, with sha256 {previous['data_sha256'][:16]}...",
+          hint="omit --train_files and --val_files, or give other paths of the same shards", error=DataError)
+    steps_done = resumed["log"]["steps_done"]
+    check(steps_done <= end_step, f"--max_steps with --resume={cfg.resume}",
           found=f"{cfg.max_steps}: the run would end at step {end_step}",
-          expected=f"{done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
-    differs = {name: (before.get(name), facts.get(name)) for name in before | facts
-               if before.get(name) != facts.get(name)}
-    return dict(step=done, source=cfg.resume, differs=differs)
+          expected=f"{steps_done} or more, because the checkpoint is at step {steps_done}",
+          hint="--max_steps=0 runs the whole schedule")
+    differs = {name: (previous.get(name), fingerprint.get(name)) for name in previous | fingerprint
+               if previous.get(name) != fingerprint.get(name)}
+    return dict(step=steps_done, source=cfg.resume, differs=differs)
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
-               num_graphs: int):
-    """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
-    Returns the result, and the error of --save or None."""
+               num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
+    """Log the result of a run, and save the weights. Returns the result, and the error of --save or None. Collective.
+
+    num_graphs: number of graphs that were compiled before the training loop.
+    """
     cfg = log.schedule.cfg
     comm = log.comm
-    if comm.on_cuda:                     # since the race began
+    if comm.on_cuda:                     # peak since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    else:                                                                     # of the process; KiB, on macOS bytes
-        unit = 20 if sys.platform == "darwin" else 10
-        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
+    else:                                # peak of the whole process; ru_maxrss is in KiB, on macOS in bytes
+        shift = 20 if sys.platform == "darwin" else 10
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift)
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
-        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
-                 f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
+                 f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Facts without which the training time would mislead.
+    # Log what makes the training time misleading.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
-        log.info(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
-    slow = slow_attention(info.attention_name, comm)
-    if slow:
-        result["slow_attention"] = slow
+        log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
+    slow_warning = slow_attention(info.attention_name, comm)
+    if slow_warning:
+        result["slow_attention"] = slow_warning
     if cfg.profile:
         result["void"] = "profiled"
     elif log.steps_done < log.schedule.end_step:
         result["void"] = "the data ended early"
     if "void" in result:
-        log.info(f"this time does not count: {result['void']}")
+        log.info(f"warning: the training time is not valid: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = engine.traffic_totals()
-    touched = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
-               for label, table in engine.tables.items() if table.store}
-    if touched:
-        result["touched_rows"] = touched
+    touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
+                    for label, table in engine.tables.items() if table.store}
+    if touched_rows:
+        result["touched_rows"] = touched_rows
 
-    # Weights go where --save says, else into the run directory.
-    save_error = None
+    # If --save cannot be written, write the weights into the run directory.
+    save_error: RunError | None = None
     if cfg.save:
-        fate = "lost"
-        for folder in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
+        outcome = "not saved"
+        for directory in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
             try:
-                save_weights(folder, info.run_id, cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
-                fate = f"in {folder}"
+                save_weights(directory, info.run_id, cfg, engine, log.schedule.at(log.steps_done),
+                             validation.token_bytes)
+                outcome = f"saved in {directory}"
                 break
             except RunError as error:
                 save_error = save_error or error
-        log.info(f"weights {fate}")
+        log.info(f"weights {outcome}")
     log.event("result", **result)
     log.close()
     return result, save_error
 
-def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
-    """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
+def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
+    """Print a sample, and a JSON object with the means over all runs as the last line of stdout. Collective.
+
+    Raises RunError if sampling or printing fails.
+    """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
         engine.comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
-    last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
+    loss, train_time_ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
+    summary = dict(type="result", val_loss=loss, train_time_ms=train_time_ms,
+                   run_dirs=[result["run_dir"] for result in results])
     if engine.comm.rank == 0:
-        print_stdout(json.dumps(last))
+        print_stdout(json.dumps(summary))
 
-def make_profiler(cfg: Config, first: int, end_step: float):
-    """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
+def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
+    """Build the profiler of --profile for a run that starts at `first_step`; None without --profile.
+
+    Raises ConfigError if the run does not contain these steps.
+    """
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
-    check(first < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first} to {end_step}",
-          expected=f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
-          hint=f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    return torch.profiler.profile(schedule=traced)
+    check(first_step < start and stop < end_step, f"--profile={cfg.profile}",
+          found=f"a run of steps {first_step} to {end_step}",
+          expected=f"{first_step} < a < b < {end_step}: step a - 1 warms up the profiler, and step b ends the trace",
+          hint=f"--profile={first_step + 1}:{first_step + 3}")
+    profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
+                                               active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write a trace of each rank, and a table of the most expensive operations into the log."""
-    trace = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
-    with write_errors(trace):
-        profiler.export_chrome_trace(str(trace))
+    """Write this rank's trace, and log a table of the most expensive operations. Raises RunError."""
+    path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
+    with write_errors(path):
+        profiler.export_chrome_trace(str(path))
     sort_by = f"self_{log.comm.device.type}_time_total"
     log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
-def describe_exit(error: BaseException | signal.Signals):
-    """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
+def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
+    """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
-        return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
+        return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
     first_line = str(error).partition("\n")[0]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        error = RunError("out of memory", found=first_line, expected="less at once",
-                         hint="--micro_batch_size=1, or more --seqs_per_step")
+        error = RunError("out of memory", found=first_line, expected="a micro-batch that fits",
+                         hint="--micro_batch_size=1, or a larger --seqs_per_step, which shortens the sequences")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a file to use",
-                          hint="look at disk and rights")
+        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a readable and writable file",
+                          hint="check the disk and the permissions")
     elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION_RE, first_line):
         error = lost_rank_error(first_line)
     if isinstance(error, TrainerError):
         return error.exit_status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def agree_on_cause(cause: str, if_alone: str):
-    """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
+def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
+    """Agree with the other ranks on what ended the run first. Returns this cause, and whether this rank prints it.
+
+    if_alone: replaces `cause`, unless all ranks end within ALL_RANKS_TIMEOUT_S.
+    """
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
-    def all_ended():
+    def all_ended() -> bool:
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -4875,74 +4960,81 @@ def agree_on_cause(cause: str, if_alone: str):
     if cause != if_alone and not all_ended():
         cause = if_alone
     my_cause = f"{env['RANK']}\n{cause}"
-    first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    # If rank 0 hosts the store, and not torchrun, it waits for the others, because the store ends with this process.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        all_ended()                                                           # the store ends with this process
-    return first.partition("\n")[2], first == my_cause
+        all_ended()
+    return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
-    """The one end of this process, by an error or a signal, and bounded in time."""
-    # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
+    """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
+
+    A signal wakes up a thread, which ends the process even if the main thread is blocked in C code.
+    """
     def __init__(self):
-        self.log = None                                                       # of the run that is going on
-        self.exiting = threading.Lock()  # taken by whoever ends the process
+        self.log: Log | None = None                                           # log of the current run
+        self.exiting = threading.Lock()  # held by the thread that ends the process
         self.wakeup_send, self.wakeup_recv = socket.socketpair()
-        self.wakeup_send.setblocking(False)               # as set_wakeup_fd wants it
+        self.wakeup_send.setblocking(False)               # required by set_wakeup_fd
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
-        for number in EXIT_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:                    # ignored: by nohup
-                signal.signal(number, lambda *_: None)                        # the thread reads its number
+        for signum in EXIT_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:                    # stays ignored, as under nohup
+                signal.signal(signum, lambda *_: None)                        # the thread reads the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
-    def end(self, error):
-        """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
-        self.exiting.acquire()           # the second waits here for the end
-        status, cause = describe_exit(error)
-        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()               # if a dead disk, say, holds this up
+    def end(self, error: BaseException | signal.Signals) -> None:
+        """Print why the run ended, on one of the ranks, end the log, and end the process. Does not return."""
+        self.exiting.acquire()           # a second call waits here until the process has ended
+        exit_status, cause = describe_exit(error)
+        # End the process in time even if the code below is stuck, for example on a dead disk.
+        threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.
+            # If only some ranks receive a signal, a rank was lost, and torchrun or srun ends the others.
             if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                meet = functools.partial(agree_on_cause, cause, if_alone)
-                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, meet)
-            except Exception:                                                 # a stopped launcher answers nothing
+                agree = functools.partial(agree_on_cause, cause, if_alone)
+                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
+            except Exception:                                                 # a stopped launcher does not respond
                 cause = if_alone
         if prints:
-            with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
-                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # the line of progress
+            with contextlib.suppress(Exception):                              # stderr is closed, or a full pipe
+                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # erases the progress line
                 call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
-        for part in tuple(PARTIAL_DIRS):
-            shutil.rmtree(part, ignore_errors=True)
-        os._exit(status)
+        for path in tuple(PARTIAL_DIRS):
+            shutil.rmtree(path, ignore_errors=True)
+        os._exit(exit_status)
 
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
-    # Check first what would end the run after hours of work, before data are read and anything is written.
+    """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
+
+    raw_cfg: settings before the shard headers fill in the sizes. source: text of this file, for the logs.
+    """
+    # Check everything that could end the run hours later before data is read and anything is written.
     start = time.perf_counter()
-    before = other_cpu_seconds(comm)
+    other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
-    # One name for all ranks, whose clocks may differ.
+    # All ranks use the directory of rank 0, because their clocks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
     root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
     seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
+    # Open the data before building the model, because the shard headers determine its sizes and bad data ends the run.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
-    # Memory depends on the attention kernel, and the micro-batch on memory. Attention packages may compile now, which
-    # takes ranks different times.
+    # The attention kernel determines the memory per sequence, and with it the micro-batch size. Attention packages may
+    # compile now, and some ranks may take longer than others, so use a longer timeout.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
-    # A resumed run continues with the state, log, clock and places of its last checkpoint.
+    # With --resume, continue with the state, log, clock and schedule progress of the last checkpoint.
     resumed = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
     if cfg.resume:
         resumed = load_checkpoint(Path(cfg.resume), engine)
@@ -4951,17 +5043,19 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     first_step = resumed["log"]["steps_done"]
     profiler = make_profiler(cfg, first_step, schedule.end_step)
 
-    # The log of the first run contains set-up and warm-up.
+    # Set-up and warm-up are logged with the first run.
     info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
-    seconds = time.perf_counter() - start
-    busy = (other_cpu_seconds(comm) - before) / seconds
+    setup_s = time.perf_counter() - start
+    busy_cores = (other_cpu_seconds(comm) - other_cpu_before) / setup_s
     log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
-    if busy > BUSY_CORES_WARN:
-        log.info(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
-    log.info("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
+    if busy_cores > BUSY_CORES_WARN:
+        log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
+                 "unreliable")
+    log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
+                                              for component, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
-    # The warm-up compiles and runs every graph, and then restores the state. After it, a rank that is silent is lost.
+    # Compile and run every graph before the clock starts, then restore the state bit by bit.
     with log.phase("validation data"):
         validation = ValidationSet(cfg, comm, val_headers)
     with log.phase("warm-up"):
@@ -4969,15 +5063,17 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
-    # be slow.
+    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with
+    # checkpoints and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank. A
+    # single rank waits only for its device, which may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
-    results, problem = [], None
+    results: list[dict[str, Any]] = []
+    problem: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
-        # Further runs start from the same state, but with the initial values of their seed.
+        # Every further run starts from the same state, with the initial weights of its seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
@@ -4990,7 +5086,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         loader = Loader(cfg, comm, train_headers)
         loader.skip(map(schedule.at, range(first_step)))
 
-        # Models and graphs are many objects, which the garbage collector need not visit in every step.
+        # Exclude the many objects of model and graphs from garbage collection during training.
         gc.collect()
         gc.freeze()
         if comm.on_cuda:
@@ -4999,10 +5095,10 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
             loss, out_of_data = train_loop(info, loader, engine, validation, clock, log, profiler)
         gc.unfreeze()
         loader.close()
-        if profiler and profiler.profiler:                # else the data ended before the profiled steps
+        if profiler and profiler.profiler:                # None if the data ended before the profiled steps
             write_trace(profiler, log)
 
-        # The result is the last line of a log. After it, only the sample can fail.
+        # The result is the last line of the log. Only sampling and printing can still fail after it.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
         problem = problem or out_of_data or save_error
@@ -5011,59 +5107,62 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     if problem:
         raise problem
 
-def sample_from_save(flags: Config):
-    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
-    # Settings come first: they say what the tensors have to be.
-    folder = Path(flags.sample)
-    weights = folder / "weights.pt"
-    saved = read_settings(folder)
-    check_manifest(folder / SETTINGS_FILE, (folder / SETTINGS_FILE).read_bytes())
-    manifest = read_manifest(folder)
-    tensors = read_tensors(weights, manifest)
-    check_tensors(weights, saved, tensors)
+def sample_from_save(flags: Config) -> None:
+    """Run --sample=DIR "prompt": print a continuation of the prompt, on any device. Raises TrainerError."""
+    # Read the settings first, because they determine the names and shapes of the tensors.
+    directory = Path(flags.sample)
+    weights_path = directory / "weights.pt"
+    saved_cfg = read_settings(directory)
+    check_manifest(directory / SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
+    manifest = read_manifest(directory)
+    tensors = read_tensors(weights_path, manifest)
+    check_tensors(weights_path, saved_cfg, tensors)
 
-    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
-    comm = init_distributed(replace(saved, seqs_per_step=1, device=flags.device))
-    dtype = saved.dtype
+    # Use one rank and no compiler. Tables stay in host memory, because a prompt looks up few rows.
+    comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
+    dtype = saved_cfg.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
         dtype = "float32"
-    tables = tuple(replace(table, location="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
+    tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
+    cfg = replace(saved_cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
-    token_bytes = read_token_bytes(folder, cfg)
+    token_bytes = read_token_bytes(directory, cfg)
     try:
         if token_bytes is None and cfg.vocab_size == GPT2_VOCAB:
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            token_bytes = [encoding.decode_single_token_bytes(token) for token in range(GPT2_BOS_ID)] + [b""]
+            token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
-            ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
+            # Split the prompt like data/pocket.py splits its text: into tokens of the vocabulary, and single bytes
+            # for all other words.
+            token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
-            known_pieces = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-            prompt = [ids[piece] for piece in itertools.chain(*known_pieces)]
-    except Exception as error:           # no package, no network, bytes that no token has
+            pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [token_ids[piece] for piece in itertools.chain(*pieces)]
+    except Exception as error:           # no tiktoken, no network, or bytes without a token
         raise DataError("prompt", found=f"{type(error).__name__}: {error}",
-                        expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
-                                 "them from the network or from TIKTOKEN_CACHE_DIR",
-                        hint="leave it out, use other words, or install tiktoken") from None
+                        expected="a prompt that vocab.txt next to the weights can encode; or, for GPT-2 tokens, "
+                                 "tiktoken, which downloads its data or reads it from TIKTOKEN_CACHE_DIR",
+                        hint="omit the prompt, use other words, or pip install tiktoken") from None
     engine = Engine(cfg, comm, attention_reference, head_precision=None)
-    with read_errors(weights):
+    with read_errors(weights_path):
         engine.model.load_state_dict(tensors)
-    load_rows(folder, manifest, engine)
+    load_rows(directory, manifest, engine)
 
     schedule = Schedule(cfg)
     sample = generate(cfg, engine, schedule.at(schedule.end_step), token_bytes, prompt)
     print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
-    source: text of this file; None: as it is now."""
+    """Run the trainer with these flags, and end the process. source: text of this file; None: read the file now.
+
+    Exit status 0: done, 1: the run failed, 2: invalid settings or data, 128 + n: ended by signal n.
+    """
     exit_handler = ExitHandler()
     try:
         if source is None:
             source = Path(__file__).read_bytes()
-        if sys.stdout:                                                        # None if it is closed
+        if sys.stdout:                                                        # None if it was closed
             sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = load_config(argv)
@@ -5071,12 +5170,14 @@ def main(argv: list[str], source: bytes | None = None) -> None:
             sample_from_save(cfg)
         else:
             train(cfg, init_distributed(cfg), exit_handler, source)
-    except SystemExit:                                                        # --help was shown
+    except SystemExit:                                                        # after --help
         pass
     except BaseException as error:
         exit_handler.end(error)
-    exit_handler.exiting.acquire()       # a signal that came before has its end
-    os._exit(0)                                                               # even if a thread is stuck in a read
+    # If a signal is being handled, wait here until its thread has ended the process. Otherwise end the process now,
+    # without waiting for other threads, which may be stuck in a read.
+    exit_handler.exiting.acquire()
+    os._exit(0)
 
 
 if __name__ == "__main__":

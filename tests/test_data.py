@@ -232,7 +232,7 @@ def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_
         write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
-    for cfg, said in ((shared, f"at least: {tmp_path}/b.bin"), (preset(), "")):
+    for cfg, said in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
         tg.open_data(cfg, comm(), b"source")
         out = capsys.readouterr().out
         assert said in out and bool(said) == bool(out)
