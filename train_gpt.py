@@ -95,7 +95,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -113,11 +113,11 @@ class TrainerError(Exception):
     """An error that says what is wrong, what was found, what was expected, and how to fix it."""
     exit_status = 2
 
-    def __init__(self, what: str, found, expected, hint: str):
+    def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
         # Store strings, so that the error can be pickled and sent to other ranks.
         super().__init__(what, str(found)[:1000], str(expected), hint)
 
-    def __str__(self):
+    def __str__(self) -> str:
         what, found, expected, hint = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
@@ -153,7 +153,7 @@ class Layer:
     save_as: str = ""                # name under which the output of the layer is saved
     add_saved: str = ""              # name of the saved output that is gated and added to the input of the layer
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", found=self,
               expected="attention `plain`, `paired` or `none`, window `short` or `long`",
               hint="see the columns of Layer")
@@ -182,7 +182,7 @@ LAYERS = (
     Layer("plain", "short", value_embed=2),                                   #  8
     Layer("paired", "short", value_embed=3),                                  #  9
     Layer("plain", "long", value_embed=4, key_offset=True))                   # 10
-ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
+ATTENTION_LAYERS = tuple(i for i, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Stage:
     mtp_end: tuple[float, ...]       # loss weights when it ends; they are interpolated linearly in between
     untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check(1 <= self.short_window < self.long_window, "--stages", found=self, expected="1 <= short < long window",
               hint=f"change that row; the table is {STAGE_SYNTAX}")
         check(len(self.mtp_start) == len(self.mtp_end), "--stages", found=self,
@@ -237,7 +237,7 @@ class NgramTable:
     wd_mul: float = 5.0              # times adam_weight_decay
     beta2: float = 0.95              # decay of the second moment per update
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         rules = {                    # {expected: does it hold}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label that the recipe has not, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
@@ -264,14 +264,14 @@ SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of
 # SINGLE_RUN: the flag belongs to one run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
-def flag(group: str, default, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
-         role: str = NUMERIC):
+def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
+         role: str = NUMERIC) -> Any:
     """Declare a field of Config and its flag. lo, hi: the smallest and largest valid number."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
 _common = functools.partial(flag, "common", role=INHERITED)
-_once = functools.partial(flag, "common", role=SINGLE_RUN)
+_single_run = functools.partial(flag, "common", role=SINGLE_RUN)
 _data = functools.partial(flag, "data")
 _model = functools.partial(flag, "model")
 _schedule = functools.partial(flag, "schedule")
@@ -291,11 +291,13 @@ class Config:
     val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     epochs: int = _common(1, "passes", "over the training shards; 0: cycle without end")
     seed: int = _common(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMERIC)
-    runs: int = _once(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
+    runs: int = _single_run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...",
+                            lo=1, hi=10**4)
     max_steps: int = _common(0, "steps", "stop early, then validate; 0: the whole schedule")
-    save: str = _once("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _once("", "folder", "generate from the weights that --save left there instead of training")
-    resume: str = _once("", "folder", "run directory to continue from its last checkpoint, with its flags")
+    save: str = _single_run("", "folder",
+                            "for the final weights, their config and the bytes of the tokens; empty: none")
+    sample: str = _single_run("", "folder", "generate from the weights that --save left there instead of training")
+    resume: str = _single_run("", "folder", "run directory to continue from its last checkpoint, with its flags")
     # Documents are packed into sequences, so seqs_per_step affects the losses. Sources: sequences that begin with a
     # document, record 26; max_doc_len, record 29; bigram table, record 62.
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", lo=1)
@@ -308,17 +310,17 @@ class Config:
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
     # The number and the features of the layers are not flags: LAYERS has those of modded-nanogpt. Sources: normalized
     # queries and keys, record 5; bf16 activations, record 10; fp8 head, record 19; bf16 weights, record 57.
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
+    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", lo=GATE_INPUTS, hi=2**16)
+    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", lo=2, hi=2**12)
+    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", lo=8, hi=2**14)
     attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple = _model((), "table", TABLE_SYNTAX)
+    tables: tuple[NgramTable, ...] = _model((), "table", TABLE_SYNTAX)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
     # The last of `stages` is the extension, which follows the scheduled steps. Source of lr_floor: record 19.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple = _schedule(STAGES, "table", STAGE_SYNTAX)
+    stages: tuple[Stage, ...] = _schedule(STAGES, "table", STAGE_SYNTAX)
     window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", lo=1)
     final_long_window: int = _schedule(20, "blocks", "long window of the final validation", lo=1)
     cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", hi=1)
@@ -358,13 +360,13 @@ class Config:
 
 # A stage or table is one line of text in a flag, in a log and in the settings of a save. Only `parse_specs` and
 # `format_spec` read and write that text.
-def parse_floats(word):
+def parse_floats(word: str) -> tuple[float, ...]:
     return tuple(map(float, word.split(",")))
 
-def parse_layer(word):
+def parse_layer(word: str) -> int | None:
     return None if word == "stream" else int(word)
 
-def ngram_lr_mul(word: str) -> float:
+def parse_lr_mul(word: str) -> float:
     """Parse the column `lr`. In earlier versions of this trainer, the 8th column was a rounding mode."""
     check(word not in ("nearest", "stochastic"), "--tables, 8th column", found=word,
           expected="lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
@@ -373,9 +375,9 @@ def ngram_lr_mul(word: str) -> float:
 
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, parse_layer, int, str, int, ngram_lr_mul, float, float))
+    tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
-def parse_specs(name: str, text: str):
+def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
     """Parse the text of --stages or --tables.
 
     Trailing columns that are omitted have their defaults. Raises ValueError, TypeError or KeyError if the text is
@@ -383,13 +385,13 @@ def parse_specs(name: str, text: str):
     """
     # A column too many raises ValueError in the strict zip. A required column that is missing raises TypeError in the
     # constructor.
-    make, *columns = SPEC_PARSERS[name]
-    rows = []
-    for row in text.split(";"):
-        words = row.split()
+    make, *parsers = SPEC_PARSERS[name]
+    specs = []
+    for line in text.split(";"):
+        words = line.split()
         if words:
-            rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
-    return tuple(rows)
+            specs.append(make(*(parse(word) for parse, word in zip(parsers[:len(words)], words, strict=True))))
+    return tuple(specs)
 
 # Preset `record`: the defaults of Config are the settings of modded-nanogpt at record 71, for GPUs.
 RECORD = dict(device="cuda")
@@ -427,10 +429,10 @@ PRESETS = dict(
 
 SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: text of its flag}
 
-def format_spec(row: Stage | NgramTable):
+def format_spec(spec: Stage | NgramTable) -> str:
     """Format a stage or table so that `parse_specs` can read it."""
     words = []
-    for value in vars(row).values():
+    for value in vars(spec).values():
         if isinstance(value, tuple):
             words.append(",".join(map(str, value)))
         elif isinstance(value, bool):
@@ -439,11 +441,11 @@ def format_spec(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-def format_value(value):
+def format_value(value: Any) -> str:
     """Format a setting as the text of its flag."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
-def parse_value(name: str, text: str):
+def parse_value(name: str, text: str) -> Any:
     """Parse the text of flag --`name`. Raises ConfigError for a wrong type, choice or range."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
@@ -468,7 +470,7 @@ def parse_value(name: str, text: str):
     raise ConfigError(f"--{name}", found=repr(text), expected=f"{allowed}: {metadata['help']}",
                       hint=f"for example --{name}={format_value(config_field.default)}")
 
-def check_layers(layers):
+def check_layers(layers: Iterable[Layer]) -> None:
     """Check that the layers fit together. Raises ConfigError.
 
     The model would silently ignore these mistakes, and train something else than the layers say.
@@ -479,21 +481,22 @@ def check_layers(layers):
               expected=f"to add a stream that a layer above keeps, {saved}", hint="see the columns of Layer")
         if layer.save_as:
             saved.append(layer.save_as)
-    values = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    check(BACKOUT in saved and len(saved) == len(set(saved)) and values == list(range(len(values))), "LAYERS",
-          found=f"streams kept {saved}, value tables {values}",
+    value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    saved_once = BACKOUT in saved and len(saved) == len(set(saved))
+    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS",
+          found=f"streams kept {saved}, value tables {value_embeds}",
           expected=f"each stream once, with {BACKOUT!r}, and value tables 0, 1, ... once each",
           hint="see the columns of Layer")
 
-def check_config(cfg: Config):
+def check_config(cfg: Config) -> None:
     """Check settings that depend on each other. Raises ConfigError with a value that works."""
     # `parse_value` has checked the types and ranges of single flags.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    unit = SEQ_MULTIPLE * cfg.seqs_per_step               # tokens; batches are multiples of this
+    multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", found=stage,
-              expected=f"a batch of a multiple of {unit} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
+        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages", found=stage,
+              expected=f"a batch of a multiple of {multiple} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
               hint=f"change that row; the table is {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
@@ -509,29 +512,29 @@ def check_config(cfg: Config):
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
          "two rows or more, the last for the extension, and `untie` in one row at most", format_value(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SEQ_MULTIPLE} x seqs_per_step)",
-         -(-cfg.val_batch_tokens // unit) * unit),
+        ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
+         f"a multiple of {multiple} ({SEQ_MULTIPLE} x seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
          "one run for --resume, --save or --profile", 1),
         ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
-    for name, right, expected, instead in rules:
+    for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
-        check(right, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={instead}")
+        check(ok, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={example}")
 
-def make_config(values: dict):
-    """Build a checked Config from the given fields, and the others from their preset. Raises ConfigError."""
-    preset = values.get("preset", Config.preset)
+def make_config(settings: dict[str, Any]) -> Config:
+    """Build a checked Config from these fields, with the defaults of their preset. Raises ConfigError."""
+    preset = settings.get("preset", Config.preset)
     check(preset in PRESETS, "--preset", found=preset, expected=f"one of {list(PRESETS)}",
           hint="for example --preset=pocket")
-    cfg = Config(**PRESETS[preset] | values)
+    cfg = Config(**PRESETS[preset] | settings)
     check_config(cfg)
     return cfg
 
-def read_settings(folder: Path):
+def read_settings(directory: Path) -> Config:
     """Load the settings of a run directory or a save. Raises DataError, or ConfigError for an invalid setting."""
-    path = folder / SETTINGS_FILE
+    path = directory / SETTINGS_FILE
     try:
         check(path.is_file() or not path.exists(), str(path), found="no regular file",
               expected="settings of a run or of a save", hint="name the folder of one", error=DataError)
@@ -546,7 +549,7 @@ def read_settings(folder: Path):
                         hint="name the folder of a run or of a save; one of an older trainer needs that "
                              "trainer, the train_gpt.py in the run directory") from None
 
-def print_stdout(text: str):
+def print_stdout(text: str) -> None:
     """Print a result that the user asked for. Raises RunError if standard output cannot be written."""
     try:
         print(text, flush=True)
@@ -554,7 +557,7 @@ def print_stdout(text: str):
         raise RunError("standard output", found=error, expected="one that takes all lines",
                        hint="redirect it to where there is room; what a run has found stands in its log") from None
 
-def make_arg_parser(preset: str):
+def make_arg_parser(preset: str) -> argparse.ArgumentParser:
     """Build the parser of all flags. Its help shows the values of the preset."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
@@ -562,13 +565,13 @@ def make_arg_parser(preset: str):
         "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("prompt", nargs="?", help="the same as --prompt")
-    values = vars(make_config(dict(preset=preset)))
+    defaults = vars(make_config(dict(preset=preset)))
     for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
-        listed = parser.add_argument_group(group)
+        help_group = parser.add_argument_group(group)
         for config_field in config_fields:
-            help_text = f"{config_field.metadata['help']} [{format_value(values[config_field.name])}]"
-            listed.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
-                                type=functools.partial(parse_value, config_field.name))
+            help_text = f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]"
+            help_group.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
+                                    type=functools.partial(parse_value, config_field.name))
     return parser
 
 # {old name: new name}. Command lines and settings files of earlier versions have the old names, which are refused.
@@ -614,13 +617,13 @@ def flag_names(*roles: str) -> set[str]:
     """Return the names of the flags with one of these roles."""
     return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
-def numeric_settings(cfg: Config):
+def numeric_settings(cfg: Config) -> dict[str, str]:
     """Return the settings that affect the results of a run, as {field: text}. --resume may not change them."""
     # The location of a table does not affect results, not even their rounding, so --resume may change it.
     cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
-def load_config(argv):
+def load_config(argv: list[str]) -> Config:
     """Parse the command line into a checked Config; --resume adds the flags of the earlier run.
 
     With --sample=DIR the Config has the given flags only, since `read_settings(DIR)` has the settings of the model.
@@ -628,8 +631,8 @@ def load_config(argv):
     """
     flags = parse_args(argv)
     if "sample" in flags:
-        may_vary = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= may_vary, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(may_vary)}",
+        allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(allowed)}",
               hint="leave the others out: the folder says what was trained")
         return Config(**flags)
     if "resume" not in flags:
@@ -639,15 +642,15 @@ def load_config(argv):
     earlier = read_settings(Path(flags["resume"]))
     inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
-    before = numeric_settings(earlier)
+    required = numeric_settings(earlier)
     for name, text in numeric_settings(cfg).items():
-        check(text == before[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{before[name]}, as in that run",
+        check(text == required[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{required[name]}, as in that run",
               hint=f"leave --{name} out; these may change: {sorted(flag_names(INHERITED))}, and the "
                    "location of a table")
     return cfg
 
-def wait_for_work(work: Any) -> None:
+def wait_for_work(work: dist.Work | None) -> None:
     """Wait for a collective that `Communicator.launch` has launched; None: there was nothing to launch."""
     if work is not None:
         work.wait()
@@ -672,11 +675,11 @@ class Communicator:
     world_size: int = 1
     # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
     # one group in the same order.
-    loader_group: Any = None
+    loader_group: dist.ProcessGroup | None = None
     timeout: float = 600.0           # s, longest wait for another rank; see set_timeout
 
     @property
-    def on_cuda(self):
+    def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
@@ -701,7 +704,7 @@ class Communicator:
                 expected="the end of what it was given",
                 hint="look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
 
-    def launch(self, collective: Callable, *tensors: Tensor):
+    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
         """Launch an asynchronous collective. Returns its work for `wait_for_work`; None with W = 1. Collective."""
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
@@ -714,7 +717,7 @@ class Communicator:
             for group in (None, self.loader_group):
                 set_group_timeout(timedelta(seconds=seconds), group)
 
-    def pinned(self, x):
+    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
         """Convert to a CPU tensor, in pinned memory if the device is a GPU.
 
         torch does not reuse a pinned block before the last copy from it has finished.
@@ -722,7 +725,7 @@ class Communicator:
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def set_thread_device(self):
+    def set_thread_device(self) -> None:
         """Select the GPU of this rank in a new thread.
 
         The current device is per thread. Without this call, pinning memory would open a context on GPU 0 in every rank.
@@ -730,31 +733,32 @@ class Communicator:
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def print0(self, text: str):
+    def print0(self, text: str) -> None:
         """Print on rank 0. A closed or full console does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def all_gather(self, fact):
+    def all_gather(self, obj: Any) -> list[Any]:
         """Return the object of every rank, in rank order. Collective."""
-        everyone = [fact] * self.world_size
+        objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(everyone, fact)
-        return everyone
+            dist.all_gather_object(objs, obj)
+        return objs
 
-    def check_agreement(self, facts: dict):
+    def check_agreement(self, facts: dict[str, str]) -> None:
         """Check that all ranks were started with the same facts. Raises ConfigError on every rank. Collective."""
         # Every rank compares all ranks with rank 0, so that all ranks raise the same error and none is left waiting.
-        everyone = self.all_gather(facts)
-        for rank, theirs in enumerate(everyone):
-            for name, expected in everyone[0].items():
-                check(theirs.get(name) == expected, f"ranks disagree about {name}",
-                      found=f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", expected="one value",
+        facts_by_rank = self.all_gather(facts)
+        for rank, other_facts in enumerate(facts_by_rank):
+            for name, value in facts_by_rank[0].items():
+                other_value = other_facts.get(name)
+                check(other_value == value, f"ranks disagree about {name}",
+                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="one value",
                       hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
-    def raise_together(self):
+    def raise_together(self) -> Iterator[None]:
         """If the body raises a TrainerError on any rank, raise it on every rank, after all bodies have ended.
 
         The body must not wait for another rank. Collective.
