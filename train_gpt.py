@@ -85,6 +85,7 @@ import operator
 import platform
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -133,9 +134,9 @@ class RunError(TrainerError):
 
 def lost_rank_error(found: str) -> RunError:
     """Return the error for a rank that no longer responds."""
-    return RunError("lost another rank", found=found, expected="every rank's answer within --comm_timeout",
-                    hint="look for the end of the other ranks: killed (dmesg tells of the out-of-memory killer), or "
-                         "stuck; torchrun names the first")
+    return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
+                    hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
+                         "names the first to fail")
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
@@ -154,17 +155,18 @@ class Layer:
     add_saved: str = ""              # name of the saved output that is gated and added to the input of the layer
 
     def __post_init__(self) -> None:
-        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", found=self,
-              expected="attention `plain`, `paired` or `none`, window `short` or `long`",
-              hint="see the columns of Layer")
+        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
+              "LAYERS: invalid layer", found=self,
+              expected="attention `plain`, `paired` or `none`; window `short` or `long`",
+              hint="correct the layer; class Layer describes its fields")
         value_has_attention = self.value_embed is None or self.attention != "none"
-        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS",
-              found=self, expected="key_offset in a plain layer, value_embed in one with attention",
-              hint="see the columns of Layer")
+        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS: invalid layer",
+              found=self, expected="key_offset only with plain attention, value_embed only with attention",
+              hint="correct the layer; class Layer describes its fields")
 
-STAGE_SYNTAX = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_SYNTAX = ("n-grams: rows 'label order rows layer signs location update_every lr wd beta2' joined by ';', "
-                "the last 7 columns of which may be left out; layer: `stream`, or the index of a layer")
+STAGE_SYNTAX = "stages separated by ';', each 'batch_tokens short long lr_mul mtp_start mtp_end [untie]'"
+TABLE_SYNTAX = ("n-gram tables separated by ';', each 'label order rows layer signs location update_every lr wd "
+                "beta2', where layer is `stream` or a layer index; columns after rows may be omitted from the end")
 
 SKIP, BACKOUT = "skip", "backout"
 # The layers of modded-nanogpt (RECIPE 2.2). Sources: value embeddings, records 9, 14 and 17; skip, records 11 and 45;
@@ -197,13 +199,14 @@ class Stage:
     untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
 
     def __post_init__(self) -> None:
-        check(1 <= self.short_window < self.long_window, "--stages", found=self, expected="1 <= short < long window",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(len(self.mtp_start) == len(self.mtp_end), "--stages", found=self,
-              expected="as many token weights at the end as at the start",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", found=self,
-              expected="a rate and token weights from 0 to 1,000", hint=f"change that row; the table is {STAGE_SYNTAX}")
+        what = "--stages: invalid stage"
+        hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
+        check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
+              hint=hint)
+        check(len(self.mtp_start) == len(self.mtp_end), what, found=self,
+              expected="as many MTP weights at the end as at the start", hint=hint)
+        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), what, found=self,
+              expected="lr_mul and MTP weights from 0 to 1,000", hint=hint)
 
 # The stages of modded-nanogpt (RECIPE 4.1); the last one is the extension. Sources: growing windows, records 12, 13, 20
 # and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps, record 53.
@@ -240,17 +243,18 @@ class NgramTable:
     def __post_init__(self) -> None:
         rules = {                    # {expected: does it hold}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
-            f"a label that the recipe has not, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
-            f"an order of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
-            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= self.rows < 2**31,
-            f"layer `stream` or one with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
-            f"signs 0 or 1, location of {TABLE_LOCATIONS}": self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
-            "update_every of 1, 2 or 4 steps": self.update_every in (1, 2, 4),
+            f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
+            f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
+            "rows: at least 2 and below 2^31; the last row means \"no n-gram\"": 2 <= self.rows < 2**31,
+            f"layer: `stream` or a layer with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
+            f"signs: 0 or 1; location: one of {TABLE_LOCATIONS}":
+                self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
+            "update_every: 1, 2 or 4 steps": self.update_every in (1, 2, 4),
             "lr and wd from 0 to 10^6, beta2 from 0 to 1":
                 0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
         for expected, holds in rules.items():
-            check(holds, "--tables", found=self, expected=expected,
-                  hint=f"change that row; the table is {TABLE_SYNTAX}")
+            check(holds, "--tables: invalid table", found=self, expected=expected,
+                  hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
 GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults, if a shard header has neither
 GATE_INPUTS = 12                     # features per gate
@@ -285,78 +289,85 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")
 class Config:
     """All settings of a run. Every field is a flag, --field=value; presets only override the defaults."""
     # --help lists these first.
-    preset: str = _common("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
+    preset: str = _common("record", "name", "set of defaults: record, record_tables, pocket, pocket_tables, race, "
+                          "race_tables or tiny", role=NUMERIC)
+    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "glob", "training shards, read in name order")
+    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "glob", "validation shards, read in name order")
+    epochs: int = _common(1, "passes", "over the training shards; 0: repeat them forever")
+    seed: int = _common(0, "integer", "seed of the initial weights, each parameter from (seed, label), and of samples",
                         role=NUMERIC)
-    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
-    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
-    epochs: int = _common(1, "passes", "over the training shards; 0: cycle without end")
-    seed: int = _common(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMERIC)
-    runs: int = _single_run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...",
+    runs: int = _single_run(1, "runs", "to train in one process after one warm-up, with seeds seed, seed + 1, ...",
                             lo=1, hi=10**4)
-    max_steps: int = _common(0, "steps", "stop early, then validate; 0: the whole schedule")
-    save: str = _single_run("", "folder",
-                            "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _single_run("", "folder", "generate from the weights that --save left there instead of training")
-    resume: str = _single_run("", "folder", "run directory to continue from its last checkpoint, with its flags")
+    max_steps: int = _common(0, "steps", "to train before stopping early and validating; 0: the whole schedule")
+    save: str = _single_run("", "directory", "for the final weights, their settings and the bytes of the tokens; "
+                            "empty: do not save")
+    sample: str = _single_run("", "directory", "written by --save; generate text with its weights instead of training")
+    resume: str = _single_run("", "directory", "of an earlier run, to continue from its last checkpoint with its flags")
     # Documents are packed into sequences, so seqs_per_step affects the losses. Sources: sequences that begin with a
     # document, record 26; max_doc_len, record 29; bigram table, record 62.
-    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", lo=1)
-    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of seqs_per_step validation slots", lo=1)
-    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", lo=2)
-    seqs_per_step: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", lo=1)
-    vocab_size: int = _data(0, "tokens", "0: from the shard header")
-    padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    bos_id: int = _data(-1, "id", "first token of every document; -1: from the header", lo=-1)
-    bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
+    val_tokens: int = _data(10_485_760, "tokens", "to validate on, a multiple of val_batch_tokens", lo=1)
+    val_batch_tokens: int = _data(2_097_152, "tokens", "per validation batch, which has seqs_per_step sequences", lo=1)
+    max_doc_len: int = _data(2048, "tokens", "truncate training documents to this length", lo=2)
+    seqs_per_step: int = _data(8, "sequences", "per step, divided among the ranks; packing depends on it", lo=1)
+    vocab_size: int = _data(0, "tokens", "in the vocabulary; 0: as in the shard headers")
+    padded_vocab: int = _data(0, "columns", "of the head; 0: vocab_size rounded up to a multiple of 128")
+    bos_id: int = _data(-1, "token id", "first token of every document; -1: as in the shard headers", lo=-1)
+    bigram_rows: int = _data(0, "rows", "of the bigram table, the last of which means 'no bigram'; 0: 5 * padded_vocab")
     # The number and the features of the layers are not flags: LAYERS has those of modded-nanogpt. Sources: normalized
     # queries and keys, record 5; bf16 activations, record 10; fp8 head, record 19; bf16 weights, record 57.
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", lo=GATE_INPUTS, hi=2**16)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", lo=2, hi=2**12)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", lo=8, hi=2**14)
-    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple[NgramTable, ...] = _model((), "table", TABLE_SYNTAX)
-    dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
+    model_dim: int = _model(768, "features", "D, which must equal num_heads * head_dim", lo=GATE_INPUTS, hi=2**16)
+    num_heads: int = _model(6, "heads", "per layer; even, because paired layers join heads j and j + H/2",
+                            lo=2, hi=2**12)
+    head_dim: int = _model(128, "features", "per head, a multiple of 4; rotary embedding rotates half of them",
+                           lo=8, hi=2**14)
+    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalized")
+    tables: tuple[NgramTable, ...] = _model((), "list", TABLE_SYNTAX)
+    dtype: str = _model("bfloat16", "type", "of weights and activations", ("bfloat16", "float32", "float64"))
+    head: str = _model("auto", "precision", "of the training logits; auto: fp8 if the GPU and the sizes allow it, else "
+                       "plain", ("auto", "fp8", "emulated", "plain"))
     # The last of `stages` is the extension, which follows the scheduled steps. Source of lr_floor: record 19.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
-    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple[Stage, ...] = _schedule(STAGES, "table", STAGE_SYNTAX)
-    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", lo=1)
-    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", lo=1)
-    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", hi=1)
-    lr_floor: float = _schedule(0.1, "number", "learning rate factor at the end of the cooldown")
-    time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
+    num_extension_steps: int = _schedule(40, "steps", "of the last stage, at the lowest learning rate")
+    stages: tuple[Stage, ...] = _schedule(STAGES, "list", STAGE_SYNTAX)
+    window_block: int = _schedule(128, "tokens", "per block, the unit of the windows in --stages", lo=1)
+    final_long_window: int = _schedule(20, "blocks", "in the long window of the final validation", lo=1)
+    cooldown_frac: float = _schedule(0.55, "fraction", "of the scheduled steps, at their end, over which the learning "
+                                     "rate decays", hi=1)
+    lr_floor: float = _schedule(0.1, "number", "learning rate multiplier at the end of the cooldown")
+    time_budget: float = _schedule(0.0, "seconds", "of training time to fit the schedule into; 0: the planned steps")
     # Learning rates are before the multipliers of the stage and of the parameter. Sources: Muon, records 3 and 4;
     # momentum warm-up, record 9; momentum cooldown and Adam on every second step, record 39; NorMuon, records 41, 42
     # and 48; cautious weight decay, records 43 and 50.
-    normuon_lr: float = _optim(0.023, "number", "attention and MLP banks")
-    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment per row", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious, times lr^2")
-    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", hi=1)
+    normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
+    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay, times lr^2")
+    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
-    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", hi=1)
-    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", hi=1)
-    adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
-    adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
-    adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
-    adam_eps: float = _optim(1e-10, "number", "added to the uncorrected root of the second moment")
+    momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
+    momentum_cooldown_frac: float = _optim(50 / 1547, "fraction", "of all steps, over which the momentum falls", hi=1)
+    adam_every: int = _optim(2, "steps", "per Adam update; gradients accumulate in between", (1, 2))
+    adam_lr: float = _optim(0.008, "number", "learning rate of all other parameters, before their multipliers")
+    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay, times (lr * multiplier)^2")
+    adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
     # The flags below do not affect the results of a step beyond rounding.
-    device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
-    compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
-    row_comms: str = _run("sparse", "mode", "table rows that travel: all, or those asked for", ("dense", "sparse"))
-    debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
-    micro_batch_size: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
+    compile: int = _run(-1, "0|1", "use torch.compile; -1: on CUDA only", (-1, 0, 1))
+    attention: str = _run("auto", "kernel", "auto: the first that works and matches the reference", ATTENTION_KERNELS)
+    row_comms: str = _run("sparse", "mode", "sparse: exchange the table rows that are looked up; dense: whole tables",
+                          ("dense", "sparse"))
+    debug_rows: int = _run(0, "0|1", "fill unfetched rows with NaN, and fail on gradients of unplanned rows", (0, 1))
+    micro_batch_size: int = _run(0, "sequences", "per forward and backward pass of a rank; 0: as many as fit in memory")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
-    target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
-    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=SINGLE_RUN)
-    checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
+    target_loss: float = _run(3.28, "nats", "per token that several runs are tested against; 0: no test")
+    run_dir: str = _run("", "directory", "for the logs; empty: logs/<run id>", role=SINGLE_RUN)
+    checkpoint_every: int = _run(0, "steps", "between checkpoints, each at the start of a cycle; the last two are "
+                                 "kept; 0: none")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count",
                         role=SINGLE_RUN)
-    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", lo=1)
-    sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
-    temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", lo=0.01)
-    prompt: str = _run("", "text", "with which a sample begins")
+    comm_timeout: float = _run(60.0, "seconds", "to wait for another rank or for the loader thread", lo=1)
+    sample_tokens: int = _run(96, "tokens", "to generate after training, or with --sample; 0: none")
+    temperature: float = _run(0.8, "number", "sampling temperature; lower values favor likely tokens", lo=0.01)
+    prompt: str = _run("", "text", "to continue with --sample")
 
 # A stage or table is one line of text in a flag, in a log and in the settings of a save. Only `parse_specs` and
 # `format_spec` read and write that text.
@@ -368,9 +379,9 @@ def parse_layer(word: str) -> int | None:
 
 def parse_lr_mul(word: str) -> float:
     """Parse the column `lr`. In earlier versions of this trainer, the 8th column was a rounding mode."""
-    check(word not in ("nearest", "stochastic"), "--tables, 8th column", found=word,
-          expected="lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
-          hint=f"leave `{word}` out")
+    check(word not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=word,
+          expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
+          hint=f"omit `{word}`")
     return float(word)
 
 SPEC_PARSERS = dict(
@@ -451,24 +462,29 @@ def parse_value(name: str, text: str) -> Any:
     metadata = config_field.metadata
     kind = type(config_field.default)
     choices = metadata["choices"]
-    allowed = f"{kind.__name__}, {metadata['unit']}"
     if choices:
-        allowed = f"one of {list(choices)}"
-    elif kind in (int, float):
-        allowed += f", {metadata['lo']:,} to {metadata['hi']:,}"
+        expected = f"one of {', '.join(map(str, choices))}"
+    elif kind is tuple:
+        expected = metadata["help"]
+    else:
+        number = "an integer" if kind is int else "a number"
+        expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
+        if metadata["unit"] not in number:
+            expected += f" ({metadata['unit']})"
 
     # If a type or a column cannot parse the text, the error below is raised.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
             return parse_specs(name, text)
-        if metadata["unit"] in ("folder", "pattern"):
+        if metadata["unit"] in ("directory", "glob"):
             text = os.path.expanduser(text)           # the shell does not expand the ~ of --save=~/x
         value = kind(text)
         in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
         if value in choices or (in_bounds and not choices):
             return value
-    raise ConfigError(f"--{name}", found=repr(text), expected=f"{allowed}: {metadata['help']}",
-                      hint=f"for example --{name}={format_value(config_field.default)}")
+    example = shlex.quote(format_value(config_field.default))
+    raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
+                      hint=f"for example --{name}={example}; see --help")
 
 def check_layers(layers: Iterable[Layer]) -> None:
     """Check that the layers fit together. Raises ConfigError.
@@ -477,16 +493,17 @@ def check_layers(layers: Iterable[Layer]) -> None:
     """
     saved = []                       # names that the layers so far have saved
     for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved), f"LAYERS, layer {i}", found=layer,
-              expected=f"to add a stream that a layer above keeps, {saved}", hint="see the columns of Layer")
+        check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved}",
+              hint="correct the layer; class Layer describes its fields")
         if layer.save_as:
             saved.append(layer.save_as)
     value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
     saved_once = BACKOUT in saved and len(saved) == len(set(saved))
-    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS",
-          found=f"streams kept {saved}, value tables {value_embeds}",
-          expected=f"each stream once, with {BACKOUT!r}, and value tables 0, 1, ... once each",
-          hint="see the columns of Layer")
+    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved}, value_embed {value_embeds}",
+          expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
+          hint="correct the layers; class Layer describes their fields")
 
 def check_config(cfg: Config) -> None:
     """Check settings that depend on each other. Raises ConfigError with a value that works."""
@@ -495,38 +512,40 @@ def check_config(cfg: Config) -> None:
     H, E = cfg.num_heads, cfg.head_dim
     multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages", found=stage,
-              expected=f"a batch of a multiple of {multiple} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
+        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages: invalid stage", found=stage,
+              expected=f"batch_tokens: a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+              hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
-        check(labels.count(table.label) == 1, "--tables", found=table, expected="a label that no other row has",
-              hint="change one of them")
-        check(table.update_every % cfg.adam_every == 0, "--tables", found=table,
-              expected=f"update_every that is a multiple of adam_every={cfg.adam_every}",
-              hint=f"change that row; the table is {TABLE_SYNTAX}")
+        check(labels.count(table.label) == 1, "--tables: duplicate label", found=table,
+              expected="a label that no other table has", hint="rename one of the tables")
+        check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
+              expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
+              hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                        # (field, is it valid, what is expected, an example)
-        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
+        ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
-        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "two rows or more, the last for the extension, and `untie` in one row at most", format_value(STAGES)),
+         "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
         ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
-         f"a multiple of {multiple} ({SEQ_MULTIPLE} x seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
+         f"a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
-         "one run for --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
+         "1 together with --resume, --save or --profile", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b with 0 < a < b, to trace steps a to b - 1",
+         "100:104"))
     for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
-        check(ok, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={example}")
+        check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
+              hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
     """Build a checked Config from these fields, with the defaults of their preset. Raises ConfigError."""
     preset = settings.get("preset", Config.preset)
-    check(preset in PRESETS, "--preset", found=preset, expected=f"one of {list(PRESETS)}",
+    check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
     cfg = Config(**PRESETS[preset] | settings)
     check_config(cfg)
@@ -536,8 +555,9 @@ def read_settings(directory: Path) -> Config:
     """Load the settings of a run directory or a save. Raises DataError, or ConfigError for an invalid setting."""
     path = directory / SETTINGS_FILE
     try:
-        check(path.is_file() or not path.exists(), str(path), found="no regular file",
-              expected="settings of a run or of a save", hint="name the folder of one", error=DataError)
+        check(path.is_file() or not path.exists(), f"settings file {path}", found="not a regular file",
+              expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
+              error=DataError)
         # The file may be of another version of this trainer, with other flags.
         settings = json.loads(path.read_bytes())
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
@@ -545,26 +565,27 @@ def read_settings(directory: Path) -> Config:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(str(path), found=f"{type(error).__name__}: {error}", expected="flags of this trainer",
-                        hint="name the folder of a run or of a save; one of an older trainer needs that "
-                             "trainer, the train_gpt.py in the run directory") from None
+        raise DataError(f"settings file {path}", found=f"{type(error).__name__}: {error}",
+                        expected="settings of this version of the trainer",
+                        hint="give a run directory or a directory written by --save; for a run of an older version, "
+                             "use the train_gpt.py in its run directory") from None
 
 def print_stdout(text: str) -> None:
     """Print a result that the user asked for. Raises RunError if standard output cannot be written."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
-        raise RunError("standard output", found=error, expected="one that takes all lines",
-                       hint="redirect it to where there is room; what a run has found stands in its log") from None
+        raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
+                       hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
     """Build the parser of all flags. Its help shows the values of the preset."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
-        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
-        "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("prompt", nargs="?", help="the same as --prompt")
+        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
+        "1 the run failed, 2 invalid settings or data, 129 hangup, 130 interrupted, 143 terminated")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help and exit")
+    parser.add_argument("prompt", nargs="?", help="same as --prompt")
     defaults = vars(make_config(dict(preset=preset)))
     for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
         help_group = parser.add_argument_group(group)
@@ -579,15 +600,17 @@ RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_bat
 
 def unknown_flag_error(text: str) -> ConfigError:
     """Return the error for a flag that does not exist, with a hint that names the closest ones."""
-    name = text.partition("=")[0].removeprefix("--")
+    word = text.partition("=")[0]
+    name = word.removeprefix("--")
     closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
-    hint = "see --help"
+    hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
     elif closest:
         hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
-    return ConfigError("unknown flag", found=repr(text),
-                       expected="--field=value with a field that exists, or one prompt in quotes", hint=hint)
+    what = f"unknown flag {word}" if word.startswith("-") else "argument without a flag"
+    return ConfigError(what, found=repr(text),
+                       expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
     """Parse the command line into {field: value}, for the given flags only. Raises ConfigError.
@@ -597,7 +620,8 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
     try:
         flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError("flags", found=error, expected="--field=value", hint="see --help") from None
+        raise ConfigError("invalid command line", found=error, expected="--field=value",
+                          hint="--help lists all flags") from None
     if unknown:
         raise unknown_flag_error(unknown[0])
     flags = vars(flags)
@@ -607,9 +631,9 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
 
     # An empty value is probably --resume=$DIR with DIR unset. Refuse it instead of starting a new run.
     for name in ("resume", "sample"):
-        check(flags.get(name) != "", f"--{name}", found="an empty name", expected="a folder",
-              hint=f"--{name}=FOLDER, or leave it out")
-    check("sample" in flags or not flags.get("prompt"), "a word without a flag", found=flags.get("prompt"),
+        check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
+              hint=f"give --{name}=DIR, or omit --{name}")
+    check("sample" in flags or not flags.get("prompt"), "argument without a flag", found=flags.get("prompt"),
           expected="--field=value", hint="a prompt needs --sample=DIR")
     return flags
 
@@ -632,8 +656,9 @@ def load_config(argv: list[str]) -> Config:
     flags = parse_args(argv)
     if "sample" in flags:
         allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= allowed, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(allowed)}",
-              hint="leave the others out: the folder says what was trained")
+        check(flags.keys() <= allowed, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed))}",
+              hint="omit the others; the settings of the model are in the directory of --sample")
         return Config(**flags)
     if "resume" not in flags:
         return make_config(flags)
@@ -645,9 +670,9 @@ def load_config(argv: list[str]) -> Config:
     required = numeric_settings(earlier)
     for name, text in numeric_settings(cfg).items():
         check(text == required[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{required[name]}, as in that run",
-              hint=f"leave --{name} out; these may change: {sorted(flag_names(INHERITED))}, and the "
-                   "location of a table")
+              expected=f"{required[name]!r}, as in the resumed run",
+              hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
+                   "location of tables")
     return cfg
 
 def wait_for_work(work: dist.Work | None) -> None:
@@ -699,10 +724,10 @@ class Communicator:
         # its launch. This wait begins after the launch and must end before the abort, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
-            found = f"nothing from {self.device} after {seconds:.1f} s"
+            found = f"no response from {self.device} after {seconds:.1f} s"
             raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
-                expected="the end of what it was given",
-                hint="look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+                expected="the device finishes the work launched on it",
+                hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
         """Launch an asynchronous collective. Returns its work for `wait_for_work`; None with W = 1. Collective."""
@@ -754,7 +779,7 @@ class Communicator:
             for name, value in facts_by_rank[0].items():
                 other_value = other_facts.get(name)
                 check(other_value == value, f"ranks disagree about {name}",
-                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="one value",
+                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="the same value on every rank",
                       hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
