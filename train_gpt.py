@@ -48,8 +48,8 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next opened file gets its descriptor and receives what libraries print. Open
-    # /dev/null in its place.
+    # If a standard stream is closed, the next opened file has its descriptor, and libraries print into that file. Open
+    # /dev/null instead.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -194,8 +194,8 @@ class Stage:
     short_window: int
     long_window: int
     lr_mul: float                    # multiplier of both learning rates
-    mtp_start: tuple[float, ...]     # loss weights of the 1st, 2nd, ... next token when the stage starts
-    mtp_end: tuple[float, ...]       # loss weights when it ends; they are interpolated linearly in between
+    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) when the stage starts
+    mtp_end: tuple[float, ...]       # MTP weights when it ends; they are interpolated linearly in between
     untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
 
     def __post_init__(self) -> None:
@@ -394,8 +394,8 @@ def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, .
     Trailing columns that are omitted have their defaults. Raises ValueError, TypeError or KeyError if the text is
     malformed.
     """
-    # A column too many raises ValueError in the strict zip. A required column that is missing raises TypeError in the
-    # constructor.
+    # The strict zip raises ValueError for an extra column, and the constructor raises TypeError for a missing one that
+    # has no default.
     make, *parsers = SPEC_PARSERS[name]
     specs = []
     for line in text.split(";"):
@@ -486,10 +486,10 @@ def parse_value(name: str, text: str) -> Any:
     raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
                       hint=f"for example --{name}={example}; see --help")
 
-def check_layers(layers: Iterable[Layer]) -> None:
+def check_layers(layers: tuple[Layer, ...]) -> None:
     """Check that the layers fit together. Raises ConfigError.
 
-    The model would silently ignore these mistakes, and train something else than the layers say.
+    The model does not detect these mistakes. It silently trains something else than the layers say.
     """
     saved = []                       # names that the layers so far have saved
     for i, layer in enumerate(layers):
@@ -730,7 +730,10 @@ class Communicator:
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch an asynchronous collective. Returns its work for `wait_for_work`; None with W = 1. Collective."""
+        """Launch a collective asynchronously, and return its work for `wait_for_work`. Collective.
+
+        With a single rank nothing is launched, and None is returned.
+        """
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
