@@ -1,50 +1,69 @@
-"""Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-    ./run.sh                                                   set-up, data, training, result and a sample
-    torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
-    python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
-records/RECIPE.md, which has its formulas and sources; credits are in README.md.
+"""Train a small GPT against the clock: the modded-nanogpt speedrun in one file.
 
-Contents. A section uses only sections above it, by name and by call, and nothing happens at import.
-    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Communicator
-    2 Schedule    everything a step needs, in one `StepConfig`: pure functions of the progress
-    3 Data        shards: headers, checks, packing of documents into slots, validation slots, vocabulary
-    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
-    5 Rows        embedding tables: row plans, exchange of requests, row stores on device or host, fetch and reduce
-    6 Batches     from slots to batches with row plans; the loader thread; validation batches
-    7 Model       parameter table and GPT
-    8 Optimizer   NorMuon, Adam, row updates, groups of parameters, untying, order of communication
-    9 Engine      forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
-   10 Loop        clock, log, warm-up, time budget, the training loop, sample
-   11 Main        ranks and device, attention kernel, header, the end of every run, `train` from data to result
-Letters                                                        [value in the record preset]
-    W ranks                       L layers [11]                V vocabulary, padded [50,304]
-    S slots in a step [8]         D model width [768]          R rows of a table [251,520]
-    B slots in a micro-batch      H heads [6]                  E width of one head [128]
-    T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
-A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
-cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
-J = (1/S) * sum over slots of the slot's summed loss, at every W."""
+    ./run.sh                                                 set up, fetch data, train, print the result and a sample
+    python train_gpt.py --preset=pocket                      one process; about two minutes on two CPU cores
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    eight GPUs, preset `record`
+    python train_gpt.py --help                               all flags
+
+Model, optimizers and schedule are those of modded-nanogpt after its pull request #221 (record 71, 2026-02-15). Two
+things are added: ranks exchange only the embedding rows that they look up, and --tables adds hashed n-gram tables, in
+device or host memory. RECIPE means records/RECIPE.md, which has the formulas and their sources. "record 43" is the 43rd
+record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
+
+Sections. A section uses and calls only code of the sections above it, and importing this file has no side effects.
+     1 Config      errors, layers, stages, n-gram tables, flags, presets, Communicator (rank, device, collectives)
+     2 Schedule    Schedule.at(step) -> StepConfig: everything that changes from step to step
+     3 Data        data shards, their checks, packing of documents into sequences, vocabulary
+     4 Kernels     PyTorch references and Triton kernels: norm, rotary, attention, MLP, head and loss, rows; main_grad
+     5 Rows        embedding tables sharded by row: row plans, exchange between ranks, device and host memory
+     6 Batches     batches with their row plans, the background loader, validation batches
+     7 Model       parameter specs and GPT
+     8 Optimizer   NorMuon, Adam, row-wise updates, parameter groups, untying, order of the collectives
+     9 Engine      forward_backward, optim_step, evaluate, snapshots, memory estimate, saves and checkpoints
+    10 Loop        clock, log, warm-up, time budget, training loop, sampling
+    11 Main        launch, attention kernel selection, log header, a run from data to result (`train`), exit handling
+To learn the algorithm, read section 2, the PyTorch references of section 4, and sections 7, 8 and 10. Skip the Triton
+kernels and the other sections at first.
+
+Letters, with their values in preset `record`
+    W  ranks (world size)             L  layers [11]                V  padded vocabulary [50,304]
+    S  sequences per step [8]         D  model dim [768]            R  rows of a table [bigrams: 251,520]
+    B  sequences per micro-batch      H  attention heads [6]        C  rows of a rank's shard: R / W, rounded up
+    T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
+    N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
+
+Terms
+    sequence      T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
+                  They are the unit of data parallelism: sequence s belongs to rank s mod W.
+    bank          several matrices stacked in one parameter
+    update_every  steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step, Adam
+                  on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
+    cycle         the steps from one update to the next. The cycle of the run is the longest one; data is loaded and
+                  checkpoints are written in units of it.
+    J             the objective of a step: (1/S) * sum over its sequences of the summed loss of a sequence, for every W
+"""
 from __future__ import annotations
 
 import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next file that is opened gets its number, and receives what libraries print.
+    # If a standard stream is closed, the next opened file has its descriptor, and libraries print into that file. Open
+    # /dev/null instead.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)               # POSIX: the lowest free descriptor, which is this one
     # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
     with open(__file__, "rb") as file:
         SOURCE = file.read()
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
+    # Waiting OpenMP threads that spin make training 10 times slower if other processes use the cores. This must be set
+    # before torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # Exit without a traceback on Ctrl-C during the imports, until `main` installs its handlers.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import base64
@@ -66,6 +85,7 @@ import operator
 import platform
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -91,30 +111,32 @@ from torch import Tensor, nn
 
 # ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
-    """An error that says what was found, what was expected, and what to do about it."""
-    exit_status = 2                      # that the process exits with
+    """An error that says what is wrong, what was found, what was expected, and how to fix it."""
+    exit_status = 2
 
-    def __init__(self, what: str, found, expected, hint: str):
-        super().__init__(what, str(found)[:1000], str(expected), hint)            # texts, which travel between ranks
+    def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
+        # Store strings, so that the error can be pickled and sent to other ranks.
+        super().__init__(what, str(found)[:1000], str(expected), hint)
 
-    def __str__(self):
+    def __str__(self) -> str:
         what, found, expected, hint = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
 class ConfigError(TrainerError):
-    """A setting, a launch or a device that cannot work."""
+    """Invalid settings, launch environment or device."""
 
 class DataError(TrainerError):
-    """Files that are missing, damaged or too few."""
+    """Missing, corrupt or insufficient data."""
 
 class RunError(TrainerError):
-    """Something that went wrong in a run: loss, memory, disk, another rank."""
+    """A failure during a run: non-finite loss, out of memory, full disk, lost rank."""
     exit_status = 1
 
 def lost_rank_error(found: str) -> RunError:
-    return RunError("lost another rank", found=found, expected="every rank's answer within --comm_timeout",
-                    hint="look for the end of the other ranks: killed (dmesg tells of the out-of-memory killer), or "
-                         "stuck; torchrun names the first")
+    """Return the error for a rank that no longer responds."""
+    return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
+                    hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
+                         "names the first to fail")
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
@@ -124,29 +146,33 @@ def check(ok: object, what: object, *, found: object, expected: object, hint: st
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the model. Moving a feature to another layer is moving a word."""
-    attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
-    window: str = "short"        # attention span: "short" or "long"
-    value_embed: int | None = None       # value table added to the attention values
-    key_offset: bool = False             # the unrotated half of the keys comes from the token before (key offset)
-    save_as: str = ""                    # name under which the layer's output is kept
-    add_saved: str = ""                  # kept stream added, gated, before the layer
+    """One transformer layer. To move a feature to another layer, move its argument."""
+    attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
+    window: str = "short"            # attention window: "short" or "long"
+    value_embed: int | None = None   # index of the value embedding that is added to the attention values
+    key_offset: bool = False         # shift the unrotated half of the keys by one token
+    save_as: str = ""                # name under which the output of the layer is saved
+    add_saved: str = ""              # name of the saved output that is gated and added to the input of the layer
 
-    def __post_init__(self):
-        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", found=self,
-              expected="attention `plain`, `paired` or `none`, window `short` or `long`",
-              hint="see the columns of Layer")
+    def __post_init__(self) -> None:
+        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
+              "LAYERS: invalid layer", found=self,
+              expected="attention `plain`, `paired` or `none`; window `short` or `long`",
+              hint="correct the layer; class Layer describes its fields")
         value_has_attention = self.value_embed is None or self.attention != "none"
-        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS",
-              found=self, expected="key_offset in a plain layer, value_embed in one with attention",
-              hint="see the columns of Layer")
+        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS: invalid layer",
+              found=self, expected="key_offset only with plain attention, value_embed only with attention",
+              hint="correct the layer; class Layer describes its fields")
 
-STAGE_SYNTAX = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_SYNTAX = ("n-grams: rows 'label order rows layer signs location update_every lr wd beta2' joined by ';', "
-                "the last 7 columns of which may be left out; layer: `stream`, or the index of a layer")
+STAGE_SYNTAX = "stages separated by ';', each 'batch_tokens short long lr_mul mtp_start mtp_end [untie]'"
+TABLE_SYNTAX = ("n-gram tables separated by ';', each 'label order rows layer signs location update_every lr wd "
+                "beta2', where layer is `stream` or a layer index; columns after rows may be omitted from the end")
 
 SKIP, BACKOUT = "skip", "backout"
-LAYERS = (                                                                    # depth (RECIPE 2.2)
+# The layers of modded-nanogpt (RECIPE 2.2). Sources: value embeddings, records 9, 14 and 17; skip, records 11 and 45;
+# short and long windows, records 12, 13, 20 and 29; no attention in layer 6, record 17; backout, record 40; key offset,
+# record 49; gates of the value embeddings and of the skip, record 55; paired heads, record 58.
+LAYERS = (
     Layer("paired", "short"),                                                 #  0
     Layer("plain", "short", value_embed=0),                                   #  1
     Layer("paired", "short", value_embed=1),                                  #  2
@@ -154,41 +180,45 @@ LAYERS = (                                                                    # 
     Layer("plain", "short"),                                                  #  4
     Layer("paired", "short"),                                                 #  5
     Layer("none", add_saved=SKIP),                                            #  6: MLP only
-    Layer("plain", "short", save_as=BACKOUT),                                 #  7: subtracted again before the head
+    Layer("plain", "short", save_as=BACKOUT),                                 #  7: partly subtracted before the head
     Layer("plain", "short", value_embed=2),                                   #  8
     Layer("paired", "short", value_embed=3),                                  #  9
     Layer("plain", "long", value_embed=4, key_offset=True))                   # 10
-ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
+ATTENTION_LAYERS = tuple(i for i, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
-    batch_tokens: int
+    """One stage of the schedule. Windows are in blocks of --window_block tokens."""
+    batch_tokens: int                # tokens per step, over all ranks
     short_window: int
     long_window: int
-    lr_mul: float
-    mtp_start: tuple[float, ...]
-    mtp_end: tuple[float, ...]
-    untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
+    lr_mul: float                    # multiplier of both learning rates
+    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) when the stage starts
+    mtp_end: tuple[float, ...]       # MTP weights when it ends; they are interpolated linearly in between
+    untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
 
-    def __post_init__(self):
-        check(1 <= self.short_window < self.long_window, "--stages", found=self, expected="1 <= short < long window",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(len(self.mtp_start) == len(self.mtp_end), "--stages", found=self,
-              expected="as many token weights at the end as at the start",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", found=self,
-              expected="a rate and token weights from 0 to 1,000", hint=f"change that row; the table is {STAGE_SYNTAX}")
+    def __post_init__(self) -> None:
+        what = "--stages: invalid stage"
+        hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
+        check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
+              hint=hint)
+        check(len(self.mtp_start) == len(self.mtp_end), what, found=self,
+              expected="as many MTP weights at the end as at the start", hint=hint)
+        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), what, found=self,
+              expected="lr_mul and MTP weights from 0 to 1,000", hint=hint)
 
-STAGES = (                                                                    # RECIPE 4.1; the last is the extension
+# The stages of modded-nanogpt (RECIPE 4.1); the last one is the extension. Sources: growing windows, records 12, 13, 20
+# and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps, record 53.
+STAGES = (
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
-# By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
-# are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
+# By n: odd multipliers of the n-gram hash and of the sign hash, newest token first. Those for n = 2 and 3 are from
+# record 92, those for n = 4 were chosen for this file. The bigram table of modded-nanogpt is not an NgramTable: its
+# hash uses BIGRAM_FACTORS.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -198,173 +228,206 @@ TABLE_LOCATIONS = ("device", "host")
 
 @dataclass(frozen=True)
 class NgramTable:
-    """One table of hashed n-grams."""
-    label: str                           # of its parameter
-    order: int                           # n, a key of NGRAM_FACTORS
-    rows: int                            # R; the last one means: no n-gram
-    layer: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
-    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
-    location: str = "device"             # where owners keep the rows: "device" or "host"
-    update_every: int = 2                # steps between updates
-    lr_mul: float = 37.5                 # of adam_lr
-    wd_mul: float = 5.0                  # of adam_weight_decay
-    beta2: float = 0.95                  # decay of the second moment in an update
+    """A hashed n-gram embedding table, as configured by --tables. See records/guide/NGRAM_TABLES.md."""
+    label: str                       # parameter name
+    order: int                       # n, a key of NGRAM_FACTORS
+    rows: int                        # R; the last row means "no n-gram"
+    layer: int | None = None         # add rows to the attention values of this layer; None: to the residual stream
+    signs: int = 0                   # 1: multiply rows by hashed +-1 vectors, so that colliding n-grams differ
+    location: str = "device"         # memory in which the owners store their rows: "device" or "host"
+    update_every: int = 2            # steps per update
+    lr_mul: float = 37.5             # times adam_lr
+    wd_mul: float = 5.0              # times adam_weight_decay
+    beta2: float = 0.95              # decay of the second moment per update
 
-    def __post_init__(self):
-        rules = {                        # what is expected, and whether it holds
+    def __post_init__(self) -> None:
+        rules = {                    # {expected: does it hold}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
-            f"a label that the recipe has not, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
-            f"an order of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
-            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= self.rows < 2**31,
-            f"layer `stream` or one with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
-            f"signs 0 or 1, location of {TABLE_LOCATIONS}": self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
-            "update_every of 1, 2 or 4 steps": self.update_every in (1, 2, 4),
+            f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
+            f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
+            "rows: at least 2 and below 2^31; the last row means \"no n-gram\"": 2 <= self.rows < 2**31,
+            f"layer: `stream` or a layer with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
+            f"signs: 0 or 1; location: one of {TABLE_LOCATIONS}":
+                self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
+            "update_every: 1, 2 or 4 steps": self.update_every in (1, 2, 4),
             "lr and wd from 0 to 10^6, beta2 from 0 to 1":
                 0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
         for expected, holds in rules.items():
-            check(holds, "--tables", found=self, expected=expected,
-                  hint=f"change that row; the table is {TABLE_SYNTAX}")
+            check(holds, "--tables: invalid table", found=self, expected=expected,
+                  hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256
-GATE_INPUTS = 12                         # features that a gate reads
-FP8_MULTIPLE = 16                        # sizes in an fp8 product are multiples of it
-SEQ_MULTIPLE = FP8_MULTIPLE              # tokens: a slot is a multiple of it, on every device
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults, if a shard header has neither
+GATE_INPUTS = 12                     # features per gate
+FP8_MULTIPLE = 16                    # dimensions of fp8 matmuls are multiples of this
+SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of this on every device
 
-# The role of a flag. NUMBERS: it decides the results of a run, and a resumed run has to have the same. FREE: a resumed
-# run inherits it and may change it. ONCE: a fact of one run, which a resumed one does not inherit.
+# The role of a flag decides what --resume does with it.
+# NUMERIC: the flag affects the results of a run. A resumed run must have the value of the earlier run.
+# INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value and may
+# change it. The names of the data files are among these flags, because --resume compares the sha256 of the data.
+# SINGLE_RUN: the flag belongs to one run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
-def flag(group: str, default, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
-         role: str = NUMERIC):
+def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
+         role: str = NUMERIC) -> Any:
+    """Declare a field of Config and its flag. lo, hi: the smallest and largest valid number."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
 _common = functools.partial(flag, "common", role=INHERITED)
-_once = functools.partial(flag, "common", role=SINGLE_RUN)
+_single_run = functools.partial(flag, "common", role=SINGLE_RUN)
 _data = functools.partial(flag, "data")
 _model = functools.partial(flag, "model")
 _schedule = functools.partial(flag, "schedule")
 _optim = functools.partial(flag, "optimizer")
 _run = functools.partial(flag, "run", role=INHERITED)
 
-ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
+# FA4 and FA3 are packages of FlashAttention, varlen is the kernel in torch, and the reference is plain PyTorch.
+ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
-    # --help begins with these.
-    preset: str = _common("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
+    """All settings of a run. Every field is a flag, --field=value; presets only override the defaults."""
+    # --help lists these first.
+    preset: str = _common("record", "name", "set of defaults: record, record_tables, pocket, pocket_tables, race, "
+                          "race_tables or tiny", role=NUMERIC)
+    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "glob", "training shards, read in name order")
+    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "glob", "validation shards, read in name order")
+    epochs: int = _common(1, "passes", "over the training shards; 0: repeat them forever")
+    seed: int = _common(0, "integer", "seed of the initial weights, each parameter from (seed, label), and of samples",
                         role=NUMERIC)
-    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
-    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
-    epochs: int = _common(1, "passes", "over the training shards; 0: cycle without end")
-    seed: int = _common(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMERIC)
-    runs: int = _once(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
-    max_steps: int = _common(0, "steps", "stop early, then validate; 0: the whole schedule")
-    save: str = _once("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _once("", "folder", "generate from the weights that --save left there instead of training")
-    resume: str = _once("", "folder", "run directory to continue from its last checkpoint, with its flags")
-    # How documents are dealt to slots; a slot is the unit of packing, so seqs_per_step decides losses.
-    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", lo=1)
-    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of seqs_per_step validation slots", lo=1)
-    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", lo=2)
-    seqs_per_step: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", lo=1)
-    vocab_size: int = _data(0, "tokens", "0: from the shard header")
-    padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    bos_id: int = _data(-1, "id", "first token of every document; -1: from the header", lo=-1)
-    bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
-    # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
-    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple = _model((), "table", TABLE_SYNTAX)
-    dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
-    # The last row of `stages` is the extension, after the scheduled steps.
+    runs: int = _single_run(1, "runs", "to train in one process after one warm-up, with seeds seed, seed + 1, ...",
+                            lo=1, hi=10**4)
+    max_steps: int = _common(0, "steps", "to train before stopping early and validating; 0: the whole schedule")
+    save: str = _single_run("", "directory", "for the final weights, their settings and the bytes of the tokens; "
+                            "empty: do not save")
+    sample: str = _single_run("", "directory", "written by --save; generate text with its weights instead of training")
+    resume: str = _single_run("", "directory", "of an earlier run, to continue from its last checkpoint with its flags")
+    # Documents are packed into sequences, so seqs_per_step affects the losses. Sources: sequences that begin with a
+    # document, record 26; max_doc_len, record 29; bigram table, record 62.
+    val_tokens: int = _data(10_485_760, "tokens", "to validate on, a multiple of val_batch_tokens", lo=1)
+    val_batch_tokens: int = _data(2_097_152, "tokens", "per validation batch, which has seqs_per_step sequences", lo=1)
+    max_doc_len: int = _data(2048, "tokens", "truncate training documents to this length", lo=2)
+    seqs_per_step: int = _data(8, "sequences", "per step, divided among the ranks; packing depends on it", lo=1)
+    vocab_size: int = _data(0, "tokens", "in the vocabulary; 0: as in the shard headers")
+    padded_vocab: int = _data(0, "columns", "of the head; 0: vocab_size rounded up to a multiple of 128")
+    bos_id: int = _data(-1, "token id", "first token of every document; -1: as in the shard headers", lo=-1)
+    bigram_rows: int = _data(0, "rows", "of the bigram table, the last of which means 'no bigram'; 0: 5 * padded_vocab")
+    # The number and the features of the layers are not flags: LAYERS has those of modded-nanogpt. Sources: normalized
+    # queries and keys, record 5; bf16 activations, record 10; fp8 head, record 19; bf16 weights, record 57.
+    model_dim: int = _model(768, "features", "D, which must equal num_heads * head_dim", lo=GATE_INPUTS, hi=2**16)
+    num_heads: int = _model(6, "heads", "per layer; even, because paired layers join heads j and j + H/2",
+                            lo=2, hi=2**12)
+    head_dim: int = _model(128, "features", "per head, a multiple of 4; rotary embedding rotates half of them",
+                           lo=8, hi=2**14)
+    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalized")
+    tables: tuple[NgramTable, ...] = _model((), "list", TABLE_SYNTAX)
+    dtype: str = _model("bfloat16", "type", "of weights and activations", ("bfloat16", "float32", "float64"))
+    head: str = _model("auto", "precision", "of the training logits; auto: fp8 if the GPU and the sizes allow it, else "
+                       "plain", ("auto", "fp8", "emulated", "plain"))
+    # The last of `stages` is the extension, which follows the scheduled steps. Source of lr_floor: record 19.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
-    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple = _schedule(STAGES, "table", STAGE_SYNTAX)
-    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", lo=1)
-    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", lo=1)
-    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", hi=1)
-    lr_floor: float = _schedule(0.1, "number", "learning rate factor at the end of the cooldown")
-    time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
-    # Rates before the factor of the stage and the parameter's own multiplier.
-    normuon_lr: float = _optim(0.023, "number", "attention and MLP banks")
-    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment per row", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious, times lr^2")
-    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", hi=1)
+    num_extension_steps: int = _schedule(40, "steps", "of the last stage, at the lowest learning rate")
+    stages: tuple[Stage, ...] = _schedule(STAGES, "list", STAGE_SYNTAX)
+    window_block: int = _schedule(128, "tokens", "per block, the unit of the windows in --stages", lo=1)
+    final_long_window: int = _schedule(20, "blocks", "in the long window of the final validation", lo=1)
+    cooldown_frac: float = _schedule(0.55, "fraction", "of the scheduled steps, at their end, over which the learning "
+                                     "rate decays", hi=1)
+    lr_floor: float = _schedule(0.1, "number", "learning rate multiplier at the end of the cooldown")
+    time_budget: float = _schedule(0.0, "seconds", "of training time to fit the schedule into; 0: the planned steps")
+    # Learning rates are before the multipliers of the stage and of the parameter. Sources: Muon, records 3 and 4;
+    # momentum warm-up, record 9; momentum cooldown and Adam on every second step, record 39; NorMuon, records 41, 42
+    # and 48; cautious weight decay, records 43 and 50.
+    normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
+    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay, times lr^2")
+    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
-    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", hi=1)
-    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", hi=1)
-    adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
-    adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
-    adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
-    adam_eps: float = _optim(1e-10, "number", "added to the uncorrected root of the second moment")
-    device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
-    compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
-    row_comms: str = _run("sparse", "mode", "table rows that travel: all, or those asked for", ("dense", "sparse"))
-    debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
-    micro_batch_size: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
+    momentum_cooldown_frac: float = _optim(50 / 1547, "fraction", "of all steps, over which the momentum falls", hi=1)
+    adam_every: int = _optim(2, "steps", "per Adam update; gradients accumulate in between", (1, 2))
+    adam_lr: float = _optim(0.008, "number", "learning rate of all other parameters, before their multipliers")
+    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay, times (lr * multiplier)^2")
+    adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
+    # The flags below do not affect the results of a step beyond rounding.
+    device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
+    compile: int = _run(-1, "0|1", "use torch.compile; -1: on CUDA only", (-1, 0, 1))
+    attention: str = _run("auto", "kernel", "auto: the first that works and matches the reference", ATTENTION_KERNELS)
+    row_comms: str = _run("sparse", "mode", "sparse: exchange the table rows that are looked up; dense: whole tables",
+                          ("dense", "sparse"))
+    debug_rows: int = _run(0, "0|1", "fill unfetched rows with NaN, and fail on gradients of unplanned rows", (0, 1))
+    micro_batch_size: int = _run(0, "sequences", "per forward and backward pass of a rank; 0: as many as fit in memory")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
-    target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
-    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=SINGLE_RUN)
-    checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
+    target_loss: float = _run(3.28, "nats", "per token that several runs are tested against; 0: no test")
+    run_dir: str = _run("", "directory", "for the logs; empty: logs/<run id>", role=SINGLE_RUN)
+    checkpoint_every: int = _run(0, "steps", "between checkpoints, each at the start of a cycle; the last two are "
+                                 "kept; 0: none")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count",
                         role=SINGLE_RUN)
-    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", lo=1)
-    sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
-    temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", lo=0.01)
-    prompt: str = _run("", "text", "with which a sample begins")
+    comm_timeout: float = _run(60.0, "seconds", "to wait for another rank or for the loader thread", lo=1)
+    sample_tokens: int = _run(96, "tokens", "to generate after training, or with --sample; 0: none")
+    temperature: float = _run(0.8, "number", "sampling temperature; lower values favor likely tokens", lo=0.01)
+    prompt: str = _run("", "text", "to continue with --sample")
 
-# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def parse_floats(word):
+# A stage or table is one line of text in a flag, in a log and in the settings of a save. Only `parse_specs` and
+# `format_spec` read and write that text.
+def parse_floats(word: str) -> tuple[float, ...]:
     return tuple(map(float, word.split(",")))
 
-def parse_layer(word):
+def parse_layer(word: str) -> int | None:
     return None if word == "stream" else int(word)
 
-def ngram_lr_mul(word: str) -> float:
-    """Parse the column `lr`. Until this trainer had no rounding modes, the 8th column named one."""
-    check(word not in ("nearest", "stochastic"), "--tables, 8th column", found=word,
-          expected="lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
-          hint=f"leave `{word}` out")
+def parse_lr_mul(word: str) -> float:
+    """Parse the column `lr`. In earlier versions of this trainer, the 8th column was a rounding mode."""
+    check(word not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=word,
+          expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
+          hint=f"omit `{word}`")
     return float(word)
 
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, parse_layer, int, str, int, ngram_lr_mul, float, float))
+    tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
-def parse_specs(name: str, text: str):
-    """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
-    # strict: a word too many is an error, a word too few one of the constructor.
-    make, *columns = SPEC_PARSERS[name]
-    rows = []
-    for row in text.split(";"):
-        words = row.split()
+def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
+    """Parse the text of --stages or --tables.
+
+    Trailing columns that are omitted have their defaults. Raises ValueError, TypeError or KeyError if the text is
+    malformed.
+    """
+    # The strict zip raises ValueError for an extra column, and the constructor raises TypeError for a missing one that
+    # has no default.
+    make, *parsers = SPEC_PARSERS[name]
+    specs = []
+    for line in text.split(";"):
+        words = line.split()
         if words:
-            rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
-    return tuple(rows)
+            specs.append(make(*(parse(word) for parse, word in zip(parsers[:len(words)], words, strict=True))))
+    return tuple(specs)
 
+# Preset `record`: the defaults of Config are the settings of modded-nanogpt at record 71, for GPUs.
 RECORD = dict(device="cuda")
+# Preset `pocket`: the same layers and schedule at width 96, for a CPU. Batches have 1/256 of the tokens. attn_scale
+# retains the bound of the attention logits, attn_scale * head_dim = 12.8 (RECIPE 2.4).
 POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
     model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
     stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
     window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
+# Preset `tiny`, for tests: 12 steps on synthetic tokens, which need no files.
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=parse_specs("stages",         # its own: a fork that changes STAGES keeps this preset
+    stages=parse_specs("stages",         # written out, so that a fork can change STAGES without changing this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
-RACE = POCKET | dict(                    # below 2.20 in half the time (record 23)
+# Preset `race`: a validation loss below 2.20 in half the time of `pocket` (records/2026-11-25_23_Race).
+RACE = POCKET | dict(
     num_scheduled_steps=190, stages=POCKET["stages"][1:], adam_every=1, num_heads=2, head_dim=48, attn_scale=12.8 / 48,
     tables=parse_specs("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+# Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
 LARGE_TABLES = dict(tables=parse_specs("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
+# `record_tables` has not been run yet; records/2026-11-23_08_Ngrams predicts its time. Signs are from record 92.
 PRESETS = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=parse_specs("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
@@ -375,12 +438,12 @@ PRESETS = dict(
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-SETTINGS_FILE = "settings.json"          # of a run directory and of a save: {field: text of its flag}
+SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: text of its flag}
 
-def format_spec(row: Stage | NgramTable):
-    """Return the text of a row as `read_rows` reads it."""
+def format_spec(spec: Stage | NgramTable) -> str:
+    """Format a stage or table so that `parse_specs` can read it."""
     words = []
-    for value in vars(row).values():
+    for value in vars(spec).values():
         if isinstance(value, tuple):
             words.append(",".join(map(str, value)))
         elif isinstance(value, bool):
@@ -389,154 +452,176 @@ def format_spec(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-def format_value(value):
+def format_value(value: Any) -> str:
+    """Format a setting as the text of its flag."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
-def parse_value(name: str, text: str):
-    """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
+def parse_value(name: str, text: str) -> Any:
+    """Parse the text of flag --`name`. Raises ConfigError for a wrong type, choice or range."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
     kind = type(config_field.default)
     choices = metadata["choices"]
-    allowed = f"{kind.__name__}, {metadata['unit']}"
     if choices:
-        allowed = f"one of {list(choices)}"
-    elif kind in (int, float):
-        allowed += f", {metadata['lo']:,} to {metadata['hi']:,}"
+        expected = f"one of {', '.join(map(str, choices))}"
+    elif kind is tuple:
+        expected = metadata["help"]
+    else:
+        number = "an integer" if kind is int else "a number"
+        expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
+        if metadata["unit"] not in number:
+            expected += f" ({metadata['unit']})"
 
-    # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
+    # If a type or a column cannot parse the text, the error below is raised.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
             return parse_specs(name, text)
-        if metadata["unit"] in ("folder", "pattern"):
-            text = os.path.expanduser(text)
+        if metadata["unit"] in ("directory", "glob"):
+            text = os.path.expanduser(text)           # the shell does not expand the ~ of --save=~/x
         value = kind(text)
-        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # a NaN never is
+        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
         if value in choices or (in_bounds and not choices):
             return value
-    raise ConfigError(f"--{name}", found=repr(text), expected=f"{allowed}: {metadata['help']}",
-                      hint=f"for example --{name}={format_value(config_field.default)}")
+    example = shlex.quote(format_value(config_field.default))
+    raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
+                      hint=f"for example --{name}={example}; see --help")
 
-def check_layers(layers):
-    """Raise ConfigError for a layer table that would train another model than it seems to say."""
-    saved = []                           # streams, by the layers above
+def check_layers(layers: tuple[Layer, ...]) -> None:
+    """Check that the layers fit together. Raises ConfigError.
+
+    The model does not detect these mistakes. It silently trains something else than the layers say.
+    """
+    saved = []                       # names that the layers so far have saved
     for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved), f"LAYERS, layer {i}", found=layer,
-              expected=f"to add a stream that a layer above keeps, {saved}", hint="see the columns of Layer")
+        check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved}",
+              hint="correct the layer; class Layer describes its fields")
         if layer.save_as:
             saved.append(layer.save_as)
-    values = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    check(BACKOUT in saved and len(saved) == len(set(saved)) and values == list(range(len(values))), "LAYERS",
-          found=f"streams kept {saved}, value tables {values}",
-          expected=f"each stream once, with {BACKOUT!r}, and value tables 0, 1, ... once each",
-          hint="see the columns of Layer")
+    value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    saved_once = BACKOUT in saved and len(saved) == len(set(saved))
+    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved}, value_embed {value_embeds}",
+          expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
+          hint="correct the layers; class Layer describes their fields")
 
-def check_config(cfg: Config):
-    """Raise ConfigError for settings that do not fit together, and name ones that do."""
-    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
+def check_config(cfg: Config) -> None:
+    """Check settings that depend on each other. Raises ConfigError with a value that works."""
+    # `parse_value` has checked the types and ranges of single flags.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    unit = SEQ_MULTIPLE * cfg.seqs_per_step               # batches are whole slots of whole units
+    multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", found=stage,
-              expected=f"a batch of a multiple of {unit} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
+        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages: invalid stage", found=stage,
+              expected=f"batch_tokens: a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+              hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
-        check(labels.count(table.label) == 1, "--tables", found=table, expected="a label that no other row has",
-              hint="change one of them")
-        check(table.update_every % cfg.adam_every == 0, "--tables", found=table,
-              expected=f"update_every that is a multiple of adam_every={cfg.adam_every}",
-              hint=f"change that row; the table is {TABLE_SYNTAX}")
+        check(labels.count(table.label) == 1, "--tables: duplicate label", found=table,
+              expected="a label that no other table has", hint="rename one of the tables")
+        check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
+              expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
+              hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                            # a field, whether it is right, what is expected, a value that is
-        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
+    rules = (                        # (field, is it valid, what is expected, an example)
+        ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
-        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "two rows or more, the last for the extension, and `untie` in one row at most", format_value(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SEQ_MULTIPLE} x seqs_per_step)",
-         -(-cfg.val_batch_tokens // unit) * unit),
+         "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
+        ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
+         f"a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
-         "one run for --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
-    for name, right, expected, instead in rules:
+         "1 together with --resume, --save or --profile", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b with 0 < a < b, to trace steps a to b - 1",
+         "100:104"))
+    for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
-        check(right, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={instead}")
+        check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
+              hint=f"for example --{name}={shlex.quote(str(example))}")
 
-def make_config(values: dict):
-    """Return the settings that these fields and their preset give, checked. Raises ConfigError."""
-    preset = values.get("preset", Config.preset)
-    check(preset in PRESETS, "--preset", found=preset, expected=f"one of {list(PRESETS)}",
+def make_config(settings: dict[str, Any]) -> Config:
+    """Build a checked Config from these fields, with the defaults of their preset. Raises ConfigError."""
+    preset = settings.get("preset", Config.preset)
+    check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
-    cfg = Config(**PRESETS[preset] | values)
+    cfg = Config(**PRESETS[preset] | settings)
     check_config(cfg)
     return cfg
 
-def read_settings(folder: Path):
-    """Return the settings that a run directory or a save has kept. Raises DataError."""
-    path = folder / SETTINGS_FILE
+def read_settings(directory: Path) -> Config:
+    """Load the settings of a run directory or a save. Raises DataError, or ConfigError for an invalid setting."""
+    path = directory / SETTINGS_FILE
     try:
-        check(path.is_file() or not path.exists(), str(path), found="no regular file",
-              expected="settings of a run or of a save", hint="name the folder of one", error=DataError)
-        settings = json.loads(path.read_bytes())      # another trainer may have had other flags
+        check(path.is_file() or not path.exists(), f"settings file {path}", found="not a regular file",
+              expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
+              error=DataError)
+        # The file may be of another version of this trainer, with other flags.
+        settings = json.loads(path.read_bytes())
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
     except ConfigError as error:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(str(path), found=f"{type(error).__name__}: {error}", expected="flags of this trainer",
-                        hint="name the folder of a run or of a save; one of an older trainer needs that "
-                             "trainer, the train_gpt.py in the run directory") from None
+        raise DataError(f"settings file {path}", found=f"{type(error).__name__}: {error}",
+                        expected="settings of this version of the trainer",
+                        hint="give a run directory or a directory written by --save; for a run of an older version, "
+                             "use the train_gpt.py in its run directory") from None
 
-def print_stdout(text: str):
-    """Print what the user asked for. Raises RunError if standard output does not take it."""
+def print_stdout(text: str) -> None:
+    """Print a result that the user asked for. Raises RunError if standard output cannot be written."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
-        raise RunError("standard output", found=error, expected="one that takes all lines",
-                       hint="redirect it to where there is room; what a run has found stands in its log") from None
+        raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
+                       hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
-def make_arg_parser(preset: str):
-    """Return a parser of all flags, whose help shows the preset's values."""
+def make_arg_parser(preset: str) -> argparse.ArgumentParser:
+    """Build the parser of all flags. Its help shows the values of the preset."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
-        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
-        "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("prompt", nargs="?", help="the same as --prompt")
-    values = vars(make_config(dict(preset=preset)))
+        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
+        "1 the run failed, 2 invalid settings or data, 129 hangup, 130 interrupted, 143 terminated")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help and exit")
+    parser.add_argument("prompt", nargs="?", help="same as --prompt")
+    defaults = vars(make_config(dict(preset=preset)))
     for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
-        listed = parser.add_argument_group(group)
+        help_group = parser.add_argument_group(group)
         for config_field in config_fields:
-            help_text = f"{config_field.metadata['help']} [{format_value(values[config_field.name])}]"
-            listed.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
-                                type=functools.partial(parse_value, config_field.name))
+            help_text = f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]"
+            help_group.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
+                                    type=functools.partial(parse_value, config_field.name))
     return parser
 
-# Old spelling: new spelling. Files and command lines of earlier versions have the old ones.
+# {old name: new name}. Command lines and settings files of earlier versions have the old names, which are refused.
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
     """Return the error for a flag that does not exist, with a hint that names the closest ones."""
-    name = text.partition("=")[0].removeprefix("--")
+    word = text.partition("=")[0]
+    name = word.removeprefix("--")
     closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
-    hint = "see --help"
+    hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
     elif closest:
         hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
-    return ConfigError("unknown flag", found=repr(text),
-                       expected="--field=value with a field that exists, or one prompt in quotes", hint=hint)
+    what = f"unknown flag {word}" if word.startswith("-") else "argument without a flag"
+    return ConfigError(what, found=repr(text),
+                       expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Return {field: value} of the given flags. --help prints and exits. Raises ConfigError."""
+    """Parse the command line into {field: value}, for the given flags only. Raises ConfigError.
+
+    --help prints the help and exits.
+    """
     try:
         flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError("flags", found=error, expected="--field=value", hint="see --help") from None
+        raise ConfigError("invalid command line", found=error, expected="--field=value",
+                          hint="--help lists all flags") from None
     if unknown:
         raise unknown_flag_error(unknown[0])
     flags = vars(flags)
@@ -544,58 +629,62 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
         print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
-    # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
+    # An empty value is probably --resume=$DIR with DIR unset. Refuse it instead of starting a new run.
     for name in ("resume", "sample"):
-        check(flags.get(name) != "", f"--{name}", found="an empty name", expected="a folder",
-              hint=f"--{name}=FOLDER, or leave it out")
-    check("sample" in flags or not flags.get("prompt"), "a word without a flag", found=flags.get("prompt"),
+        check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
+              hint=f"give --{name}=DIR, or omit --{name}")
+    check("sample" in flags or not flags.get("prompt"), "argument without a flag", found=flags.get("prompt"),
           expected="--field=value", hint="a prompt needs --sample=DIR")
     return flags
 
 def flag_names(*roles: str) -> set[str]:
-    """Return the names of all flags with one of these roles."""
+    """Return the names of the flags with one of these roles."""
     return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
-def numeric_settings(cfg: Config):
-    """Return the settings on which a run's numbers depend, as texts."""
-    # Homes of tables change no bit, and a run may be resumed with another.
+def numeric_settings(cfg: Config) -> dict[str, str]:
+    """Return the settings that affect the results of a run, as {field: text}. --resume may not change them."""
+    # The location of a table does not affect results, not even their rounding, so --resume may change it.
     cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
-def load_config(argv):
-    """Return the settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
-    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
+def load_config(argv: list[str]) -> Config:
+    """Parse the command line into a checked Config; --resume adds the flags of the earlier run.
+
+    With --sample=DIR the Config has the given flags only, since `read_settings(DIR)` has the settings of the model.
+    Raises ConfigError, DataError.
+    """
     flags = parse_args(argv)
     if "sample" in flags:
-        may_vary = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= may_vary, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(may_vary)}",
-              hint="leave the others out: the folder says what was trained")
+        allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed))}",
+              hint="omit the others; the settings of the model are in the directory of --sample")
         return Config(**flags)
     if "resume" not in flags:
         return make_config(flags)
 
-    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    # With --resume, numeric settings may be repeated, but not changed.
     earlier = read_settings(Path(flags["resume"]))
     inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
-    before = numeric_settings(earlier)
+    required = numeric_settings(earlier)
     for name, text in numeric_settings(cfg).items():
-        check(text == before[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{before[name]}, as in that run",
-              hint=f"leave --{name} out; these may change: {sorted(flag_names(INHERITED))}, and the "
-                   "location of a table")
+        check(text == required[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{required[name]!r}, as in the resumed run",
+              hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
+                   "location of tables")
     return cfg
 
-def wait_for_work(work: Any) -> None:
-    """Wait for a collective that was launched; None: there was nothing to launch."""
+def wait_for_work(work: dist.Work | None) -> None:
+    """Wait for a collective that `Communicator.launch` has launched; None: there was nothing to launch."""
     if work is not None:
         work.wait()
 
-DEVICE_TIMEOUT_FRACTION = 0.8            # longest wait for an event of the device, in timeouts in force
-DEVICE_POLL_S = 1e-4                     # s between two queries of an event
+DEVICE_TIMEOUT_FRACTION = 0.8        # longest wait for a device event, as a fraction of Communicator.timeout
+DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether an event of the device happens within this time. Event.synchronize() has no time limit."""
+    """Return whether a device event completes within this time. Event.synchronize() has no timeout."""
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
@@ -605,88 +694,103 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
 
 @dataclass(eq=False)
 class Communicator:
-    """The one object that knows ranks and devices. Passed on, never global."""
+    """This process's rank and device, and collectives of all ranks. Passed as an argument, never global."""
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    loader_group: Any = None             # of row plans, on the CPU: the loader thread's own, so that no order can clash
-    timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
+    # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
+    # one group in the same order.
+    loader_group: dist.ProcessGroup | None = None
+    timeout: float = 600.0           # s, longest wait for another rank; see set_timeout
 
     @property
-    def on_cuda(self):
+    def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work. Raises RunError as `wait_for` does."""
+        """Wait until the device has finished all work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
             self.wait_for(self.record_event())
-            torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
+            # Copies and collectives of the next cycle run on other streams.
+            torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Return an event that happens when the device has done what the current stream was given so far."""
+        """Record an event on the current stream. It completes when the device has finished the work before it."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event of the device. Raises RunError if it does not happen in time."""
-        # NCCL aborts the process, without a line in the log, when a collective has taken the timeout since its launch.
-        # This wait begins later than the launch. It must end earlier, so the fraction is below 1.
+        """Wait for a device event. Raises RunError if it does not complete in time."""
+        # NCCL aborts the process, without a line in the log, if a collective has not completed within the timeout after
+        # its launch. This wait begins after the launch and must end before the abort, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
-            found = f"nothing from {self.device} after {seconds:.1f} s"
+            found = f"no response from {self.device} after {seconds:.1f} s"
             raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
-                expected="the end of what it was given",
-                hint="look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+                expected="the device finishes the work launched on it",
+                hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
-    def launch(self, collective: Callable, *tensors: Tensor):
-        """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
+    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
+        """Launch a collective asynchronously, and return its work for `wait_for_work`. Collective.
+
+        With a single rank nothing is launched, and None is returned.
+        """
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a wait for another rank may take from now on."""
+        """Set the timeout of all process groups and of waits for the device, from now on."""
         self.timeout = seconds
         if self.world_size > 1:
-            # Before torch 2.14 it has no public name.
+            # Before torch 2.14 this function has no public name.
             set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.loader_group):
                 set_group_timeout(timedelta(seconds=seconds), group)
 
-    def pinned(self, x):
-        """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
+    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
+        """Convert to a CPU tensor, in pinned memory if the device is a GPU.
+
+        torch does not reuse a pinned block before the last copy from it has finished.
+        """
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def set_thread_device(self):
-        # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
+    def set_thread_device(self) -> None:
+        """Select the GPU of this rank in a new thread.
+
+        The current device is per thread. Without this call, pinning memory would open a context on GPU 0 in every rank.
+        """
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def print0(self, text: str):
-        """Print on rank 0. A console that is gone or full does not end the run."""
+    def print0(self, text: str) -> None:
+        """Print on rank 0. A closed or full console does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def all_gather(self, fact):
-        """Return this fact of every rank, rank by rank. Collective."""
-        everyone = [fact] * self.world_size
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return the object of every rank, in rank order. Collective."""
+        objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(everyone, fact)
-        return everyone
+            dist.all_gather_object(objs, obj)
+        return objs
 
-    def check_agreement(self, facts: dict):
-        """Raise ConfigError on every rank if any rank was started with other facts."""
-        # All compare with rank 0, so that all find the same and none waits for another.
-        everyone = self.all_gather(facts)
-        for rank, theirs in enumerate(everyone):
-            for name, expected in everyone[0].items():
-                check(theirs.get(name) == expected, f"ranks disagree about {name}",
-                      found=f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", expected="one value",
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Check that all ranks were started with the same facts. Raises ConfigError on every rank. Collective."""
+        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and none is left waiting.
+        facts_by_rank = self.all_gather(facts)
+        for rank, other_facts in enumerate(facts_by_rank):
+            for name, value in facts_by_rank[0].items():
+                other_value = other_facts.get(name)
+                check(other_value == value, f"ranks disagree about {name}",
+                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="the same value on every rank",
                       hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
-    def raise_together(self):
-        """If the body raises a TrainerError on any rank, raise it on every rank, once all bodies have ended.
-        Collective; the body must not wait for another rank."""
+    def raise_together(self) -> Iterator[None]:
+        """If the body raises a TrainerError on any rank, raise it on every rank, after all bodies have ended.
+
+        The body must not wait for another rank. Collective.
+        """
         failure = None
         try:
             yield
@@ -698,7 +802,7 @@ class Communicator:
                 raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
-        """True if torch.compile is used."""
+        """Return whether the run uses torch.compile."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
