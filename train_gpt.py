@@ -1131,44 +1131,44 @@ LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # 
 tl = None                                # triton.language, from the first launch on: only a GPU needs the package
 
 @functools.cache
-def triton_jit(kernel: Callable):
+def triton_jit(kernel: Callable) -> Any:
     """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compile_fn(call: Callable, cfg: Config, comm: Communicator):
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
     """Return the call by torch.compile, or as it is where nothing is compiled."""
-    return torch.compile(call, dynamic=False, fullgraph=True) if comm.compiles(cfg) else call
+    return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
-def first_order_only(backward: Callable):
+def first_order_only(backward: Callable) -> Callable:
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
     # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
     @functools.wraps(backward)
-    def call(ctx, *grads):
+    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", found="create_graph=True",
               expected="gradients of the first order", hint="leave it out, or use torch's own operations",
               error=RunError)
         return backward(ctx, *grads)
-    return call
+    return wrapper
 
-def accum_dtype(dtype: torch.dtype):
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
-def rms_norm(x):
+def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
-def apply_rotary(x, cos, sin):
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
-    neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * cos + neighbours_swapped * sin
+    pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + pairs_swapped * sin
 
 
 # ---- Attention
-ATTENTION_ARGS: dict[str, Any] = {}      # the newest span of each name, which kernels of that name use
+ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}      # the newest span of each name, which kernels of that name use
 
 @dataclass(frozen=True)
 class AttentionArgs:
@@ -1178,7 +1178,7 @@ class AttentionArgs:
     scale: float                         # of the softmax
     name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
         # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
         # input are unaligned, and reads and writes them 2 bytes at a time.
@@ -1186,32 +1186,32 @@ class AttentionArgs:
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
 
-def attention_reference(q, k, v, cu_seqlens, attn_args: AttentionArgs):
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     # Zeros stand before block 0 and fill the last one.
-    count, heads, width = q.shape
-    keys_back = min(attn_args.window, attn_args.max_seqlen - 1)
-    block = min(count, max(keys_back, MIN_QUERY_BLOCK))
-    blocks = -(-count // block)
-    fill = blocks * block - count
-    queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
-    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
+    N, H, E = q.shape
+    lookback = min(attn_args.window, attn_args.max_seqlen - 1)
+    block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
+    num_blocks = -(-N // block_len)
+    padding = num_blocks * block_len - N
+    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
+    padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (blocks, 2 * block, H, E)
 
     # Positions before block 0 are negative: they index some document, and are masked.
-    positions = torch.arange(blocks * block, device=q.device)
-    document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
-    query_at = positions.view(blocks, block, 1)
-    key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - attn_args.window)
-    seen = in_window & (document[key_at] == document[query_at])
+    positions = torch.arange(num_blocks * block_len, device=q.device)
+    doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    query_pos = positions.view(num_blocks, block_len, 1)
+    key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)       # (blocks, 1, 2 * block)
+    in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
+    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=attn_args.scale)
-    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
+    return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def torch_varlen_ops():
+def torch_varlen_ops() -> Any:
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
@@ -1234,8 +1234,8 @@ def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, generator: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                    logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
@@ -1246,18 +1246,18 @@ class Varlen(torch.autograd.Function):
     """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
     # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, ctx.span = inputs
+    def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
+        *tensors, ctx.args_name = inputs
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
-def attention_varlen(q, k, v, cu_seqlens, attn_args: AttentionArgs):
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
@@ -1267,14 +1267,14 @@ GRAD_ADDED_FLAG = "grad_added_to_main_grad"               # Megatron's attribute
 
 def op_in_graphs(*mutates_args: str) -> Callable:
     """Make a function a custom op in compiled graphs. Eager code calls it directly: in 8 us, not 26 (measured)."""
-    def decorate(fn: Callable) -> Callable:
+    def decorator(fn: Callable) -> Callable:
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
-        def call(*args: Any) -> None:
+        def wrapper(*args: Any) -> None:
             return op(*args) if torch.compiler.is_compiling() else fn(*args)
-        return call
-    return decorate
+        return wrapper
+    return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
     """Return the version counters, which every change in place increments."""
@@ -1301,6 +1301,8 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
+DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
+
 class WeightMatrix(NamedTuple):
     """One matrix of a parameter, and the buffer its gradient accumulates in.
 
@@ -1311,7 +1313,7 @@ class WeightMatrix(NamedTuple):
     matrix: Tensor                       # (R, C): the whole parameter, or a view of one matrix of it
     main_grad: Tensor | None = None      # (R, C): the same view of the buffer; None: autograd keeps the gradient
     count_idx: int = 0                   # index of this matrix in param.write_counts
-    deferred: list | None = None         # queue of gradients for `run_deferred`; the trainer itself defers none
+    deferred: DeferredGrads | None = None    # queue of gradients for `run_deferred`; the trainer itself defers none
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient a^T b, or a if b is None. Returns what backward returns to autograd."""
@@ -1330,9 +1332,9 @@ class WeightMatrix(NamedTuple):
         setattr(self.param, GRAD_ADDED_FLAG, True)
         return torch.zeros_like(self.matrix)
 
-def as_matrix(param: Tensor, deferred: list | None = None) -> WeightMatrix:
+def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
     """Return a parameter (R, C) as its only matrix."""
-    return WeightMatrix(param, param, getattr(param, "main_grad", None), 0, deferred)
+    return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
     """Return the matrices of each layer of a bank (L, ..., C), which stacks matrices of these heights per layer."""
@@ -1343,13 +1345,13 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
         grads = [None] * len(matrix_heights)
         if hasattr(bank, "main_grad"):
             grads = bank.main_grad.view(shape)[i].split(matrix_heights)       # raises unless the buffer is contiguous
-        first = i * len(matrix_heights)
-        by_layer.append([WeightMatrix(bank, matrix, grad, first + k)
-                         for k, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+        first_count_idx = i * len(matrix_heights)
+        by_layer.append([WeightMatrix(bank, matrix, grad, first_count_idx + j)
+                         for j, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
     return by_layer
 
 @torch.no_grad()
-def run_deferred(deferred: list) -> None:
+def run_deferred(deferred: DeferredGrads) -> None:
     """Compute deferred gradients into main_grad, or into .grad. Raises RunError if an input has changed since."""
     for weight, a, b, versions in deferred:
         check(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
@@ -1365,14 +1367,14 @@ def run_deferred(deferred: list) -> None:
 class LinearFunction(torch.autograd.Function):
     """x (scale matrix)^T; scale () or None is learned too. `grad_target` accumulates the gradient of the matrix."""
     @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
@@ -1383,11 +1385,11 @@ class LinearFunction(torch.autograd.Function):
             main_grad = ctx.grad_target.main_grad
             dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
-                scaled_grad = torch.mm(a.t(), b, out_dtype=dtype)
+                grad_weight = torch.mm(a.t(), b, out_dtype=dtype)
             else:
-                scaled_grad = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (scaled_grad * matrix).sum()
-            a, b = scale * scaled_grad, None
+                grad_weight = a.t().to(dtype) @ b.to(dtype)
+            grad_scale = (grad_weight * matrix).sum()
+            a, b = scale * grad_weight, None
         return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
@@ -1403,117 +1405,118 @@ RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LAR
 TMA_ALIGN_BYTES = 16                     # descriptors want lines of a multiple of this
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares), for x a gradient and squares what forward returned.
     x (count, depth), w (columns, depth), out and squares (count, columns)."""
     # Each program takes many tiles, and loads for the next one while it stores. It stores a tile in two halves, which
     # leaves more shared memory to the loads. Descriptors address in 64 bits; beyond the edges they read 0.
-    HALF: tl.constexpr = BLOCK_N // 2
-    x_lines = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    w_lines = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
-    squares_lines = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF])
-    out_lines = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF])
-    across = tl.cdiv(N, BLOCK_N)
-    tiles = tl.cdiv(M, BLOCK_M) * across
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row = tile // across * BLOCK_M
-        column = tile % across * BLOCK_N
-        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for at in range(0, K, BLOCK_K):
-            product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
-        halves = tl.split(product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    squares_desc = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_tiles = tl.cdiv(M, BLOCK_M) * num_tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        start_m = tile // num_tiles_n * BLOCK_M
+        start_n = tile % num_tiles_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start_k in range(0, K, BLOCK_K):
+            acc = tl.dot(x_desc.load([start_m, start_k]), w_desc.load([start_n, start_k]).T, acc)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
         for half in tl.static_range(2):
-            left = column + half * HALF
+            half_start_n = start_n + half * HALF_N
             if BACKWARD:
-                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, left]).to(tl.float32))
+                result = 2 * halves[half] * tl.sqrt(squares_desc.load([start_m, half_start_n]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
-            out_lines.store([row, left], result.to(out_lines.dtype))
+            out_desc.store([start_m, half_start_n], result.to(out_desc.dtype))
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     """Launch relu_sq_kernel: max(x w^T, 0)^2, (N, F), or with squares its BACKWARD. x (N, K), w (F, K)."""
     triton = importlib.import_module("triton")
     device = x.device
-    card = torch.cuda.get_device_properties(device)
-    tile, stages = RELU_SQ_TILES[card.major, card.minor]
+    props = torch.cuda.get_device_properties(device)
+    tile, num_stages = RELU_SQ_TILES[props.major, props.minor]
     M, K = x.shape
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    read = squares.contiguous() if backward else out                          # forward reads none
+    squares_or_out = squares.contiguous() if backward else out                # forward reads none
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
-    triton_jit(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
-        x.contiguous(), w.contiguous(), read, out, M, N, K, BACKWARD=backward,
-        num_stages=stages[backward], **tile)
+    num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), squares_or_out, out, M, N, K, BACKWARD=backward,
+        num_stages=num_stages[backward], **tile)
     return out
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-def fits_relu_sq(x, w):
+def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """True if relu_sq supports the device, dtype and shapes of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    described = all(length * x.element_size() % TMA_ALIGN_BYTES == 0 for length in (x.shape[1], len(w)))
-    card = torch.cuda.get_device_properties(x.device)         # a constant in a compiled graph
-    return described and (card.major, card.minor) in RELU_SQ_TILES
+    aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
+    props = torch.cuda.get_device_properties(x.device)        # a constant in a compiled graph
+    return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
     """max(n up^T, 0)^2 down; each matrix accumulates its gradient."""
     @staticmethod
-    def forward(ctx, n, up_matrix, down_matrix, up, down):
-        x = n.flatten(0, -2)
-        if fits_relu_sq(x, up_matrix):
-            squares = relu_sq(x, up_matrix, None)
+    def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
+                down: WeightMatrix) -> Tensor:
+        flat_x = x.flatten(0, -2)
+        if fits_relu_sq(flat_x, up_matrix):
+            squares = relu_sq(flat_x, up_matrix, None)
         else:
-            squares = F.linear(x, up_matrix).relu_().square_()
-        ctx.save_for_backward(n, squares, up_matrix, down_matrix)
+            squares = F.linear(flat_x, up_matrix).relu_().square_()
+        ctx.save_for_backward(x, squares, up_matrix, down_matrix)
         ctx.grad_targets = up, down
-        return (squares @ down_matrix).view_as(n)
+        return (squares @ down_matrix).view_as(x)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        n, squares, up_matrix, down_matrix = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
         if fits_relu_sq(grad_y, down_matrix):
             grad_pre = relu_sq(grad_y, down_matrix, squares)
         else:
             # The root of 0 takes MKL eight times as long as that of the smallest number, whose root is then taken off.
-            smallest = torch.finfo(squares.dtype).tiny
-            roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
-            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
+            tiny = torch.finfo(squares.dtype).tiny
+            square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
+            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
-        grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = up.add_gradient(grad_pre, n.flatten(0, -2))
-        return grad_n, grad_up, down.add_gradient(squares, grad_y), None, None
+        grad_x = (grad_pre @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_pre, x.flatten(0, -2))
+        return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
-def relu_sq_mlp(n: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
+def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
-    return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
+    return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits):
+def softcap(logits: Tensor) -> Tensor:
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-def logit_chunks(logits, *arrays: Tensor):
+def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
-    rows = len(logits)
+    chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
-    return zip(*(x.split(rows) for x in (logits, *arrays)))
+        chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
+    return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
-def next_token_losses(y, w, targets):
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Return -log softmax(softcap(y w))[target], without fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
@@ -1523,17 +1526,17 @@ def next_token_losses(y, w, targets):
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-def mtp_targets(targets, weights):
+def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     B, T = targets.shape
     position = torch.arange(T, device=targets.device)
     ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    inside = ahead < T
-    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    token_weights = (inside * weights).expand(B, -1, -1)
-    return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
+    in_sequence = ahead < T
+    ids = targets[:, torch.where(in_sequence, ahead, 0)]                      # (B, T, G)
+    token_weights = (in_sequence * weights).expand(B, -1, -1)
+    return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits, ids, token_weights, grad, factor: float):
+def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, grad_scale: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits."""
     if torch.compiler.is_compiling():
@@ -1541,41 +1544,41 @@ def mtp_losses_and_grad(logits, ids, token_weights, grad, factor: float):
         cap_log2 = LOGIT_CAP * math.log2(math.e)          # of z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2
-        scaled = factor * LOGIT_CAP * token_weights
+        scaled = grad_scale * LOGIT_CAP * token_weights
         grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
-        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
+        column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        for target, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z = grad_z - weight * (column == target.int())               # fuses; in 32 bits: half the instructions
         torch.mul(grad_z, sig - sig * sig, out=grad)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
     losses = []
-    for block, block_ids, block_weights, out in logit_chunks(logits, ids, token_weights, grad):
-        z = softcap(block.to(token_weights.dtype))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, block_ids).log()
-        losses.append((block_weights * nats).sum(dim=1))
-        scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
-        grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
-        for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
+        z = softcap(chunk.to(token_weights.dtype))
+        p = z.softmax(dim=-1)                                                 # above 1e-10 / V, for z is below 23
+        nll = -p.gather(1, chunk_ids).log()
+        losses.append((chunk_weights * nll).sum(dim=1))
+        scaled = grad_scale * chunk_weights                                   # (N, G): no pass over (N, V) for it
+        grad_z = p.mul_(scaled.sum(dim=1, keepdim=True))
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z.scatter_add_(1, target, -weight)                           # one by one: a row may have an id twice
         dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
-        torch.mul(grad_z, dz, out=out)
+        torch.mul(grad_z, dz, out=chunk_grad)
     return torch.cat(losses)
 
-def quantize_e4m3(x, scale: float):
+def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-def fp8_matmul(a, b, scale, use_scaled_mm: bool, out_dtype: torch.dtype,
-                fast_accum: bool = False):
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
+               fast_accum: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Without such a device the product is one of numbers in out_dtype, which holds fp8 exactly.
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                                                # in columns, as the device wants it
-    by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, scale.float(), per_tensor, torch.ones((), device=a.device), per_tensor,
                        output_dtype=out_dtype, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
@@ -1586,32 +1589,34 @@ class HeadLoss(torch.autograd.Function):
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
     loss_weight () is the seed of the backward. grad_target accumulates the gradient of w."""
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_scale, precision, logits_dtype, grad_target):
+    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
+                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> Tensor:
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
         # The gradient of the logits is made here, for backward: in their memory, or in fp8 in half as many bytes.
         if precision == "plain":
             logits = grad = y @ w
-            factor = 1.0                                                      # backward divides by LOGIT_WIDTH
+            grad_scale = 1.0                                                  # backward divides by LOGIT_WIDTH
         else:
             use_scaled_mm = precision == "fp8"
-            product_dtype = logits_dtype if use_scaled_mm else accum
+            matmul_dtype = logits_dtype if use_scaled_mm else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = quantize_e4m3(y, FP8_Y_SCALE)
             w = quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, scale, use_scaled_mm, product_dtype, fast_accum=True).to(logits_dtype)
+            logits = fp8_matmul(y, w, scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype, fast_accum=True)
+            logits = logits.to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-            factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
-        losses = mtp_losses_and_grad(logits, next_ids, token_weights, grad, factor)
+        ids, token_weights = mtp_targets(targets, weights.to(accum))
+        losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
         ctx.save_for_backward(y, w, grad, loss_scale)
         return losses
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_losses):
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
@@ -1625,20 +1630,23 @@ class HeadLoss(torch.autograd.Function):
         scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm, dtype_y)
-        payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
-        product = fp8_matmul(y.t().contiguous(), payload, scale * FP8_Y_SCALE, use_scaled_mm, factor.dtype)
-        grad_w = ctx.grad_target.add_gradient(product, None)                  # scaled_mm cannot add to main_grad
+        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
+                                                 out_dtype=dtype_y)
+        weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)       # part of the copy into columns
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
+                            out_dtype=factor.dtype)
+        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)                 # scaled_mm cannot add to main_grad
         return grad_y, grad_w, *[None] * 6
 
 
 # ---- Rows of tables
-def sign_vectors(width: int):
+def sign_vectors(model_dim: int) -> Tensor:
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    drawn = torch.randint(2, (NUM_SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
-    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
+    drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
+    return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
+                    BLOCK_D: tl.constexpr) -> None:
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
     # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
     # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
@@ -1646,27 +1654,27 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, BLOCK_ROWS: tl.c
     # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
-    if row != row_before:
-        column = tl.arange(0, WIDTH)
-        inside = column < width
-        target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
-        total = tl.load(target, mask=inside, other=0)
-        line = first + tl.arange(0, BLOCK_ROWS)
-        same = tl.load(rows + line, mask=line < count, other=-1) == row
-        source = tl.load(order + line, mask=line < count, other=0)
-        more = 1
-        while more == 1:
-            line = line + BLOCK_ROWS
-            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
-            next_source = tl.load(order + line, mask=line < count, other=0)
-            wanted = same[:, None] & inside[None, :]
-            grads = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
-            total += tl.sum(grads.to(total.dtype), axis=0)
-            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
-            same = next_same
-            source = next_source
-        tl.store(target, total, mask=inside)
+    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # none is -1
+    if row != previous_row:
+        columns = tl.arange(0, BLOCK_D)
+        in_row = columns < D
+        target = row_grads + row.to(tl.int64) * D + columns                   # tables pass 2^31 elements
+        acc = tl.load(target, mask=in_row, other=0)
+        lookups = first + tl.arange(0, BLOCK_ROWS)
+        is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+        grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+        has_more = 1
+        while has_more == 1:
+            lookups = lookups + BLOCK_ROWS
+            next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+            next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+            mask = is_same_row[:, None] & in_row[None, :]
+            grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
+            acc += tl.sum(grads.to(acc.dtype), axis=0)
+            has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)         # the row goes on
+            is_same_row = next_is_same_row
+            grad_idx = next_grad_idx
+        tl.store(target, acc, mask=in_row)
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -1677,22 +1685,22 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
-    count, width = grad.shape
-    launch = triton_jit(add_rows_kernel)[(count,)]
-    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, WIDTH=1 << (width - 1).bit_length())  # the next power of 2
-    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+    num_lookups, D = grad.shape
+    launch = triton_jit(add_rows_kernel)[(num_lookups,)]
+    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())       # the next power of 2
+    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
 
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
     @staticmethod
-    def forward(ctx, source, index, row_grads):
+    def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
