@@ -1150,9 +1150,9 @@ def first_order_only(backward: Callable) -> Callable:
     # torch's once_differentiable does not help: it stays silent if the incoming gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", found="create_graph=True",
-              expected="gradients of the first order", hint="leave it out, or use torch's own operations",
-              error=RunError)
+        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
+              found="a request for second derivatives", expected="first derivatives only",
+              hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
         return backward(ctx, *grads)
     return wrapper
 
@@ -1395,10 +1395,11 @@ def run_deferred(deferred: DeferredGrads) -> None:
     Raises RunError if a tensor in the queue was modified in-place since backward. No gradient is written in that case.
     """
     for weight, a, b, versions in deferred:
-        check(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
-              found="an input or an output gradient of the matmul was changed in place after backward",
-              expected="the tensors as backward saw them", hint="call run_deferred before the change, or change a copy",
-              error=RunError)
+        check(versions == tensor_versions(a, b),
+              f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
+              found="an input or output gradient of its matmul was modified in-place after backward",
+              expected="tensors that are unchanged since backward",
+              hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
         if weight.main_grad is None:
