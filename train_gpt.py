@@ -1298,180 +1298,201 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 
 # ====== Section 4: Kernels ============================================================================================
-# References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
-RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
-FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (RECIPE
-FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
-FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
-MIN_QUERY_BLOCK = 32                     # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_BLOCK = 16                      # gradient lines that a program adds at once
-NUM_SIGN_VECTORS = 8192                  # of random signs; one more has +1 alone
-SIGN_SEED = 92                           # of the vectors of signs; any number would do
-CPU_CHUNK_LOGITS = 1 << 19               # in passes of a CPU: they and what is made of them stay in its cache
-LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
+# PyTorch references define each operation on every device. A Triton kernel is next to the reference it must match.
+RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon in bf16, here in every dtype
+FP8_MAX = 448.0                          # largest e4m3 value
+# Scales of the fp8 head (RECIPE 2.8) are f32 values. Their products are computed in f64 and rounded once.
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
+MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work they save
+ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
+NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors adds one of only +1
+SIGN_SEED = 92                           # arbitrary seed of sign_vectors
+CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
+LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language, from the first launch on: only a GPU needs the package
+tl = None                                # triton.language after the first launch, because only GPUs need the package
 
 @functools.cache
-def triton_jit(kernel: Callable):
-    """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
+def triton_jit(kernel: Callable) -> Any:
+    """Compile a kernel with triton.jit, and set the global `tl` of this file, which the kernel's body uses."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compile_fn(call: Callable, cfg: Config, comm: Communicator):
-    """Return the call by torch.compile, or as it is where nothing is compiled."""
-    return torch.compile(call, dynamic=False, fullgraph=True) if comm.compiles(cfg) else call
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
+    """Wrap a function in torch.compile, or return it unchanged if this run compiles nothing."""
+    return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
-def first_order_only(backward: Callable):
-    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
-    # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
+def first_order_only(backward: Callable) -> Callable:
+    """Decorate a `backward` so that create_graph=True raises RunError.
+
+    Weight gradients are written to buffers that autograd does not see, so second derivatives would be silently wrong.
+    """
+    # torch's once_differentiable does not help: it stays silent if the incoming gradient does not require grad.
     @functools.wraps(backward)
-    def call(ctx, *grads):
-        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", found="create_graph=True",
-              expected="gradients of the first order", hint="leave it out, or use torch's own operations",
-              error=RunError)
+    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
+              found="a request for second derivatives", expected="first derivatives only",
+              hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
         return backward(ctx, *grads)
-    return call
+    return wrapper
 
-def accum_dtype(dtype: torch.dtype):
-    """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of accumulators and optimizer state for weights of this dtype: f32, or f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
-def rms_norm(x):
-    """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
+def rms_norm(x: Tensor) -> Tensor:
+    """Normalize the last axis without a gain: x / sqrt(mean(x^2) + RMS_EPS)."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
-def apply_rotary(x, cos, sin):
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
-    # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
-    neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * cos + neighbours_swapped * sin
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
+
+    x (..., E). cos and sin are those of GPT.set_rotary: one value per channel, with sin negated for the second channel
+    of a pair.
+    """
+    # cos and sin have E channels, and the angle is 0 in the second half. Splitting x into halves takes more passes.
+    pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + pairs_swapped * sin
 
 
 # ---- Attention
-ATTENTION_ARGS: dict[str, Any] = {}      # the newest span of each name, which kernels of that name use
+ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # the newest arguments of each name; kernels look them up
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
-    max_seqlen: int                      # upper bound of a document's length, in positions
-    window: int                          # keys before its own that a query sees at most
-    scale: float                         # of the softmax
-    name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
+    """Window, maximum length and scale of attention. A new instance replaces the one of its name in ATTENTION_ARGS."""
+    max_seqlen: int                      # upper bound of the document length, in positions
+    window: int                          # maximum number of earlier positions that a query sees
+    scale: float                         # softmax scale
+    name: str = ""                       # one name per kind of layer, the same in all stages; empty: from the values
 
-    def __post_init__(self):
-        # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
-        # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
-        # input are unaligned, and reads and writes them 2 bytes at a time.
+    def __post_init__(self) -> None:
+        # Compiled code reads only the name. torch.compile guards on every value that it reads, and recompiles when one
+        # changes. A CPU tensor as an input of the graph avoids recompilation, too. But Inductor assumes that the
+        # outputs of an operation with such an input are unaligned, and loads and stores them 2 bytes at a time.
         name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
 
-def attention_reference(q, k, v, cu_seqlens, attn_args: AttentionArgs):
-    """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
-    cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
-    # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
-    # Zeros stand before block 0 and fill the last one.
-    count, heads, width = q.shape
-    keys_back = min(attn_args.window, attn_args.max_seqlen - 1)
-    block = min(count, max(keys_back, MIN_QUERY_BLOCK))
-    blocks = -(-count // block)
-    fill = blocks * block - count
-    queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
-    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """Compute causal softmax attention within documents and a window, in O(N * window).
 
-    # Positions before block 0 are negative: they index some document, and are masked.
-    positions = torch.arange(blocks * block, device=q.device)
-    document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
-    query_at = positions.view(blocks, block, 1)
-    key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - attn_args.window)
-    seen = in_window & (document[key_at] == document[query_at])
+    q, k, v (N, H, E) -> (N, H, E). cu_seqlens (num_docs + 1,) i32 ascends from 0 to N; documents may be empty.
+    """
+    # Blocks of queries are at least as long as the lookback. A query therefore sees only keys of the same block and of
+    # the previous one. Zeros precede block 0 and fill up the last block.
+    N, H, E = q.shape
+    lookback = min(attn_args.window, attn_args.max_seqlen - 1)
+    block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
+    num_blocks = -(-N // block_len)
+    padding = num_blocks * block_len - N
+    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
+    padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
+
+    # Key positions before block 0 are negative. They index the document of some other position, and are masked.
+    positions = torch.arange(num_blocks * block_len, device=q.device)
+    doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    query_pos = positions.view(num_blocks, block_len, 1)
+    key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)  # (num_blocks, 1, 2 * block_len)
+    in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
+    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=attn_args.scale)
-    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
+    return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def torch_varlen_ops():
-    """Return torch's operations, which this import registers; it takes a second."""
+def torch_varlen_ops() -> Any:
+    """Return the namespace of torch's varlen attention ops. The import that registers them takes 1 s the first time."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
-    """Return arguments of torch's forward and backward alike, from the span of this name."""
+    """Build the arguments that torch's forward and backward op share, from the AttentionArgs of this name."""
     attn_args = ATTENTION_ARGS[name]
+    # A window with 0 positions to the right makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and for the backward the log-sum-exp and the state of a generator."""
+    """Compute attention; return the output, and for backward the log-sum-exp and the state of the random generator."""
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
+    # The shapes of the outputs do not depend on max_q and max_k.
     *qkv, cu_seqlens, _ = inputs
-    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)  # any length will do
+    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, generator: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                    logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v."""
+    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
+    return tuple(map(torch.empty_like, inputs[:3]))                           # like q, k and v
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    """torch's varlen attention, with AttentionArgs passed by name: new values do not recompile the graph.
+
+    Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E)
+    """
+    # torch's public `varlen_attn` makes window, length and scale constants of a graph, so each stage would recompile.
     @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, ctx.span = inputs
+    def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
+        *tensors, ctx.args_name = inputs
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
-def attention_varlen(q, k, v, cu_seqlens, attn_args: AttentionArgs):
-    """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """Compute attention_reference with torch's varlen kernel (FA2, FA3 or FA4). Needs CUDA, and bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
 
-# ---- Weight gradients. They accumulate in main_grad where they are produced, and autograd gets None.
-GRAD_ADDED_FLAG = "grad_added_to_main_grad"               # Megatron's attribute of a weight whose hooks want a dummy
+# ---- Weight gradients. Backward accumulates them in main_grad as soon as it computes them, and autograd receives None.
+# Megatron sets this attribute on weights whose hooks need a gradient. Backward then returns zeros, and sets it to True.
+GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Make a function a custom op in compiled graphs. Eager code calls it directly: in 8 us, not 26 (measured)."""
-    def decorate(fn: Callable) -> Callable:
+    """Make a function that mutates these arguments a custom op in compiled graphs.
+
+    Eager code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
+    """
+    def decorator(fn: Callable) -> Callable:
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
-        def call(*args: Any) -> None:
+        def wrapper(*args: Any) -> None:
             return op(*args) if torch.compiler.is_compiling() else fn(*args)
-        return call
-    return decorate
+        return wrapper
+    return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counters, which every change in place increments."""
+    """Return the version counters of the tensors that are not None. Every in-place operation increments a counter."""
     return [x._version for x in tensors if x is not None]
 
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
-    """Accumulate a^T b into main_grad; the first write after `zero_grad` overwrites it.
+    """Accumulate a^T b into main_grad, or a if b is None; the first write after `zero_grad` overwrites it.
 
-    main_grad (R, C) f32, f64 or the dtype of a and b: one matrix of a buffer. write_counts (matrices,) i64 on the CPU:
-    writes since `zero_grad`. a (N, R), b (N, C). If b is None, a is the gradient itself, (R, C).
+    main_grad (I, J): buffer of one matrix, in f32, f64 or the dtype of a and b. a (N, I) and b (N, J); without b, a is
+    the gradient itself, (I, J). write_counts (num_matrices,) i64 on the CPU: writes per matrix since `zero_grad`, which
+    sets them to 0. This increments write_counts[count_idx].
     """
-    # The count is read on the CPU, so one graph serves first and later writes. With beta 0 the old content, which may
-    # be NaN, is not read.
+    # The op reads the count on the CPU, so one compiled graph serves first and later writes. With beta 0, addmm does
+    # not read the old content, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
     write_counts[count_idx] += 1
     dtype = main_grad.dtype
@@ -1479,26 +1500,41 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.is_cuda and a.dtype != dtype:                  # the matmul accumulates in f32; no copy of a or b
+    elif a.is_cuda and a.dtype != dtype:
+        # The matmul accumulates in f32, without converted copies of a and b.
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-class WeightMatrix(NamedTuple):
-    """One matrix of a parameter, and the buffer its gradient accumulates in.
+DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
 
-    To give a parameter (R, C) a main_grad, set its attributes main_grad = zeros (R, C) and write_counts = zeros (1,)
-    i64 on the CPU. Then linear(x, as_matrix(param)) accumulates there; write_counts.zero_() discards the gradient.
+class WeightMatrix(NamedTuple):
+    """One matrix of a parameter, and the main_grad buffer its gradient accumulates in.
+
+    To give a parameter (I, J) a main_grad, set two attributes: main_grad = zeros (I, J), in f32, f64 or the parameter's
+    dtype, and write_counts = zeros (1,) i64 on the CPU. Backward of linear_main_grad(x, as_matrix(param)) then
+    accumulates there, and param.grad stays None. write_counts.zero_() discards the gradient, because the next write
+    overwrites main_grad. Without these attributes, autograd stores the gradient in param.grad as usual.
     """
     param: Tensor
-    matrix: Tensor                       # (R, C): the whole parameter, or a view of one matrix of it
-    main_grad: Tensor | None = None      # (R, C): the same view of the buffer; None: autograd keeps the gradient
+    matrix: Tensor                       # (I, J): the whole parameter, or a view of one matrix of it
+    main_grad: Tensor | None = None      # (I, J): the same view of the buffer; None: autograd stores the gradient
     count_idx: int = 0                   # index of this matrix in param.write_counts
-    deferred: list | None = None         # queue of gradients for `run_deferred`; the trainer itself defers none
+    deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient a^T b, or a if b is None. Returns what backward returns to autograd."""
-        if not self.param.requires_grad:                  # frozen: write nothing
+        """Accumulate the gradient a^T b, or a if b is None. Returns what backward must return to autograd.
+
+            param is frozen        no write                            returns None
+            deferred is a queue    append to it, for run_deferred      returns None (*)
+            main_grad is None      compute the gradient                returns the gradient
+            otherwise              add_to_main_grad                    returns None (*)
+
+        (*) If there is a main_grad and param has the attribute grad_added_to_main_grad, this sets the attribute to True
+        and returns zeros (I, J), so that param's hooks receive a gradient. torch.compile rejects queues, and
+        params with this attribute.
+        """
+        if not self.param.requires_grad:
             return None
         if self.deferred is not None:
             self.deferred.append((self, a, b, tensor_versions(a, b)))
@@ -1506,39 +1542,47 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
-        # Autograd must not get main_grad or a view of it, because it may store the tensor as .grad and add to it. It
-        # gets None, or new zeros if the parameter has the flag, so that its hooks run.
+        # Never return main_grad or a view of it: autograd may store the tensor as .grad and later add to it in-place.
+        # Zeros are allocated for every call for the same reason.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
         return torch.zeros_like(self.matrix)
 
-def as_matrix(param: Tensor, deferred: list | None = None) -> WeightMatrix:
-    """Return a parameter (R, C) as its only matrix."""
-    return WeightMatrix(param, param, getattr(param, "main_grad", None), 0, deferred)
+def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
+    """Wrap a parameter (I, J) that is a single matrix."""
+    return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Return the matrices of each layer of a bank (L, ..., C), which stacks matrices of these heights per layer."""
+    """Split a bank (L, ..., J), which stacks matrices of these heights in each layer, into the matrices of each layer.
+
+    Raises RuntimeError if the bank has a main_grad that is not contiguous, because it cannot be viewed as matrices.
+    """
+    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
-    layers = bank.view(shape).unbind()   # once for all layers: without main_grad, autograd then builds one gradient
+    layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
         grads = [None] * len(matrix_heights)
         if hasattr(bank, "main_grad"):
-            grads = bank.main_grad.view(shape)[i].split(matrix_heights)       # raises unless the buffer is contiguous
-        first = i * len(matrix_heights)
-        by_layer.append([WeightMatrix(bank, matrix, grad, first + k)
-                         for k, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+            grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+        first_count_idx = i * len(matrix_heights)
+        by_layer.append([WeightMatrix(bank, matrix, grad, first_count_idx + j)
+                         for j, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
     return by_layer
 
 @torch.no_grad()
-def run_deferred(deferred: list) -> None:
-    """Compute deferred gradients into main_grad, or into .grad. Raises RunError if an input has changed since."""
+def run_deferred(deferred: DeferredGrads) -> None:
+    """Compute deferred gradients, accumulate them in main_grad, or in .grad without one, and clear the queue.
+
+    Raises RunError if a tensor in the queue was modified in-place since backward. No gradient is written in that case.
+    """
     for weight, a, b, versions in deferred:
-        check(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
-              found="an input or an output gradient of the matmul was changed in place after backward",
-              expected="the tensors as backward saw them", hint="call run_deferred before the change, or change a copy",
-              error=RunError)
+        check(versions == tensor_versions(a, b),
+              f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
+              found="an input or output gradient of its matmul was modified in-place after backward",
+              expected="tensors that are unchanged since backward",
+              hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
         if weight.main_grad is None:
@@ -1546,336 +1590,404 @@ def run_deferred(deferred: list) -> None:
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
-    """x (scale matrix)^T; scale () or None is learned too. `grad_target` accumulates the gradient of the matrix."""
+    """Matmul with a scaled weight matrix: x @ (scale * matrix)^T, with gradients of x, scale and matrix.
+
+    x (..., J), scale () or None, matrix (I, J) -> (..., I). grad_target accumulates the gradient of the matrix.
+    """
     @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            # Rounding the matmul to bf16 would lose what an f32 main_grad can store.
+            # Rounding this gradient to bf16 loses precision that an f32 main_grad can store.
             main_grad = ctx.grad_target.main_grad
             dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
-                scaled_grad = torch.mm(a.t(), b, out_dtype=dtype)
+                grad_weight = torch.mm(a.t(), b, out_dtype=dtype)
             else:
-                scaled_grad = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (scaled_grad * matrix).sum()
-            a, b = scale * scaled_grad, None
+                grad_weight = a.t().to(dtype) @ b.to(dtype)
+            grad_scale = (grad_weight * matrix).sum()
+            a, b = scale * grad_weight, None
         return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
-    """Multiply by a weight matrix: x (scale matrix)^T, (..., C) -> (..., R)."""
+    """Multiply by a weight matrix that accumulates its gradient: x @ (scale * matrix)^T, (..., J) -> (..., I)."""
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
-# By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
-# shared memory, where backward needs room for squares.
+# ---- relu^2 MLP. Forward saves only max(pre, 0)^2. Backward recovers max(pre, 0) as its square root.
+# By compute capability: a tile whose accumulators fit in registers, and num_stages of (forward, backward), as many as
+# fit in shared memory. Backward also needs shared memory for squares.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
-TMA_ALIGN_BYTES = 16                     # descriptors want lines of a multiple of this
+TMA_ALIGN_BYTES = 16                     # tensor descriptors need strides that are multiples of this
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares), for x a gradient and squares what forward returned.
-    x (count, depth), w (columns, depth), out and squares (count, columns)."""
-    # Each program takes many tiles, and loads for the next one while it stores. It stores a tile in two halves, which
-    # leaves more shared memory to the loads. Descriptors address in 64 bits; beyond the edges they read 0.
-    HALF: tl.constexpr = BLOCK_N // 2
-    x_lines = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    w_lines = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
-    squares_lines = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF])
-    out_lines = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF])
-    across = tl.cdiv(N, BLOCK_N)
-    tiles = tl.cdiv(M, BLOCK_M) * across
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row = tile // across * BLOCK_M
-        column = tile % across * BLOCK_N
-        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for at in range(0, K, BLOCK_K):
-            product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
-        halves = tl.split(product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
+    """Compute out = max(x w^T, 0)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
+
+    x (M, K), w (N, K), squares and out (M, N). With BACKWARD, x is the gradient of the MLP's output, and squares is
+    what forward returned.
+    """
+    # Each program computes several tiles, and loads the operands of the next tile while it stores the current one.
+    # It stores a tile in two halves, which leaves more shared memory for the loads. Tensor descriptors have 64-bit
+    # addresses, and read 0 out of bounds.
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    squares_desc = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_tiles = tl.cdiv(M, BLOCK_M) * num_tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        start_m = tile // num_tiles_n * BLOCK_M
+        start_n = tile % num_tiles_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start_k in range(0, K, BLOCK_K):
+            acc = tl.dot(x_desc.load([start_m, start_k]), w_desc.load([start_n, start_k]).T, acc)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
         for half in tl.static_range(2):
-            left = column + half * HALF
+            half_start_n = start_n + half * HALF_N
             if BACKWARD:
-                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, left]).to(tl.float32))
+                result = 2 * halves[half] * tl.sqrt(squares_desc.load([start_m, half_start_n]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
-            out_lines.store([row, left], result.to(out_lines.dtype))
+            out_desc.store([start_m, half_start_n], result.to(out_desc.dtype))
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel: max(x w^T, 0)^2, (N, F), or with squares its BACKWARD. x (N, K), w (F, K)."""
+    """Launch relu_sq_kernel: forward, or with `squares` its backward. x (M, K), w (N, K), squares (M, N) -> (M, N)."""
     triton = importlib.import_module("triton")
     device = x.device
-    card = torch.cuda.get_device_properties(device)
-    tile, stages = RELU_SQ_TILES[card.major, card.minor]
+    props = torch.cuda.get_device_properties(device)
+    tile, num_stages = RELU_SQ_TILES[props.major, props.minor]
     M, K = x.shape
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    read = squares.contiguous() if backward else out                          # forward reads none
+    squares_or_out = squares.contiguous() if backward else out                # forward does not read it
 
-    # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
-    # autograd has a thread of its own.
+    # The allocator captures the device, not x: Triton stores the allocator, which would keep x alive. Set it on every
+    # launch, because there is one per thread and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
-    triton_jit(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
-        x.contiguous(), w.contiguous(), read, out, M, N, K, BACKWARD=backward,
-        num_stages=stages[backward], **tile)
+    num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), squares_or_out, out, M, N, K, BACKWARD=backward,
+        num_stages=num_stages[backward], **tile)
     return out
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-def fits_relu_sq(x, w):
-    """True if relu_sq supports the device, dtype and shapes of x (N, K) and w (F, K)."""
+def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+    """Return whether relu_sq supports the device, dtype and shapes of x (M, K) and w (N, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    described = all(length * x.element_size() % TMA_ALIGN_BYTES == 0 for length in (x.shape[1], len(w)))
-    card = torch.cuda.get_device_properties(x.device)         # a constant in a compiled graph
-    return described and (card.major, card.minor) in RELU_SQ_TILES
+    # torch.compile treats the device properties as constants.
+    aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
+    props = torch.cuda.get_device_properties(x.device)
+    return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
-    """max(n up^T, 0)^2 down; each matrix accumulates its gradient."""
+    """relu^2 MLP: max(x up^T, 0)^2 down.
+
+    x (..., D), up_matrix and down_matrix (F, D) -> (..., D). up and down are the WeightMatrix of each, and accumulate
+    their gradients.
+    """
     @staticmethod
-    def forward(ctx, n, up_matrix, down_matrix, up, down):
-        x = n.flatten(0, -2)
-        if fits_relu_sq(x, up_matrix):
-            squares = relu_sq(x, up_matrix, None)
+    def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
+                down: WeightMatrix) -> Tensor:
+        flat_x = x.flatten(0, -2)
+        if fits_relu_sq(flat_x, up_matrix):
+            squares = relu_sq(flat_x, up_matrix, None)
         else:
-            squares = F.linear(x, up_matrix).relu_().square_()
-        ctx.save_for_backward(n, squares, up_matrix, down_matrix)
+            squares = F.linear(flat_x, up_matrix).relu_().square_()
+        ctx.save_for_backward(x, squares, up_matrix, down_matrix)
         ctx.grad_targets = up, down
-        return (squares @ down_matrix).view_as(n)
+        return (squares @ down_matrix).view_as(x)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        n, squares, up_matrix, down_matrix = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
         if fits_relu_sq(grad_y, down_matrix):
             grad_pre = relu_sq(grad_y, down_matrix, squares)
         else:
-            # The root of 0 takes MKL eight times as long as that of the smallest number, whose root is then taken off.
-            smallest = torch.finfo(squares.dtype).tiny
-            roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
-            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
+            # In MKL, the square root of 0 takes 8 times as long as that of the smallest normal number. So clamp to
+            # that number, and subtract its square root afterwards.
+            tiny = torch.finfo(squares.dtype).tiny
+            square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
+            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
-        grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = up.add_gradient(grad_pre, n.flatten(0, -2))
-        return grad_n, grad_up, down.add_gradient(squares, grad_y), None, None
+        grad_x = (grad_pre @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_pre, x.flatten(0, -2))
+        return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
-def relu_sq_mlp(n: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
-    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
-    return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
+def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
+    """Compute the relu^2 MLP, max(x up^T, 0)^2 down (RECIPE 2.7). x (..., D), up and down (F, D) -> (..., D)."""
+    return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits):
-    """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
+def softcap(logits: Tensor) -> Tensor:
+    """Squash logits of any shape and float dtype into (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-def logit_chunks(logits, *arrays: Tensor):
-    """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
-    rows = len(logits)
-    if not logits.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
-    return zip(*(x.split(rows) for x in (logits, *arrays)))
+def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split logits (N, V) and other tensors (N, ...) into chunks of positions that fit in the cache of a CPU.
 
-def next_token_losses(y, w, targets):
-    """Return -log softmax(softcap(y w))[target], without fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
+    On a GPU and in a compiled graph there is one chunk. Inductor fuses the passes over the logits.
+    """
+    chunk_len = len(logits)
+    if not logits.is_cuda and not torch.compiler.is_compiling():
+        chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
+    return zip(*(x.split(chunk_len) for x in (logits, *others)))
+
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Compute the loss of the next token, -log softmax(softcap(y @ w))[target], without fp8.
+
+    y (N, D), w (D, V), targets (N,) -> losses (N,), f32 or f64.
+    """
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
-        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+        # exp(z - LOGIT_CAP) cannot overflow, because z < LOGIT_CAP. This saves the pass that computes the maximum.
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-def mtp_targets(targets, weights):
-    """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
+def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next G tokens of every position and their loss weights, which are 0 past the end of the sequence.
+
+    targets (B, T), MTP weights (G,) -> ids (N, G) i64, token_weights (N, G).
+    """
     B, T = targets.shape
     position = torch.arange(T, device=targets.device)
     ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    inside = ahead < T
-    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    token_weights = (inside * weights).expand(B, -1, -1)
-    return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
+    in_sequence = ahead < T
+    ids = targets[:, torch.where(in_sequence, ahead, 0)]                                  # (B, T, G)
+    token_weights = (in_sequence * weights).expand(B, -1, -1)
+    return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits, ids, token_weights, grad, factor: float):
-    """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits."""
+def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, grad_scale: float) -> Tensor:
+    """Compute the multi-token loss of every position, and write the gradient of the logits into `grad`.
+
+        z       = softcap(logits)
+        loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
+        grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
+
+    logits (N, V), ids and token_weights (N, G) -> losses (N,). grad (N, V) may be `logits` itself.
+    """
     if torch.compiler.is_compiling():
-        # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
-        cap_log2 = LOGIT_CAP * math.log2(math.e)          # of z / ln 2
+        # Inductor fuses this into two passes over (N, V), and materializes no f32 (N, V) tensor as softmax() would.
+        # Exponents and logarithms are to base 2, because exp2 and log2 take fewer instructions.
+        cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
-        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2
-        scaled = factor * LOGIT_CAP * token_weights
+        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
+        scaled = grad_scale * LOGIT_CAP * token_weights
         grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
-        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
-        torch.mul(grad_z, sig - sig * sig, out=grad)
+        # This loop fuses. An int32 comparison takes half the instructions of an int64 comparison.
+        column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        for target, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z = grad_z - weight * (column == target.int())
+        torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
     losses = []
-    for block, block_ids, block_weights, out in logit_chunks(logits, ids, token_weights, grad):
-        z = softcap(block.to(token_weights.dtype))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, block_ids).log()
-        losses.append((block_weights * nats).sum(dim=1))
-        scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
-        grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
-        for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
-        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
-        torch.mul(grad_z, dz, out=out)
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
+        z = softcap(chunk.to(token_weights.dtype))
+        p = z.softmax(dim=-1)
+        nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
+        losses.append((chunk_weights * nll).sum(dim=1))
+        scaled = grad_scale * chunk_weights               # scale the (N, G) weights, to save a pass over (N, V)
+        grad_z = p.mul_(scaled.sum(dim=1, keepdim=True))
+        # Scatter one target at a time, because a position may have the same id twice.
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z.scatter_add_(1, target, -weight)
+        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
+        torch.mul(grad_z, dz, out=chunk_grad)
     return torch.cat(losses)
 
-def quantize_e4m3(x, scale: float):
-    """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
+def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
+    """Quantize x / scale to fp8 e4m3. Divides in f32, rounds once, and saturates on every torch version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-def fp8_matmul(a, b, scale, use_scaled_mm: bool, out_dtype: torch.dtype,
-                fast_accum: bool = False):
-    """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
-    # Without such a device the product is one of numbers in out_dtype, which holds fp8 exactly.
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
+               fast_accum: bool = False) -> Tensor:
+    """Compute scale * (a @ b) for fp8 matrices; scale () f64.
+
+    use_scaled_mm: use the device's fp8 matmul, with a shorter accumulator if fast_accum. Otherwise emulate the matmul
+    in out_dtype, which represents every fp8 value exactly.
+    """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b = b.t().contiguous().t()                                                # in columns, as the device wants it
-    by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
+    b = b.t().contiguous().t()                            # scaled_mm needs a column-major b
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, scale.float(), per_tensor, torch.ones((), device=a.device), per_tensor,
                        output_dtype=out_dtype, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
-    """Softcapped cross-entropy of the next G tokens, with the head's product inside (RECIPE 2.8).
-    y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
-        sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
-    loss_weight () is the seed of the backward. grad_target accumulates the gradient of w."""
+    """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8).
+
+    For position t of a sequence, with z = softcap(y @ w) = 23 sigmoid((y @ w + 5) / 7.5):
+
+        loss[t] = sum over k < G with t + k < T of weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
+
+    Targets may cross document boundaries, but not the end of the sequence. The softmax is over all V padded columns.
+
+    y (N, D), w (D, V), targets (B, T) i64 with N = B * T, MTP weights (G,) -> losses (N,), f32 or f64.
+    loss_scale ()   gradient that backward will receive for every loss. In fp8 it changes the scale of the stored
+                    gradient, loss_scale * 0.75 / 448, but never the stored values.
+    precision       "plain", or "fp8" / "emulated": y and w in e4m3, the gradient of the logits in e5m2
+    logits_dtype    dtype of the logits, if precision is not "plain"
+    grad_target     WeightMatrix of w, which accumulates its gradient
+    """
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_scale, precision, logits_dtype, grad_target):
+    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
+                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> Tensor:
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # The gradient of the logits is made here, for backward: in their memory, or in fp8 in half as many bytes.
+        # Compute the gradient of the logits now, so that the logits need not be saved for backward. The gradient
+        # overwrites the logits, or in fp8 takes half their memory.
         if precision == "plain":
             logits = grad = y @ w
-            factor = 1.0                                                      # backward divides by LOGIT_WIDTH
+            grad_scale = 1.0                              # backward divides by LOGIT_WIDTH
         else:
             use_scaled_mm = precision == "fp8"
-            product_dtype = logits_dtype if use_scaled_mm else accum
+            matmul_dtype = logits_dtype if use_scaled_mm else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = quantize_e4m3(y, FP8_Y_SCALE)
             w = quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, scale, use_scaled_mm, product_dtype, fast_accum=True).to(logits_dtype)
+            logits = fp8_matmul(y, w, scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype, fast_accum=True)
+            logits = logits.to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-            factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
-        losses = mtp_losses_and_grad(logits, next_ids, token_weights, grad, factor)
+        ids, token_weights = mtp_targets(targets, weights.to(accum))
+        losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
         ctx.save_for_backward(y, w, grad, loss_scale)
         return losses
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_losses):
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
-            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
+            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             grad_y = factor * (grad @ w.t())
             grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
-        # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
-        # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
+        # In the trainer grad_losses equals loss_scale, so `factor` is 1. If a caller weights positions differently,
+        # grad_y is still exact, while grad_w uses the weighted gradient rounded to e5m2. loss_scale = 0 gives zeros
+        # instead of NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
         scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm, dtype_y)
-        payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
-        product = fp8_matmul(y.t().contiguous(), payload, scale * FP8_Y_SCALE, use_scaled_mm, factor.dtype)
-        grad_w = ctx.grad_target.add_gradient(product, None)                  # scaled_mm cannot add to main_grad
+        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
+                                                 out_dtype=dtype_y)
+        # The weighting fuses with the copy to column-major order. scaled_mm cannot accumulate into main_grad.
+        weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
+                            out_dtype=factor.dtype)
+        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)
         return grad_y, grad_w, *[None] * 6
 
 
 # ---- Rows of tables
-def sign_vectors(width: int):
-    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    drawn = torch.randint(2, (NUM_SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
-    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
+def sign_vectors(model_dim: int) -> Tensor:
+    """Draw the NUM_SIGN_VECTORS random vectors of +1 and -1, and append one of only +1.
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
-    # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
-    # for three in sequence, the rows and the order of the next round are loaded during this one. The order of the sums
-    # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
+    -> (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables share these vectors.
+    """
+    drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
+    return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
+
+def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
+                    BLOCK_D: tl.constexpr) -> None:
+    """Accumulate row_grads[rows[i]] += grad[order[i]] for every i < num_lookups.
+
+    row_grads (num_rows, D), rows and order (num_lookups,), grad (num_lookups, D). rows ascends, so that the lookups of
+    a row are adjacent.
+    """
+    # There is one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
+    # BLOCK_ROWS per iteration. The other programs exit at once. The row of a frequent token has thousands of lookups.
+    # Each iteration loads rows and order for the next one, so that an iteration waits for one load, not for three in
+    # sequence.
+    # The order of summation is fixed: the iterations add to the old value sequentially, and the sum within an iteration
+    # is a tree that depends on BLOCK_ROWS and the number of warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
-    if row != row_before:
-        column = tl.arange(0, WIDTH)
-        inside = column < width
-        target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
-        total = tl.load(target, mask=inside, other=0)
-        line = first + tl.arange(0, BLOCK_ROWS)
-        same = tl.load(rows + line, mask=line < count, other=-1) == row
-        source = tl.load(order + line, mask=line < count, other=0)
-        more = 1
-        while more == 1:
-            line = line + BLOCK_ROWS
-            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
-            next_source = tl.load(order + line, mask=line < count, other=0)
-            wanted = same[:, None] & inside[None, :]
-            grads = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
-            total += tl.sum(grads.to(total.dtype), axis=0)
-            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
-            same = next_same
-            source = next_source
-        tl.store(target, total, mask=inside)
+    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 if there is none
+    if row != previous_row:
+        columns = tl.arange(0, BLOCK_D)
+        in_row = columns < D
+        target = row_grads + row.to(tl.int64) * D + columns                   # tables may have over 2^31 elements
+        acc = tl.load(target, mask=in_row, other=0)
+        lookups = first + tl.arange(0, BLOCK_ROWS)
+        is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+        grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+        has_more = 1
+        while has_more == 1:
+            lookups = lookups + BLOCK_ROWS
+            next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+            next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+            mask = is_same_row[:, None] & in_row[None, :]
+            grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
+            acc += tl.sum(grads.to(acc.dtype), axis=0)
+            has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
+            is_same_row = next_is_same_row
+            grad_idx = next_grad_idx
+        tl.store(target, acc, mask=in_row)
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
+    """Accumulate row_grads[index[i]] += grad[i] in a fixed order.
+
+    row_grads (num_rows, D) f32 or f64, index (...), grad (..., D).
+    """
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-    rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
-    count, width = grad.shape
-    launch = triton_jit(add_rows_kernel)[(count,)]
-    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, WIDTH=1 << (width - 1).bit_length())  # the next power of 2
-    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+    # The sort makes the lookups of a row adjacent. It is stable, so that they are added in their original order.
+    rows, order = index.sort(stable=True)
+    num_lookups, D = grad.shape
+    launch = triton_jit(add_rows_kernel)[(num_lookups,)]
+    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())            # BLOCK_D: a power of 2
+    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
 
 class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
+    """Lookup of rows, source[index], whose gradients accumulate in row_grads.
+
+    source (num_rows, D), index (...) -> (..., D). Autograd receives None, so that no dense gradient is allocated.
+    """
     @staticmethod
-    def forward(ctx, source, index, row_grads):
+    def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
