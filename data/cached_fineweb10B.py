@@ -22,23 +22,23 @@ from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 from tqdm import tqdm
 
-from shard_files import (SHARD_START, DataError, as_program, check_content, describe, errors_in_words, folder_name,
-                         kind_of, locked, check, note, read_header, read_manifest, regular_file, say, starts_as_shard,
-                         write_manifest)
+from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_regular_file, exit_on_error, file_problem,
+                         locked, manifest_entry, parse_folder, print_result, print_status, read_header, read_manifest,
+                         run_main, starts_as_shard, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 # Bytes of one request, and the most that an interruption loses. Requests follow each other, and each one waits for a
 # redirect and the first byte, an estimated 0.4 to 0.7 s. 10 shards (2 GB) take 30 requests of 64 MiB, but 240 of 8 MiB.
-BLOCK = 64 << 20
-MOVE = "move it away, or give another --out"
-LATER = "the same command goes on where this one stopped"
+REQUEST_BYTES = 64 << 20
+MOVE_HINT = "move it away, or give another --out"
+RESUME_HINT = "the same command goes on where this one stopped"
 
-def fault(path: Path) -> str:
+def find_problem(path: Path) -> str:
     """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
-    if kind_of(path) == "no file":
+    if file_problem(path) == "no file":
         return f"{path.name}: not here"
-    regular_file(path, "a shard", "remove it")
+    check_regular_file(path, "a shard", "remove it")
     try:
         read_header(path)
         check_content(path)
@@ -47,22 +47,22 @@ def fault(path: Path) -> str:
     return ""
 
 @contextlib.contextmanager
-def hub_in_words(url: str) -> Iterator[None]:
+def hub_errors(url: str) -> Iterator[None]:
     """Raise DataError for what the library could not get in spite of its retries."""
     try:
         yield
     except Exception as error:               # also those of the library's HTTP client, which have no name in its own
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(url, found=repr(found), expected="the shard",
-                        hint=f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
+                        hint=f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
 
-def check_own(path: Path, entries: dict[str, dict]) -> None:
+def check_replaceable_shard(path: Path, entries: dict[str, dict]) -> None:
     """Raise DataError if a file that a download would replace is neither in the manifest nor a piece of a shard."""
     if path.exists():
         check(path.name in entries or starts_as_shard(path), path, found="a file that is no token shard",
-              expected="a shard", hint=MOVE)
+              expected="a shard", hint=MOVE_HINT)
 
-def open_no_link(name: str, flags: int) -> int:
+def open_nofollow(name: str, flags: int) -> int:
     """Open a file without following a link and, if it is a named pipe, without waiting."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
@@ -71,89 +71,89 @@ def unfinished_shard(path: Path) -> Iterator[FileIO]:
     """Open an unfinished shard to append to, or a new file. Raises DataError for a link and for any other file."""
     expected = "an unfinished shard: a file with one name, which begins as a shard does"
     try:
-        file = open(path, "a+b", buffering=0, opener=open_no_link)
+        file = open(path, "a+b", buffering=0, opener=open_nofollow)
     except OSError as error:
-        found = "a link" if path.is_symlink() else kind_of(path) or repr(error.strerror)
-        raise DataError(path, found=found, expected=expected, hint=MOVE) from None
+        found = "a link" if path.is_symlink() else file_problem(path) or repr(error.strerror)
+        raise DataError(path, found=found, expected=expected, hint=MOVE_HINT) from None
     with file:
-        about = os.fstat(file.fileno())
-        check(stat.S_ISREG(about.st_mode), path, found=kind_of(path), expected=expected, hint=MOVE)
-        check(about.st_nlink == 1, path, found=f"a file with {about.st_nlink} names (hard links)", expected=expected,
-              hint=MOVE)
-        first = os.pread(file.fileno(), len(SHARD_START), 0)
-        check(SHARD_START.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
-              hint=MOVE)
+        status = os.fstat(file.fileno())
+        check(stat.S_ISREG(status.st_mode), path, found=file_problem(path), expected=expected, hint=MOVE_HINT)
+        check(status.st_nlink == 1, path, found=f"a file with {status.st_nlink} names (hard links)", expected=expected,
+              hint=MOVE_HINT)
+        first = os.pread(file.fileno(), len(SHARD_PREFIX), 0)
+        check(SHARD_PREFIX.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
+              hint=MOVE_HINT)
         yield file
 
-def append(file: FileIO, block: bytes) -> None:
+def write_all(file: FileIO, block: bytes) -> None:
     """Write all of a block. Raises DataError at a full disk, which still takes a piece."""
     try:
         while block:
             block = block[file.write(block):]
     except OSError as error:
         raise DataError(file.name, found=repr(error.strerror), expected="room for the shard",
-                        hint=f"make room; {LATER}") from None
+                        hint=f"make room; {RESUME_HINT}") from None
 
-def receive(url: str, path: Path) -> str:
+def download_rest(url: str, path: Path) -> str:
     """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
 
     hf_hub_download would be less code, but it removes what an interrupted call has fetched.
     """
-    with hub_in_words(url):
-        about = get_hf_file_metadata(url, retry_on_errors=True)
-    check(about.size, url, found="no size", expected="that of the shard", hint="look at HF_ENDPOINT")
+    with hub_errors(url):
+        metadata = get_hf_file_metadata(url, retry_on_errors=True)
+    check(metadata.size, url, found="no size", expected="that of the shard", hint="look at HF_ENDPOINT")
     with (unfinished_shard(path) as file,
-          tqdm(initial=file.tell(), total=about.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
-        while file.tell() < about.size:
-            last = min(file.tell() + BLOCK, about.size) - 1
+          tqdm(initial=file.tell(), total=metadata.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
+        while file.tell() < metadata.size:
+            last = min(file.tell() + REQUEST_BYTES, metadata.size) - 1
             headers = build_hf_headers() | {"Range": f"bytes={file.tell()}-{last}"}
-            with hub_in_words(url):
-                answer = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
-                hf_raise_for_status(answer)
-            check(answer.content, url, found="an empty answer", expected="the shard", hint=LATER)
-            append(file, answer.content)
-            bar.update(len(answer.content))
+            with hub_errors(url):
+                response = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
+                hf_raise_for_status(response)
+            check(response.content, url, found="an empty answer", expected="the shard", hint=RESUME_HINT)
+            write_all(file, response.content)
+            bar.update(len(response.content))
         os.fsync(file.fileno())
-    return about.etag if len(about.etag or "") == 64 else ""
+    return metadata.etag if len(metadata.etag or "") == 64 else ""
 
 def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
     """Get one shard, once more if what came is wrong. Returns its entry of the manifest. Raises DataError."""
     url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
     path = out / f"{name}.part"
     for _ in range(2):
-        sha256 = receive(url, path)
-        entry = describe(path)
-        wrong = fault(path)
-        if not wrong and sha256 and sha256 != entry["sha256"]:
-            wrong = f"{path}: found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
-        if not wrong:
+        sha256 = download_rest(url, path)
+        entry = manifest_entry(path)
+        problem = find_problem(path)
+        if not problem and sha256 and sha256 != entry["sha256"]:
+            problem = f"{path}: found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
+        if not problem:
             os.replace(path, out / name)
-            note(f"{name}: {entry['bytes']:,} bytes, checked")
+            print_status(f"{name}: {entry['bytes']:,} bytes, checked")
             return entry
         path.unlink()
-        note(f"{wrong}: removed")
-    raise DataError(url, found=repr(wrong), expected="a whole shard", hint="try again later, or another --endpoint")
+        print_status(f"{problem}: removed")
+    raise DataError(url, found=repr(problem), expected="a whole shard", hint="try again later, or another --endpoint")
 
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""
     entries = read_manifest(out)
     for name in names:
-        wrong = fault(out / name)
-        if wrong:
-            check_own(out / name, entries)
-            note(f"{wrong}: fetching it")
+        problem = find_problem(out / name)
+        if problem:
+            check_replaceable_shard(out / name, entries)
+            print_status(f"{problem}: fetching it")
             entries[name] = fetch(name, out, endpoint)
         elif name in entries:
             continue
         else:
-            entries[name] = describe(out / name)              # fetched by an older version
+            entries[name] = manifest_entry(out / name)    # fetched by an older version
         write_manifest(out, entries)
 
-@errors_in_words()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
-    parser.add_argument("--out", type=folder_name, default=Path(__file__).resolve().parent / "fineweb10B",
+    parser.add_argument("--out", type=parse_folder, default=Path(__file__).resolve().parent / "fineweb10B",
                         help="data/fineweb10B")
     parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
     args = parser.parse_args(argv)
@@ -163,8 +163,8 @@ def main(argv: list[str] | None = None) -> None:
     names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     with locked(args.out):
         get_shards(names, args.out, args.endpoint)
-    say(f"{args.out}: {args.shards} training shards and the validation shard, whole")
+    print_result(f"{args.out}: {args.shards} training shards and the validation shard, whole")
 
 
 if __name__ == "__main__":
-    sys.exit(as_program(main))
+    sys.exit(run_main(main))

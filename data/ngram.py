@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words, check, read_header, say
+from shard_files import HEADER_BYTES, check, check_content, exit_on_error, print_result, read_header, run_main
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
@@ -42,8 +42,8 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
 
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return values[i] where keys[i] == wanted, 0 where there is no such key; `keys` ascending."""
-    at = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
-    return np.where(keys[at] == wanted, values[at], 0)
+    index = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
+    return np.where(keys[index] == wanted, values[index], 0)
 
 def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the probability of val[1:], each from the two tokens before it; counts come from `train` alone.
@@ -61,20 +61,20 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
             val_key = val_key[1:] + oldest * val[:-length]
 
         grams, gram_counts = np.unique(train_key, return_counts=True)
-        histories, first, kinds = np.unique(grams // vocab_size, return_index=True, return_counts=True)
+        histories, first, distinct = np.unique(grams // vocab_size, return_index=True, return_counts=True)
         totals = np.add.reduceat(gram_counts, first)          # count(h) of each history
 
-        part = p[max(length - 1, 0):]        # the first target has one token before it, so no trigram history
-        wanted = val_key[-len(part):]
+        p_known = p[max(length - 1, 0):]  # the first target has one token before it, so no trigram history
+        wanted = val_key[-len(p_known):]
         wanted_history = wanted // vocab_size
         count_hw = lookup(grams, gram_counts, wanted)
         count_h = lookup(histories, totals, wanted_history)
-        kinds_h = lookup(histories, kinds, wanted_history)
-        mixed = (count_hw + kinds_h * part) / np.maximum(count_h + kinds_h, 1)
-        part[:] = np.where(count_h > 0, mixed, part)
+        distinct_h = lookup(histories, distinct, wanted_history)
+        interpolated = (count_hw + distinct_h * p_known) / np.maximum(count_h + distinct_h, 1)
+        p_known[:] = np.where(count_h > 0, interpolated, p_known)
     return p
 
-@errors_in_words()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", required=True, help="pattern of the training shards, in quotes")
@@ -88,16 +88,16 @@ def main(argv: list[str] | None = None) -> None:
     check(vocab_size == val_vocab_size, args.val, found=f"vocabulary size {val_vocab_size}",
           expected=f"{vocab_size} as in --train", hint="use shards of one data set")
 
-    share = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
-    entropy = float(-(share * np.log(share)).sum())           # the best loss if nothing but frequencies is known
+    frequencies = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
+    entropy = float(-(frequencies * np.log(frequencies)).sum())  # the best loss if nothing but frequencies is known
     loss = float(-np.log(witten_bell(train, val, vocab_size)).mean())
     result = {"train_tokens": len(train), "val_tokens": len(val) - 1, "vocab_size": vocab_size,
               "unigram_nats": entropy, "trigram_nats": loss}
-    say(f"{len(train):,} training tokens, {len(val) - 1:,} validation tokens, vocabulary of {vocab_size:,}",
+    print_result(f"{len(train):,} training tokens, {len(val) - 1:,} validation tokens, vocabulary of {vocab_size:,}",
         f"unigram entropy of the validation tokens  {entropy:.4f} nats per token",
         f"Witten-Bell trigram model                 {loss:.4f} nats per token",
         json.dumps(result))
 
 
 if __name__ == "__main__":
-    sys.exit(as_program(main))
+    sys.exit(run_main(main))

@@ -28,13 +28,13 @@ TOKEN_BYTES = 2                              # little-endian uint16
 GPT2_VOCAB_SIZE = 50_257                     # header word 3 is 0 in shards made before it had a meaning
 TRAIN, VAL = "train", "val"                  # the two splits, in names of shards too
 ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
-VOCABULARY = "vocab.txt"
-REPORT = "pocket.json"
-MANIFEST = "manifest.json"
+VOCAB_FILE = "vocab.txt"
+REPORT_FILE = "pocket.json"
+MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-SHARD_START = struct.pack("<2i", MAGIC, VERSION)              # the first bytes of every shard
-PART = ".part-"                              # between the final name and 8 random digits, in names of unfinished output
-MARK = "unfinished.txt"                      # in a folder of unfinished output; repeats the folder's name
+SHARD_PREFIX = struct.pack("<2i", MAGIC, VERSION)         # the first bytes of every shard
+PART_INFIX = ".part-"                    # between the final name and 8 random digits, in names of unfinished output
+MARKER_FILE = "unfinished.txt"           # in a folder of unfinished output; repeats the folder's name
 
 class DataError(Exception):
     """What was found, what was expected, and what to do about it."""
@@ -47,14 +47,14 @@ def check(ok: object, what: object, *, found: object, expected: str, hint: str) 
     if not ok:
         raise DataError(what, found=found, expected=expected, hint=hint)
 
-def folder_name(text: str) -> Path:
+def parse_folder(text: str) -> Path:
     """Return the folder that --out names. An empty name, of an unset variable say, would mean the current folder."""
     path = Path(text).resolve()
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected the name of a folder")
     return path
 
-def kind_of(path: Path) -> str:
+def file_problem(path: Path) -> str:
     """Say what is at a path, without opening it; "" for a regular file, or a link to one."""
     if path.is_file():
         return ""
@@ -62,13 +62,13 @@ def kind_of(path: Path) -> str:
         return "a directory" if path.is_dir() else "a pipe or a device"
     return "a link that leads nowhere" if path.is_symlink() else "no file"
 
-def regular_file(path: Path, expected: str, hint: str) -> None:
+def check_regular_file(path: Path, expected: str, hint: str) -> None:
     """Raise DataError if no regular file is there: to open a named pipe would wait."""
-    check(not kind_of(path), path, found=kind_of(path), expected=expected, hint=hint)
+    check(not file_problem(path), path, found=file_problem(path), expected=expected, hint=hint)
 
 def read_header(path: Path) -> tuple[int, int]:
     """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
-    regular_file(path, "a shard", "remove it, or give another one")
+    check_regular_file(path, "a shard", "remove it, or give another one")
     with path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
     check((magic, version) == (MAGIC, VERSION), path, found=f"header words {magic} and {version}",
@@ -82,9 +82,9 @@ def read_header(path: Path) -> tuple[int, int]:
 def starts_as_shard(path: Path) -> bool:
     """Tell whether the first bytes of a file are those of a shard, as far as the file goes; true for an empty file."""
     with path.open("rb") as file:
-        return SHARD_START.startswith(file.read(len(SHARD_START)))
+        return SHARD_PREFIX.startswith(file.read(len(SHARD_PREFIX)))
 
-def describe(path: Path) -> dict[str, Any]:
+def manifest_entry(path: Path) -> dict[str, Any]:
     """Return a file's entry in the manifest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -92,12 +92,12 @@ def describe(path: Path) -> dict[str, Any]:
 
 def read_manifest(folder: Path) -> dict[str, dict]:
     """Return the entries of the files that tools wrote, by name; none without a manifest. Raises DataError."""
-    path = folder / MANIFEST
+    path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
     expected = f"sizes and hashes (format {MANIFEST_FORMAT}) of the files beside it"
-    do = "move it away, or make the data again with --force"
-    regular_file(path, expected, do)
+    hint = "move it away, or make the data again with --force"
+    check_regular_file(path, expected, hint)
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != MANIFEST_FORMAT:
@@ -105,12 +105,12 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
                 for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DataError(path, found="nothing that a data tool wrote", expected=expected, hint=do) from None
+        raise DataError(path, found="nothing that a data tool wrote", expected=expected, hint=hint) from None
 
 def check_content(path: Path) -> None:
     """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
     entry = read_manifest(path.parent).get(path.name)
-    check(entry in (None, describe(path)), path, found=f"other content than {MANIFEST} names",
+    check(entry in (None, manifest_entry(path)), path, found=f"other content than {MANIFEST_FILE} names",
           expected="what was written with the files beside it",
           hint="it is damaged or of another call, so make the data again")
 
@@ -139,42 +139,42 @@ def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
 def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
     """Write the pieces in the order of their ids. Raises DataError."""
     lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
-    write_file(folder / VOCABULARY, *lines)
+    write_file(folder / VOCAB_FILE, *lines)
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     """Write or replace the manifest of files that are whole. Raises DataError."""
     content = json.dumps({"format": MANIFEST_FORMAT, "files": entries}, indent=1)
-    part = unfinished_name(folder / MANIFEST)
-    write_file(part, f"{content}\n".encode())
-    os.replace(part, folder / MANIFEST)
-    flush_folder(folder)
+    partial = partial_path(folder / MANIFEST_FILE)
+    write_file(partial, f"{content}\n".encode())
+    os.replace(partial, folder / MANIFEST_FILE)
+    fsync_folder(folder)
 
-def unfinished_name(path: Path) -> Path:
+def partial_path(path: Path) -> Path:
     """Return a random name beside `path` for output that later gets the name `path`."""
-    return path.with_name(f"{path.name}{PART}{secrets.token_hex(4)}")
+    return path.with_name(f"{path.name}{PART_INFIX}{secrets.token_hex(4)}")
 
-def flush_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, where the file system can."""
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Make the folder and wait until no other call writes there."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):   # a network drive without locks
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                note(f"{folder}: another call writes there; waiting for its end")
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                print_status(f"{folder}: another call writes there; waiting for its end")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 @contextlib.contextmanager
 def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
@@ -183,60 +183,60 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
     With `replace` (--force) it takes the place of a data set whose shards are named after `stem`; nothing else is ever
     replaced. The folder above has to be `locked`. Raises DataError.
     """
-    for left in unfinished(folder):
-        clear_away(left, folder)
-    check_free(folder, stem, replace)
-    work = unfinished_name(folder)
-    work.mkdir()
+    for leftover in find_unfinished(folder):
+        remove_unfinished(leftover, folder)
+    check_replaceable(folder, stem, replace)
+    partial = partial_path(folder)
+    partial.mkdir()
     try:
-        write_file(work / MARK, mark_of(work))
-        new = work / "new"
+        write_file(partial / MARKER_FILE, marker_text(partial))
+        new = partial / "new"
         new.mkdir()
         yield new
-        write_manifest(new, {path.name: describe(path) for path in sorted(new.iterdir())})
+        write_manifest(new, {path.name: manifest_entry(path) for path in sorted(new.iterdir())})
         if folder.exists():
-            os.replace(folder, work / "old")
+            os.replace(folder, partial / "old")
         os.replace(new, folder)
-        flush_folder(folder.parent)
+        fsync_folder(folder.parent)
     finally:
-        clear_away(work, folder)
+        remove_unfinished(partial, folder)
 
-def mark_of(work: Path) -> bytes:
+def marker_text(partial: Path) -> bytes:
     """Return the content of MARK in a folder of unfinished output. It has the folder's random name, so that neither a
     copy of the file nor a renamed copy of the folder is taken for unfinished output."""
-    return os.fsencode(work.name) + b": an unfinished data set, which the next call of the same tool removes\n"
+    return os.fsencode(partial.name) + b": an unfinished data set, which the next call of the same tool removes\n"
 
-def unfinished(folder: Path) -> list[Path]:
+def find_unfinished(folder: Path) -> list[Path]:
     """List the folders that killed calls have left, in which they were writing the data set `folder`."""
     found = []
-    for work in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART}*")):
-        mark = work / MARK
+    for partial in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART_INFIX}*")):
+        mark = partial / MARKER_FILE
         with contextlib.suppress(OSError):   # a folder that cannot be read is not removed either
-            if not work.is_symlink() and mark.is_file() and mark.read_bytes() == mark_of(work):
-                found.append(work)
+            if not partial.is_symlink() and mark.is_file() and mark.read_bytes() == marker_text(partial):
+                found.append(partial)
     return found
 
-def clear_away(work: Path, folder: Path) -> None:
+def remove_unfinished(partial: Path, folder: Path) -> None:
     """Remove a folder of unfinished output, but give its name back to a data set that was not replaced."""
-    if not os.path.lexists(folder) and (work / "old").exists():
-        os.replace(work / "old", folder)
-    shutil.rmtree(work, ignore_errors=True)
+    if not os.path.lexists(folder) and (partial / "old").exists():
+        os.replace(partial / "old", folder)
+    shutil.rmtree(partial, ignore_errors=True)
 
-def check_free(folder: Path, stem: str, replace: bool) -> None:
+def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
     """Raise DataError if the folder has files that may not be replaced."""
     if not os.path.lexists(folder):
         return
     check(not os.path.ismount(folder), folder, found="a mount point", expected="a folder that can be renamed",
           hint="give one below it")
-    own = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCABULARY}|{MANIFEST}|{REPORT}")
+    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCAB_FILE}|{MANIFEST_FILE}|{REPORT_FILE}")
     paths = sorted(folder.iterdir())
     for path in paths:
-        check(not kind_of(path) and own.fullmatch(path.name), folder, found=path.name,
+        check(not file_problem(path) and own_name.fullmatch(path.name), folder, found=path.name,
               expected=f"a new folder, or one with nothing but a data set named {stem}", hint="give another --out")
     check(replace or not paths, folder, found=[path.name for path in paths], expected="a new folder or an empty one",
           hint="give another --out, or --force to replace what is there")
 
-def say(*lines: str) -> None:
+def print_result(*lines: str) -> None:
     """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
     try:
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -246,13 +246,13 @@ def say(*lines: str) -> None:
         raise DataError("stdout", found=repr(str(error)), expected="to print the result there",
                         hint="all else is done: give the output another place, and run this again to see it") from None
 
-def note(text: str) -> None:
+def print_status(text: str) -> None:
     """Tell the user on stderr; where that cannot be written, the work goes on without."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 @contextlib.contextmanager
-def errors_in_words() -> Iterator[None]:
+def exit_on_error() -> Iterator[None]:
     """End the program with status 1 and a message at an error that a user can mend."""
     try:
         yield
@@ -262,18 +262,18 @@ def errors_in_words() -> Iterator[None]:
         sys.exit(f"error: {error.filename or 'a file'}: found {error.strerror!r}, expected files to read and a folder "
                  f"to write into; mend that, or give another path")
 
-def end(number: int, _: Any) -> None:
+def raise_interrupt(signum: int, _: Any) -> None:
     """Handle a signal: the tool ends through its clean-up, with the status that shells use."""
-    raise KeyboardInterrupt(128 + number)
+    raise KeyboardInterrupt(128 + signum)
 
-def as_program(main: Callable[[], None]) -> int:
+def run_main(main: Callable[[], None]) -> int:
     """Run a tool's main; return its exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores it
-            signal.signal(number, end)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores it
+            signal.signal(signum, raise_interrupt)
     try:
         main()
     except KeyboardInterrupt as interrupt:
-        note("\ninterrupted: what has its final name is whole; the same command again does the rest")
+        print_status("\ninterrupted: what has its final name is whole; the same command again does the rest")
         return interrupt.args[0]
     return 0

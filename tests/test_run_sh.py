@@ -99,7 +99,7 @@ def started(done: subprocess.CompletedProcess) -> str:
     (["--run_dir", "logs/x"], {}, ("--run_dir", "--run_dir=VALUE")),
     (["--savee=w"], {}, ("unknown flag", "--savee", "./run.sh --help")), (["-x"], {}, ("unknown flag", "-x")),
     (["--seed=1", "fox"], {}, ("fox", "--sample=DIR")), (["--seed=1", "--resume=logs/x", "fox"], {}, ("fox",))])
-def test_die__found_expected_do(run_sh, flags, variables, parts):
+def test_die__found_expected_do(run_sh, flags, variables, parts) -> None:
     done = run_sh(*flags, **variables)
     title, *lines = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout, "before data are prepared"
@@ -119,7 +119,7 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     (["test", "-v", "-k", "x"], f"{PYTEST} tests -v -k x"),
     (["test", "-k", "x y"], f"{PYTEST} tests -k x y"), (["test", "run.sh"], f"{PYTEST} run.sh"),
     (["--help"], "train_gpt.py --preset=pocket --help")])
-def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command):
+def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
     """A save or an earlier run knows its preset; tests that the user names are the only ones."""
     done = run_sh(*flags, LACKS="extras")
     assert started(done) == command
@@ -128,7 +128,7 @@ def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command):
     assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
 
 @pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
-def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
+def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes) -> None:
     done = run_sh("--preset=tiny", f"--seqs_per_step={slots}", GPUS="2")
     assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --seqs_per_step={slots}"
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
@@ -140,11 +140,11 @@ def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_
     (dict(GPUS="2", PYTORCH_ALLOC_CONF="backend:native"), "allocator: backend:native,"),
     (dict(GPUS="2", PYTORCH_CUDA_ALLOC_CONF="backend:native"), "allocator: ,"),
     (dict(TORCHINDUCTOR_CACHE_DIR="{}/mine"), "compiled: {}/mine,"), (dict(HOME="/proc/nowhere"), "compiled: ,")])
-def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said):
+def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said) -> None:
     done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
     assert said.format(tmp_path) in done.stderr
 
-def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
+def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
     done = run_sh("--seed=1", script=("sh", "./link"))
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
@@ -166,7 +166,7 @@ def installed(done: subprocess.CompletedProcess) -> list[str]:
     (dict(CUDA="12.6 9"), [" ".join(FA4_OF_CUDA_12), FA3.format("cu126")]),
     (dict(TORCH="2.11.0"), [FA3.format("cu130")]), (dict(TORCH="2.16.0"), [FA3.format("cu130")]),
     (dict(TORCH="2.11.0", CUDA="13.0 10"), []), (dict(CUDA="13.0 8"), []), (dict(CUDA="13.0 12"), [])])
-def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages):
+def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages) -> None:
     """On top of the user's interpreter, and once."""
     given = dict(GPUS="2", LACKS="extras", PIP="works") | variables
     done = run_sh(*WITH_GPUS, **given)
@@ -182,14 +182,14 @@ def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, 
 @pytest.mark.parametrize("variables, missing", [
     (dict(PIP="fails"), "43"), (dict(PIP="hangs"), "43"), (dict(PIP="works", BROKEN="flash-attn-3"), "3"),
     (dict(PIP="works", BROKEN="flash-attn-4"), "4")])
-def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing):
+def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing) -> None:
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", **variables)
     assert started(done).startswith(LAUNCHER)
     told = re.findall(r"NO FlashAttention (\d): that failed.*; by hand: \S+ -m pip install", done.stdout)
     assert told == [*missing], done.stdout
     assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
 
-def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path):
+def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) -> None:
     """Whatever its packages: attention for another torch is none for the one that is to train."""
     other = tmp_path / "a clone/.venv/bin/python"
     other.parent.mkdir(parents=True)
@@ -202,7 +202,7 @@ def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path):
     (WITH_GPUS, "", []), (["--help"], "extras", []), (["test", "-k", "x"], "extras", []),
     (["--preset=tiny"], "packages", ["requirements.txt"]),
     (["test"], "packages", ["requirements.txt", "tests/requirements.txt"])])
-def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages):
+def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages) -> None:
     done = run_sh(*flags, GPUS="2" * (lacks != "packages"), LACKS=lacks, PIP="works")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
@@ -212,14 +212,14 @@ def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, package
     (["--device=cpu"], dict(GPUS="2"), []), (["--device=cpu", "--parts=steps"], dict(LACKS="extras"), ["pytest"]),
     (["--device", "cpu"], dict(GPUS="2", LACKS="extras"), ["pytest"]), (["--full"], dict(GPUS="2"), []),
     (["--full"], dict(GPUS="2", LACKS="extras"), ["flash-attn-4", "flash-attn-3", "pytest"])])
-def test_run_day__what_it_needs_and_its_arguments(run_sh, flags, variables, packages):
+def test_run_day__what_it_needs_and_its_arguments(run_sh, flags, variables, packages) -> None:
     done = run_sh("day", *flags, PIP="works", **variables)
     assert started(done) == " ".join(["tests/gpu/day.py", *flags]), done.stdout
     found = installed(done)
     assert len(found) == len(packages) and all(map(str.__contains__, found, packages))
     assert ("allocator: expandable_segments:True" in done.stderr) == ("--full" in flags)
 
-def test_run_day__goes_on_without_pytest(run_sh):
+def test_run_day__goes_on_without_pytest(run_sh) -> None:
     done = run_sh("day", "--device=cpu", LACKS="extras", PIP="fails")
     assert started(done) == "tests/gpu/day.py --device=cpu" and "NO pytest" in done.stdout
 
@@ -231,7 +231,7 @@ def shorten(script: Path, limit: str) -> None:
     assert count == 1
     script.write_text(text)
 
-def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path):
+def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path) -> None:
     """And torch is told not to call it."""
     script = tmp_path / "a clone/run.sh"
     shorten(script, "limit_s=20")
@@ -243,7 +243,7 @@ def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path):
 @pytest.mark.parametrize("flags, variables", [
     (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="")), (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="-1")),
     (["--preset=pocket", "--device=cpu"], {})])
-def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables):
+def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables) -> None:
     done = run_sh(*flags, GPUS="2", LACKS="extras", CUDA="none 0", **variables)
     assert started(done) == " ".join(["train_gpt.py", *flags]) and "on the CPU" in done.stdout
 
@@ -306,7 +306,7 @@ def run_with_torch(run_sh, tmp_path):
     (dict(headers=Path("/nowhere/python3.12")), {}, ("/nowhere/python3.12", "apt install python3.12-dev")),
     ({}, dict(CC="/nowhere/cc"), ("C compiler", "/nowhere/cc", "apt install gcc"))],
     ids=["CPU build", "old driver", "unknown", "none visible", "crash", "hang", "no headers", "no compiler"])
-def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torch, tmp_path, gpus, variables, parts):
+def test_check_gpus__exits_with_a_hint_before_fetching(run_with_torch, tmp_path, gpus, variables, parts) -> None:
     script = tmp_path / "a clone/run.sh"
     if "sleep" in gpus.get("init", ""):
         shorten(script, "limit_s=120")
@@ -315,12 +315,12 @@ def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torc
     assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
 
-def test_check_headers__before_torch_is_fetched(run_sh):
+def test_check_headers__before_torch_is_fetched(run_sh) -> None:
     done = run_sh("--preset=record", GPUS="2", LACKS="packages", HEADERS="/nowhere/python3.12")
     assert done.returncode == 2 and done.stdout == "" and "apt install python3.12-dev" in done.stderr
 
 @pytest.mark.parametrize("attention, fits", [("4.0.0b18", True), ("4.0.0b19", False)])
-def test_check_gpus__usable_ones_train(run_with_torch, attention, fits):
+def test_check_gpus__usable_ones_train(run_with_torch, attention, fits) -> None:
     """With the release of FlashAttention 4 that fits; another is replaced, in .venv."""
     done = run_with_torch("2.13.0", "--preset=record", "--train_files=x", attention=attention)
     assert done.returncode == 0, done.stderr
@@ -331,7 +331,7 @@ def test_check_gpus__usable_ones_train(run_with_torch, attention, fits):
     ("2.11.0+cu130", True, True), ("2.12.1", True, True), ("2.13.0+cpu", True, False), ("2.13.0", True, False),
     ("2.13.1", True, True), ("2.14.1", True, True), ("2.15.0", True, True), ("2.10.0", False, False),
     ("2.1.0", False, False), ("3.0.0", False, False), ("3.11.0", False, False)])
-def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
+def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line) -> None:
     done = run_with_torch(version, "--preset=tiny", GPUS="")
     assert ("started: train_gpt.py --preset=tiny" in done.stdout) == taken, done.stdout
     assert ("started: -m venv" in done.stdout) != taken
@@ -339,7 +339,7 @@ def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
     assert said == [(version, platform.python_version())] * line
 
 @pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
-def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams):
+def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams) -> None:
     """Whether it is closed or full. Nothing but the console gets what is said."""
     script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
     done = run_sh("--seed=1", script=script, LACKS="packages")
@@ -423,7 +423,7 @@ def follow(tmp_path: Path):
 @pytest.mark.parametrize("flags, processes, words", [
     ([], 1, PLACE), (["--run_dir=my run"], 1, PLACE), (["--seed=0"], 2, PLACE),
     (["--runs=2"], 1, "2.164 nats per token, mean of 2 runs: a trigram model has 2.806, record 10 2.161")])
-def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words):
+def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words) -> None:
     """On stderr, with the packages of the trainer, and only then is there a picture."""
     out, err = follow(*flags, env=dict(NPROC=str(processes))).communicate(timeout=60)
     assert words in err and json.loads(out.splitlines()[-1]) == dict(type="result"), err
@@ -431,7 +431,7 @@ def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, proces
     picture, = tmp_path.glob("*run/loss.png" if "my" in str(flags) else "logs/*-tiny-????????/loss.png")
     assert f"picture: {picture.relative_to(tmp_path)}" in err
 
-def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_path):
+def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_path) -> None:
     ours, theirs = pty.openpty()
     process = follow(lacking=("scipy", "matplotlib"), stderr=theirs)
     process.communicate(timeout=60)
@@ -442,7 +442,7 @@ def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_
 
 @pytest.mark.parametrize("main, status", [
     ("", 3), ("raise SystemExit(5)", 0), ("import os; os.kill(os.getpid(), 9)", 0), ("(", 0)])
-def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, status):
+def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, status) -> None:
     """Whatever becomes of the record tools; and of a run that failed nothing is said."""
     if main:
         (tmp_path / "records").unlink()
@@ -456,7 +456,7 @@ def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, stat
 @pytest.mark.parametrize("number, to, status", [
     (signal.SIGTERM, "run.sh", 143), (signal.SIGHUP, "run.sh", 129), (signal.SIGINT, "run.sh", 130),
     (signal.SIGINT, "terminal", 130), (signal.SIGKILL, "trainer", 137), (signal.SIGKILL, "run.sh", -9)])
-def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, status):
+def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, status) -> None:
     """A terminal tells both itself; a parent that is killed leaves no trainer."""
     ours, theirs = pty.openpty()
     given = dict(preexec_fn=lambda: os.login_tty(theirs), stdout=None, stderr=None) if to == "terminal" else {}
@@ -475,7 +475,7 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
     assert "result" not in rest and "nats per token" not in rest
     assert number == signal.SIGKILL or f"told [{int(number)}]" in rest
 
-def test_what_the_script_has_to_know_before_there_is_a_trainer():
+def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
     """Facts of other files that it repeats, since it cannot import anything yet."""
     script = (ROOT / "run.sh").read_text()
     assert re.search(r" slots=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)

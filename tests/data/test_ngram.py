@@ -19,7 +19,7 @@ def slow_probability(train: list[int], history: tuple, token: int, vocab_size: i
     return (after[token] + kinds * lower) / (total + kinds) if total else lower
 
 @pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
-def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
+def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size) -> None:
     rng = np.random.default_rng(train_len)
     steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed; the last id occurs
     train, val = np.split(np.minimum(steps, vocab_size) - 1, [train_len])
@@ -27,7 +27,7 @@ def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
             for t in range(1, val_len)]
     np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # float64 both
 
-def test_main__a_stream_over_shards(tmp_path, capsys):
+def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     rng = np.random.default_rng(1)
     train, val = rng.integers(0, 7, 90), rng.integers(0, 7, 50)
     for i, part in enumerate(np.split(train, [20, 60])):
@@ -45,12 +45,12 @@ def test_main__a_stream_over_shards(tmp_path, capsys):
     (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
     (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
     (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6")])
-def test_read_stream__a_bad_shard(tmp_path, change, message):
+def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
     assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
 
-def test_read_stream__wrong_requests(tmp_path):
+def test_read_stream__wrong_requests(tmp_path) -> None:
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
     for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),

@@ -52,7 +52,7 @@ def link_to(target: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize("make, kind", [
     (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to("/dev/zero"), "a pipe or a device"),
     (link_to("nowhere"), "a link that leads nowhere"), (link_to("odd.bin"), "a link that leads nowhere")])
-def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make, kind):
+def test_check_regular_file__every_tool_names_the_irregular_file(tmp_path, source, make, kind) -> None:
     odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin: found {kind}, expected"
     make(odd)
     if kind != "a directory":                                 # of which the tokenizer reads what is below
@@ -66,7 +66,7 @@ def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make,
     message = failure(cached_fineweb10B, 0, f"--out={tmp_path}/fetched")
     assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
 
-def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys):
+def test_parse_folder__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for tool, arguments in ((pocket, []), (tokenize_text, [source]), (cached_fineweb10B, [0])):
         assert "source.txt: found " in failure(tool, *arguments, f"--out={source}")
@@ -77,7 +77,7 @@ def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkey
 
 @pytest.mark.parametrize("when", ["writing", "flushing", "naming", "a signal"])
 @pytest.mark.parametrize("old", [False, True])
-def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source, library, monkeypatch, when, old):
+def test_new_data_set__a_failed_call_changes_nothing(tmp_path, source, library, monkeypatch, when, old) -> None:
     for tool, arguments in ((tokenize_text, [source, "--tokenizer=bytes"]), (pocket, [])):
         out = tmp_path / tool.__name__
         if old:
@@ -101,32 +101,32 @@ def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source,
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part*"))
 
-def test_new_data_set__what_a_killed_call_left_goes_with_the_next(tmp_path, source):
+def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, source) -> None:
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
     left = tmp_path / "set.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
-    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
+    (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     out.rename(left / "old")
     assert "set: found ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
     assert contents(out) == before and not left.exists()
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
 
-def test_unfinished__only_folders_that_a_killed_call_has_left(tmp_path, source):
+def test_find_unfinished__only_folders_of_killed_calls(tmp_path, source) -> None:
     """Folders with the same names, a copy of a mark, a mark of a renamed folder and a link to a marked folder stay."""
     marked = tmp_path / "elsewhere/set.part-00000000"
     marked.mkdir(parents=True)
-    (marked / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    (marked / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(marked))
     for name in ("set.part", "set.part-11111111", "set.part-22222222", ".unfinished"):
         (tmp_path / name / "new").mkdir(parents=True)
         (tmp_path / name / "new/notes.txt").write_text("mine\n")
-    (tmp_path / "set.part-11111111" / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    (tmp_path / "set.part-11111111" / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(marked))
     (tmp_path / "set.part-00000000").symlink_to(marked)
     before = sorted(tmp_path.rglob("*"))
-    assert shard_files.unfinished(tmp_path / "set") == []
+    assert shard_files.find_unfinished(tmp_path / "set") == []
     assert "nope.txt: found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
     assert "found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
     assert sorted(tmp_path.rglob("*")) == before, "a misspelt input creates and removes nothing"
@@ -134,15 +134,15 @@ def test_unfinished__only_folders_that_a_killed_call_has_left(tmp_path, source):
     shutil.rmtree(tmp_path / "set")
     assert sorted(tmp_path.rglob("*")) == before
 
-def test_named_files__text_of_a_killed_call_is_not_read(tmp_path, source, capsys):
+def test_named_files__skips_the_output_of_a_killed_call(tmp_path, source, capsys) -> None:
     left = tmp_path / "set.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
-    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
+    (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     tokenize(tmp_path, tmp_path / "set")
     assert "1 files read, 2 files passed over: 2 of a killed call" in capsys.readouterr().out and not left.exists()
 
-def test_write_file__a_name_that_is_taken(tmp_path):
+def test_write_file__an_existing_name(tmp_path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to("mine")
     for name in ("mine", "link"):
@@ -150,7 +150,7 @@ def test_write_file__a_name_that_is_taken(tmp_path):
             shard_files.write_file(tmp_path / name, b"x")
     assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
-def test_pocket__files_of_others_are_not_taken_for_an_earlier_version(tmp_path, library):
+def test_pocket__foreign_files_are_not_taken_for_an_earlier_version(tmp_path, library) -> None:
     out = tmp_path / "pocket_made"
     out.mkdir()
     for name in ("pocket.json", "vocab.txt"):
@@ -158,11 +158,11 @@ def test_pocket__files_of_others_are_not_taken_for_an_earlier_version(tmp_path, 
     assert "expected a new folder or an empty one" in failure(pocket, f"--out={out}")
     assert contents(out) == {"pocket.json": b"mine\n", "vocab.txt": b"mine\n"}
 
-def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_new_data_set__is_flushed_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
     calls = recorded_writes(monkeypatch)
     out = tmp_path / "set"
     with shard_files.new_data_set(out, "set", replace=False) as new:
-        mark = (new.parent / shard_files.MARK).stat().st_ino
+        mark = (new.parent / shard_files.MARKER_FILE).stat().st_ino
         for name in ("vocab.txt", "set.bin"):
             shard_files.write_file(new / name, b"x")
     vocabulary, shard, manifest = [(out / name).stat().st_ino for name in ("vocab.txt", "set.bin", "manifest.json")]
@@ -170,7 +170,7 @@ def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monke
                      tmp_path.stat().st_ino]
 
 @pytest.mark.parametrize("name, flipped", [("x_train_000000.bin", 0), ("vocab.txt", 0), ("x_train_000000.bin", 1)])
-def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped):
+def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped) -> None:
     one = tmp_path / "one/x"
     two = tmp_path / "two/x"
     tokenize(source, one, "--vocab_size=300")
@@ -189,7 +189,7 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])
-def test_read_manifest__one_that_is_none(tmp_path, source, content):
+def test_read_manifest__invalid_manifests(tmp_path, source, content) -> None:
     out = tmp_path / "set"
     out.mkdir()
     (out / "manifest.json").write_bytes(content)
@@ -199,7 +199,7 @@ def test_read_manifest__one_that_is_none(tmp_path, source, content):
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
 
-def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
+def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, library) -> None:
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
@@ -219,14 +219,14 @@ def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
         assert "found ['vocab.txt'], expected a new folder" in failure(tool, *arguments, f"--out={other}")
     assert contents(other) == {"vocab.txt": b"mine\n"}
 
-def test_say__a_console_that_cannot_encode(tmp_path, source, monkeypatch):
+def test_print_result__a_console_that_cannot_encode(tmp_path, source, monkeypatch) -> None:
     console = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", console)
     tokenize(source, tmp_path / "zażółć", "--tokenizer=bytes")
     assert b"za\\u017c\xf3\\u0142\\u0107_train_*.bin: 1 shards" in console.buffer.getvalue()
 
 @pytest.mark.parametrize("stdout, found", [("/dev/full", "No space left on device"), (None, "'NoneType' object")])
-def test_say__a_lost_result_is_an_error_after_the_data_are_whole(tmp_path, source, library, monkeypatch, stdout, found):
+def test_print_result__a_lost_result_is_an_error(tmp_path, source, library, monkeypatch, stdout, found) -> None:
     for tool, arguments in ((tokenize_text, [source]), (pocket, []), (pocket, [])):
         out = tmp_path / tool.__name__
         with monkeypatch.context() as patch:
@@ -235,7 +235,7 @@ def test_say__a_lost_result_is_an_error_after_the_data_are_whole(tmp_path, sourc
         assert "stdout: found " in message and found in message and "print the result there" in message
         assert len(shard_files.read_manifest(out)) >= 3
 
-def test_as_program__status_and_no_stack_trace(tmp_path):
+def test_run_main__status_and_no_stack_trace(tmp_path) -> None:
     write_shard(tmp_path / "shard.bin", [0, 1, 2, 1, 2])
     program = f"{sys.executable} {ROOT}/data/ngram.py --train=shard.bin --val"
     script = f"{program}=shard.bin >/dev/full; echo $?; {program}=none; echo $?; {program}=shard.bin 2>&- | tail -n 1"
@@ -245,7 +245,7 @@ def test_as_program__status_and_no_stack_trace(tmp_path):
     assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):
+def test_run_main__a_signal_leaves_no_output(tmp_path, number, status) -> None:
     (tmp_path / "long.txt").write_text("some text, more text and so on\n" * 1_000_000)
     out = tmp_path / "out"
     command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "long.txt", f"--out={out}"]
@@ -256,6 +256,6 @@ def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):
     process.send_signal(number)
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == status and "Traceback" not in errors, errors
-    left = shard_files.unfinished(out)
+    left = shard_files.find_unfinished(out)
     assert not out.exists() and left == list(tmp_path.glob("out.part*")) and len(left) == (number == signal.SIGKILL)
     assert ("interrupted" in errors) == (number != signal.SIGKILL)
