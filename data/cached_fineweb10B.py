@@ -32,18 +32,19 @@ TRAIN_SHARDS = 103
 # redirect and the first byte, an estimated 0.4 to 0.7 s. 10 shards (2 GB) take 30 requests of 64 MiB, but 240 of 8 MiB.
 REQUEST_BYTES = 64 << 20
 MOVE_HINT = "move it away, or give another --out"
-RESUME_HINT = "the same command goes on where this one stopped"
+RESUME_HINT = "repeat the command to resume"
 
 def find_problem(path: Path) -> str:
     """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
     if file_problem(path) == "no file":
-        return f"{path.name}: not here"
+        return f"{path.name}: missing"
     check_regular_file(path, "a shard", "remove it")
     try:
         read_header(path)
         check_content(path)
     except DataError as error:
-        return str(error)
+        what, found, expected, _ = error.args
+        return f"{what}: found {found}, expected {expected}"
     return ""
 
 @contextlib.contextmanager
@@ -54,12 +55,12 @@ def hub_errors(url: str) -> Iterator[None]:
     except Exception as error:               # also those of the library's HTTP client, which have no name in its own
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(url, found=repr(found), expected="the shard",
-                        hint=f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
+                        hint=f"check the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
 
 def check_replaceable_shard(path: Path, entries: dict[str, dict]) -> None:
     """Raise DataError if a file that a download would replace is neither in the manifest nor a piece of a shard."""
     if path.exists():
-        check(path.name in entries or starts_as_shard(path), path, found="a file that is no token shard",
+        check(path.name in entries or starts_as_shard(path), path, found="a file that is not a token shard",
               expected="a shard", hint=MOVE_HINT)
 
 def open_nofollow(name: str, flags: int) -> int:
@@ -69,16 +70,16 @@ def open_nofollow(name: str, flags: int) -> int:
 @contextlib.contextmanager
 def unfinished_shard(path: Path) -> Iterator[FileIO]:
     """Open an unfinished shard to append to, or a new file. Raises DataError for a link and for any other file."""
-    expected = "an unfinished shard: a file with one name, which begins as a shard does"
+    expected = "an unfinished shard: a regular file without hard links that begins like a shard"
     try:
         file = open(path, "a+b", buffering=0, opener=open_nofollow)
     except OSError as error:
-        found = "a link" if path.is_symlink() else file_problem(path) or repr(error.strerror)
+        found = "a symbolic link" if path.is_symlink() else file_problem(path) or repr(error.strerror)
         raise DataError(path, found=found, expected=expected, hint=MOVE_HINT) from None
     with file:
         status = os.fstat(file.fileno())
         check(stat.S_ISREG(status.st_mode), path, found=file_problem(path), expected=expected, hint=MOVE_HINT)
-        check(status.st_nlink == 1, path, found=f"a file with {status.st_nlink} names (hard links)", expected=expected,
+        check(status.st_nlink == 1, path, found=f"a file with {status.st_nlink} hard links", expected=expected,
               hint=MOVE_HINT)
         first = os.pread(file.fileno(), len(SHARD_PREFIX), 0)
         check(SHARD_PREFIX.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
@@ -91,8 +92,8 @@ def write_all(file: FileIO, block: bytes) -> None:
         while block:
             block = block[file.write(block):]
     except OSError as error:
-        raise DataError(file.name, found=repr(error.strerror), expected="room for the shard",
-                        hint=f"make room; {RESUME_HINT}") from None
+        raise DataError(file.name, found=repr(error.strerror), expected="enough disk space",
+                        hint=f"free disk space; {RESUME_HINT}") from None
 
 def download_rest(url: str, path: Path) -> str:
     """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
@@ -101,7 +102,8 @@ def download_rest(url: str, path: Path) -> str:
     """
     with hub_errors(url):
         metadata = get_hf_file_metadata(url, retry_on_errors=True)
-    check(metadata.size, url, found="no size", expected="that of the shard", hint="look at HF_ENDPOINT")
+    check(metadata.size, url, found="no size in the response", expected="the size of the shard",
+          hint="check HF_ENDPOINT")
     with (unfinished_shard(path) as file,
           tqdm(initial=file.tell(), total=metadata.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
         while file.tell() < metadata.size:
@@ -110,7 +112,7 @@ def download_rest(url: str, path: Path) -> str:
             with hub_errors(url):
                 response = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
                 hf_raise_for_status(response)
-            check(response.content, url, found="an empty answer", expected="the shard", hint=RESUME_HINT)
+            check(response.content, url, found="an empty response", expected="the shard", hint=RESUME_HINT)
             write_all(file, response.content)
             bar.update(len(response.content))
         os.fsync(file.fileno())
@@ -128,11 +130,12 @@ def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
             problem = f"{path}: found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
         if not problem:
             os.replace(path, out / name)
-            print_status(f"{name}: {entry['bytes']:,} bytes, checked")
+            print_status(f"{name}: {entry['bytes']:,} bytes, verified")
             return entry
         path.unlink()
-        print_status(f"{problem}: removed")
-    raise DataError(url, found=repr(problem), expected="a whole shard", hint="try again later, or another --endpoint")
+        print_status(f"{problem}; removed it")
+    raise DataError(url, found=repr(problem), expected="an intact shard",
+                    hint="try again later, or give another --endpoint")
 
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""
@@ -141,7 +144,7 @@ def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
         problem = find_problem(out / name)
         if problem:
             check_replaceable_shard(out / name, entries)
-            print_status(f"{problem}: fetching it")
+            print_status(f"{problem}; downloading it")
             entries[name] = fetch(name, out, endpoint)
         elif name in entries:
             continue
@@ -152,18 +155,19 @@ def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
 @exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
+    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9,
+                        help="number of training shards, 0 to 103 [9]")
     parser.add_argument("--out", type=parse_folder, default=Path(__file__).resolve().parent / "fineweb10B",
-                        help="data/fineweb10B")
-    parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
+                        help="folder to write to [data/fineweb10B]")
+    parser.add_argument("--endpoint", help="server [HF_ENDPOINT, or the Hugging Face hub]")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= TRAIN_SHARDS:
-        parser.error(f"found N={args.shards}, expected 0 to {TRAIN_SHARDS}")
+        parser.error(f"N: found {args.shards}, expected 0 to {TRAIN_SHARDS}")
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     with locked(args.out):
         get_shards(names, args.out, args.endpoint)
-    print_result(f"{args.out}: {args.shards} training shards and the validation shard, whole")
+    print_result(f"{args.out}: {args.shards} training shards and the validation shard, complete")
 
 
 if __name__ == "__main__":

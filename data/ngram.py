@@ -20,15 +20,17 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # brackets may also be just that
     check(names, pattern, found="no file", expected="token shards",
-          hint="give a file, or a pattern in quotes, as --help has it")
+          hint="give a file, or a pattern in quotes (see --help)")
     paths = [Path(name) for name in sorted(names)]
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})
-    check(len(sizes) == 1, pattern, found=f"vocabulary sizes {sizes}", expected="one", hint="narrow the pattern")
+    check(len(sizes) == 1, pattern, found=f"vocabulary sizes {sizes}", expected="one vocabulary size",
+          hint="narrow the pattern")
     have = sum(tokens for tokens, _ in headers)
     wanted = have if count is None else count
-    check(2 <= wanted <= have, pattern, found=f"{have:,} tokens, asked for {wanted:,}", expected="at least 2",
-          hint=f"ask for 2 to {have:,} or add shards")
+    check(2 <= wanted <= have, pattern, found=f"{have:,} tokens, of which {wanted:,} are requested",
+          expected="at least 2 requested tokens, and that many in the shards",
+          hint=f"request 2 to {have:,} tokens, or add shards")
     parts = []
     for path in paths:
         if wanted > 0:
@@ -36,8 +38,8 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
             parts.append(np.fromfile(path, "<u2", wanted, offset=HEADER_BYTES))
             wanted -= len(parts[-1])
     tokens = np.concatenate(parts).astype(np.int64)
-    check(tokens.max() < sizes[0], pattern, found=f"token id {tokens.max()}", expected=f"below {sizes[0]}",
-          hint="make the shards again")
+    check(tokens.max() < sizes[0], pattern, found=f"token id {tokens.max()}", expected=f"ids below {sizes[0]}",
+          hint="create the shards again")
     return tokens, sizes[0]
 
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -77,16 +79,16 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
 @exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--train", required=True, help="pattern of the training shards, in quotes")
-    parser.add_argument("--val", required=True, help="pattern of the validation shards, in quotes")
-    parser.add_argument("--train_tokens", type=int, help="count the first N training tokens (default: all)")
-    parser.add_argument("--val_tokens", type=int, help="score validation tokens 1 to M (default: all but token 0)")
+    parser.add_argument("--train", required=True, help="training shards, a pattern in quotes")
+    parser.add_argument("--val", required=True, help="validation shards, a pattern in quotes")
+    parser.add_argument("--train_tokens", type=int, help="training tokens to count, from the first on [all]")
+    parser.add_argument("--val_tokens", type=int, help="validation tokens to score, from the second on [all]")
     args = parser.parse_args(argv)
     train, vocab_size = read_stream(args.train, args.train_tokens)
     val_count = None if args.val_tokens is None else args.val_tokens + 1
     val, val_vocab_size = read_stream(args.val, val_count)
     check(vocab_size == val_vocab_size, args.val, found=f"vocabulary size {val_vocab_size}",
-          expected=f"{vocab_size} as in --train", hint="use shards of one data set")
+          expected=f"{vocab_size}, as in --train", hint="use shards of one data set")
 
     frequencies = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
     entropy = float(-(frequencies * np.log(frequencies)).sum())  # the best loss if nothing but frequencies is known

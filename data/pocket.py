@@ -103,7 +103,7 @@ def made_before(out: Path, made_by: dict[str, str]) -> bool:
 
 def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:
     """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
-    check((root / "os.py").is_file(), root, found="no os.py", expected="the library's source there",
+    check((root / "os.py").is_file(), root, found="no os.py", expected="the source of the standard library",
           hint="run this with a Python that is neither zipped nor frozen")
     texts: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
@@ -113,8 +113,8 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
         for definition in split_definitions(text):
             counts_by_piece.update(piece for piece in PIECE_RE.findall(definition) if len(piece) > 1)
     ids = make_vocabulary(counts_by_piece, BOS_ID)
-    check(len(ids) == BOS_ID, root, found=f"{len(ids):,} different pieces", expected=f"{BOS_ID:,}",
-          hint="use a complete Python")
+    check(len(ids) == BOS_ID, root, found=f"{len(ids):,} different pieces", expected=f"{BOS_ID:,} pieces",
+          hint="run this with a complete Python")
     report = dict(made_by)
     lines = []
     for split, shard in SHARDS.items():
@@ -126,7 +126,7 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
                   "bytes": sum(map(len, texts[split]))}
         minimum = {TRAIN: 0, VAL: MIN_VAL_TOKENS}[split]
         check(counts["tokens"] >= minimum, root, found=f"{counts['tokens']:,} validation tokens",
-              expected=f"at least {minimum:,}", hint="use a complete Python")
+              expected=f"at least {minimum:,}", hint="run this with a complete Python")
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
@@ -139,23 +139,24 @@ def compare_with_shipped(out: Path) -> str:
     made, shipped = read_manifest(out), read_manifest(SHIPPED_DIR)
     same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCAB_FILE)]
     if all(same):
-        return f"the same bytes as {SHIPPED_DIR}"
-    return f"NOT the bytes of {SHIPPED_DIR}: another Python's library, whose losses stand beside those of no record"
+        return f"identical to {SHIPPED_DIR}"
+    return f"NOT identical to {SHIPPED_DIR}: the library of another Python; losses are not comparable with records"
 
 @exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=parse_folder, default=SHIPPED_DIR.with_name("pocket_made"),
-                        help="default: data/pocket_made")
-    parser.add_argument("--force", action="store_true", help="make it again, and replace what others left there")
+                        help="folder to write to [data/pocket_made]")
+    parser.add_argument("--force", action="store_true",
+                        help="create it again, and replace any data set named pocket there")
     args = parser.parse_args(argv)
-    check(not args.out.is_relative_to(SHIPPED_DIR), args.out, found="the shipped data", expected="a folder of its own",
-          hint="give another --out; git restores data/pocket")
+    check(not args.out.is_relative_to(SHIPPED_DIR), args.out, found="the shipped data", expected="another folder",
+          hint="give another --out; `git restore data/pocket` restores the shipped data")
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with locked(args.out.parent):
         if made_before(args.out, made_by) and not args.force:
-            lines = [f"{args.out}: complete, nothing to do (--force makes it again)"]
+            lines = [f"{args.out}: complete, nothing to do (--force creates it again)"]
         else:
             replace = args.force or REPORT_FILE in read_manifest(args.out)  # this tool made it, in another version
             with new_data_set(args.out, "pocket", replace) as folder:

@@ -40,7 +40,11 @@ class DataError(Exception):
     """What was found, what was expected, and what to do about it."""
 
     def __init__(self, what: object, found: object, expected: str, hint: str) -> None:
-        super().__init__(f"{what}: found {found}, expected {expected}; {hint}")
+        super().__init__(str(what), str(found), expected, hint)
+
+    def __str__(self) -> str:
+        what, found, expected, hint = self.args
+        return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
 def check(ok: object, what: object, *, found: object, expected: str, hint: str) -> None:
     """Raise DataError unless `ok`."""
@@ -68,15 +72,15 @@ def check_regular_file(path: Path, expected: str, hint: str) -> None:
 
 def read_header(path: Path) -> tuple[int, int]:
     """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
-    check_regular_file(path, "a shard", "remove it, or give another one")
+    check_regular_file(path, "a shard", "remove it, or give another path")
     with path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
-    check((magic, version) == (MAGIC, VERSION), path, found=f"header words {magic} and {version}",
-          expected=f"{MAGIC} and {VERSION}", hint="give a token shard, or make this one again")
+    check((magic, version) == (MAGIC, VERSION), path, found=f"magic number {magic}, version {version}",
+          expected=f"magic number {MAGIC}, version {VERSION}", hint="give a token shard, or create this one again")
     size = path.stat().st_size
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
     check(size == expected and tokens > 0, path, found=f"{size:,} bytes",
-          expected=f"{expected:,} for the {tokens:,} tokens of its header", hint="make the file again")
+          expected=f"{expected:,} bytes, for the {tokens:,} tokens of its header", hint="create the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def starts_as_shard(path: Path) -> bool:
@@ -95,8 +99,8 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
-    expected = f"sizes and hashes (format {MANIFEST_FORMAT}) of the files beside it"
-    hint = "move it away, or make the data again with --force"
+    expected = f"a manifest of format {MANIFEST_FORMAT}: sizes and hashes of the files in its folder"
+    hint = "move it away, or create the data again with --force"
     check_regular_file(path, expected, hint)
     try:
         content = json.loads(path.read_bytes())
@@ -105,22 +109,22 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
                 for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DataError(path, found="nothing that a data tool wrote", expected=expected, hint=hint) from None
+        raise DataError(path, found="not a manifest of a data tool", expected=expected, hint=hint) from None
 
 def check_content(path: Path) -> None:
     """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
     entry = read_manifest(path.parent).get(path.name)
-    check(entry in (None, manifest_entry(path)), path, found=f"other content than {MANIFEST_FILE} names",
-          expected="what was written with the files beside it",
-          hint="it is damaged or of another call, so make the data again")
+    check(entry in (None, manifest_entry(path)), path, found=f"content that differs from {MANIFEST_FILE}",
+          expected=f"the content that {MANIFEST_FILE} describes",
+          hint="the file is damaged or from another data set; create the data again")
 
 def write_file(path: Path, *pieces: bytes) -> None:
     """Write a new file and flush it to the disk. Raises DataError, also if the name is taken by a file or a link."""
     try:
         file = path.open("xb")
     except OSError as error:
-        raise DataError(path, found=repr(error.strerror), expected="a free name in a folder to write into",
-                        hint="move away what is there, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="a new file in a writable folder",
+                        hint="move the existing file away, or give another --out") from None
     try:
         with file:
             file.writelines(pieces)
@@ -128,8 +132,8 @@ def write_file(path: Path, *pieces: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise DataError(path, found=repr(error.strerror), expected="room for the file",
-                        hint="make room, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="enough disk space",
+                        hint="free disk space, or give another --out") from None
 
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write header and tokens; the document start is the last id of the vocabulary. Raises DataError."""
@@ -170,7 +174,7 @@ def locked(folder: Path) -> Iterator[None]:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print_status(f"{folder}: another call writes there; waiting for its end")
+                print_status(f"waiting: another process is writing to {folder}")
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -227,14 +231,14 @@ def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
     if not os.path.lexists(folder):
         return
     check(not os.path.ismount(folder), folder, found="a mount point", expected="a folder that can be renamed",
-          hint="give one below it")
+          hint="give a folder below it")
     own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCAB_FILE}|{MANIFEST_FILE}|{REPORT_FILE}")
     paths = sorted(folder.iterdir())
     for path in paths:
         check(not file_problem(path) and own_name.fullmatch(path.name), folder, found=path.name,
-              expected=f"a new folder, or one with nothing but a data set named {stem}", hint="give another --out")
-    check(replace or not paths, folder, found=[path.name for path in paths], expected="a new folder or an empty one",
-          hint="give another --out, or --force to replace what is there")
+              expected=f"a new folder, or one that contains only a data set named {stem}", hint="give another --out")
+    check(replace or not paths, folder, found=[path.name for path in paths], expected="a new or empty folder",
+          hint="give another --out, or replace the data set with --force")
 
 def print_result(*lines: str) -> None:
     """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
@@ -243,8 +247,8 @@ def print_result(*lines: str) -> None:
         print(*lines, sep="\n", flush=True)
     except (OSError, AttributeError) as error:                # Python has None where stdout is closed
         sys.stdout = None                    # else it tries again at its end
-        raise DataError("stdout", found=repr(str(error)), expected="to print the result there",
-                        hint="all else is done: give the output another place, and run this again to see it") from None
+        raise DataError("stdout", found=repr(str(error)), expected="a stdout that accepts the result",
+                        hint="all other work is done; redirect stdout, and repeat the command for the result") from None
 
 def print_status(text: str) -> None:
     """Tell the user on stderr; where that cannot be written, the work goes on without."""
@@ -259,8 +263,9 @@ def exit_on_error() -> Iterator[None]:
     except DataError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: {error.filename or 'a file'}: found {error.strerror!r}, expected files to read and a folder "
-                 f"to write into; mend that, or give another path")
+        in_words = DataError(error.filename or "access to a file", found=repr(error.strerror),
+                             expected="readable files and a writable folder", hint="fix that, or give another path")
+        sys.exit(f"error: {in_words}")
 
 def raise_interrupt(signum: int, _: Any) -> None:
     """Handle a signal: the tool ends through its clean-up, with the status that shells use."""
@@ -274,6 +279,6 @@ def run_main(main: Callable[[], None]) -> int:
     try:
         main()
     except KeyboardInterrupt as interrupt:
-        print_status("\ninterrupted: what has its final name is whole; the same command again does the rest")
+        print_status("\ninterrupted: files with their final names are complete; repeat the command to do the rest")
         return interrupt.args[0]
     return 0

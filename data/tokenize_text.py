@@ -57,10 +57,11 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
     files = dict.fromkeys(named_files(args.val_files, args, skipped), VAL)
     for path in named_files(args.inputs, args, skipped):
         files.setdefault(path, TRAIN if args.val_files else "")
-    counts = f"{skipped.total():,} files passed over"
+    counts = f"{skipped.total():,} files skipped"
     if skipped:
         counts += ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(skipped.items()))
-    check(files, " ".join(args.inputs), found=f"no text ({counts})", expected="some", hint="name other files")
+    check(files, " ".join(args.inputs), found=f"no text ({counts})", expected="at least one file with text",
+          hint="give other files")
     return files, f"{len(files):,} files read, {counts}"
 
 def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str]) -> Iterator[Path]:
@@ -91,9 +92,9 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
         return "hidden"
     if args.out.is_dir() and path.resolve().is_relative_to(args.out):
-        return "of an earlier call"
+        return "from an earlier call"
     if any(path.resolve().is_relative_to(left) for left in args.unfinished):
-        return "of a killed call"
+        return "from a killed call"
     if path.suffix in UNREADABLE_SUFFIXES:
         return path.suffix
     if path.stat().st_size == 0:
@@ -111,18 +112,18 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
 
 def read_pieces(path: Path) -> dict[bytes, int]:
     """Read ids of pieces from lines of base64 and id: a vocab.txt, or tiktoken's ranks. Raises DataError."""
-    expected = "lines of base64, a space, an id"
-    check_regular_file(path, expected, "give another file")
+    expected = "lines of base64, a space, and an id"
+    check_regular_file(path, expected, "give another --vocab")
     ids: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
             code, token_id = line.split()
             ids[base64.b64decode(code, validate=True)] = int(token_id)
     except ValueError as error:
-        raise DataError(path, found=error, expected=expected, hint="give another file") from None
+        raise DataError(path, found=error, expected=expected, hint="give another --vocab") from None
     check(sorted(ids.values()) == list(range(len(ids))) and ids.keys() >= set(ALL_BYTES), path,
-          found=f"{len(ids):,} pieces", expected="all 256 bytes among them and ids from 0 without a gap",
-          hint="give another file")
+          found=f"{len(ids):,} pieces", expected="pieces that include all 256 bytes, and ids from 0 without a gap",
+          hint="give another --vocab")
     return ids
 
 def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
@@ -133,12 +134,13 @@ def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
     except (ImportError, OSError) as error:
         raise DataError("--tokenizer=gpt2", found=repr(f"{error}".split(";")[0]),
                         expected="tiktoken, and its ranks from the network",
-                        hint="python -m pip install tiktoken, or give --vocab=FILE") from None
+                        hint="run python -m pip install tiktoken, or give --vocab=FILE") from None
     if ranks:
         ids = read_pieces(ranks)
         encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
         check(len(ids) == GPT2_NUM_PIECES and encoding.encode_ordinary("Hello world") == [15496, 995], ranks,
-              found=f"{len(ids):,} other pieces", expected=f"GPT-2's {GPT2_NUM_PIECES:,}", hint="give another file")
+              found=f"{len(ids):,} pieces that are not GPT-2's",
+              expected=f"GPT-2's {GPT2_NUM_PIECES:,} pieces", hint="give another --vocab")
     else:
         ids = {encoding.decode_single_token_bytes(n): n for n in range(GPT2_NUM_PIECES)}
 
@@ -181,7 +183,7 @@ def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             except UnicodeDecodeError as error:
                 raise DataError(path, found=f"byte 0x{text[error.start]:02x} at byte {done + error.start:,}",
                                 expected="UTF-8",
-                                hint="convert it (iconv -f LATIN1 -t UTF-8) or leave it out") from None
+                                hint="convert it (iconv -f LATIN1 -t UTF-8), or omit it") from None
             yield text
             size = len(text) + len(found)
             done += size
@@ -201,7 +203,7 @@ def record_text(record: Any, key: str, place: str) -> bytes:
     """Return a record's text. null is blank; half a surrogate pair, which JSON can write, a "?". Raises DataError."""
     value = record.get(key, record) if isinstance(record, dict) else record
     if not isinstance(record, dict) or not isinstance(value, str | None):
-        raise DataError(place, found=reprlib.repr(record), expected=f"text under {key!r}",
+        raise DataError(place, found=reprlib.repr(record), expected=f"a string or null under {key!r}",
                         hint="give another --text_key")
     return (value or "").encode(errors="replace")
 
@@ -211,12 +213,12 @@ def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}: line {number:,}"
+            place = f"{path}, line {number:,}"
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:     # no UTF-8, nested too deeply, a number of 5,000 digits
-                raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="an object",
-                                hint="mend the line, or leave it out") from None
+                raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="a JSON object",
+                                hint="fix the line, or remove it") from None
             yield record_text(record, args.text_key, place)
 
 def read_parquet(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
@@ -226,10 +228,10 @@ def read_parquet(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(256, columns=[args.text_key]):
                 for row in batch.to_pylist():
-                    yield record_text(row, args.text_key, f"{path}: a row")
+                    yield record_text(row, args.text_key, f"{path}, a row")
     except (ImportError, OSError, ValueError) as error:       # a damaged column may be any of the latter two
         raise DataError(path, found=repr(f"{error}".split(";")[0]), expected="a Parquet file, and pyarrow to read it",
-                        hint="write it again, or python -m pip install pyarrow") from None
+                        hint="write the file again, or run python -m pip install pyarrow") from None
 
 def draw_split(text: bytes, val_share: float) -> str:
     """Draw by a hash of the text alone, so that neither order nor other documents change it."""
@@ -312,8 +314,8 @@ def training_command(train: Shards, val: Shards) -> str:
     val_tokens = sum(val.sizes)
     if train.usable < MIN_TOKENS or max(val.sizes, default=0) < VAL_BATCH_MULTIPLE + 2:
         return (f"too short for ./run.sh: found {tokens:,} training and {val_tokens:,} validation tokens, expected "
-                f"{MIN_TOKENS:,} and {VAL_BATCH_MULTIPLE + 2:,} or more; add text, or try --tokenizer=bytes, which "
-                "gives more tokens; --force replaces what is in --out")
+                f"at least {MIN_TOKENS:,} and {VAL_BATCH_MULTIPLE + 2:,}; add text, or use --tokenizer=bytes, which "
+                "yields more tokens; --force replaces the data set in --out")
     flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}"]
     if tokens < POCKET_TRAIN_TOKENS:
         flags.append("--epochs=0")
@@ -327,7 +329,7 @@ def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str])
     """Read, encode and write. files: as `input_files` returns them. Returns the lines to print. Raises DataError."""
     ids, encode = make_tokenizer(args, read_documents(files, args))
     bos_id = len(ids)
-    check(bos_id < MAX_VOCAB, args.vocab, found=f"{bos_id:,} pieces", expected=f"at most {MAX_VOCAB - 1:,}",
+    check(bos_id < MAX_VOCAB, args.vocab, found=f"{bos_id:,} pieces", expected=f"at most {MAX_VOCAB - 1:,} pieces",
           hint="give a smaller vocabulary")
     write_vocabulary(folder, ids)
     shards = {split: Shards(folder, args.out / f"{args.out.name}_{split}", bos_id + 1) for split in (TRAIN, VAL)}
@@ -343,7 +345,7 @@ def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str])
     size = sum(shards[split].totals["bytes"] for split in shards)
     for split in splits:
         shards[split].flush()
-        check(shards[split].sizes, "text", found=f"no {split} document in {size:,} bytes", expected="one",
+        check(shards[split].sizes, "text", found=f"no {split} document in {size:,} bytes", expected="at least one",
               hint="give more or smaller documents (--document_separator), --val_files, or --val_share=0")
     return [*(shards[split].summary() for split in splits), training_command(shards[TRAIN], shards[VAL])]
 
@@ -351,29 +353,33 @@ def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str])
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("inputs", nargs="+", help="files (text, .jsonl, .ndjson, .parquet), folders, patterns ('notes/**/*.md')")
-    add("--out", type=parse_folder, required=True, help="folder of the data set, whose name its shards have too")
-    add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket", help="default pocket")
-    add("--vocab", type=Path, help="pocket: an existing vocab.txt, else one is learned; gpt2: tiktoken's ranks")
-    add("--vocab_size", type=int, default=2048, help="pocket: largest learned vocabulary, document start included")
-    add("--text_key", default="text", help="field of .jsonl, column of .parquet")
-    add("--document_separator", default="", help=r"of plain text, for instance '\n\n' or '<|endoftext|>'")
-    add("--max_doc_tokens", type=int, help=f"document start included, 0: no limit; default {MAX_DOC_LEN}, and "
-        f"{GPT2_MAX_DOC_LEN:,} with gpt2, as --max_doc_len of the presets pocket and record")
-    add("--val_share", type=float, default=0.05, help="of the documents; default 0.05")
-    add("--val_files", nargs="+", default=[], help="these for validation, all others for training")
-    add("--force", action="store_true", help="replace a data set of this name")
+    add("inputs", nargs="+", help="files (text, .jsonl, .ndjson, .parquet), folders, or patterns ('notes/**/*.md')")
+    add("--out", type=parse_folder, required=True,
+        help="folder to create; its name is also the prefix of the shard names")
+    add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket",
+        help="how to split text into tokens [pocket]")
+    add("--vocab", type=Path,
+        help="pocket: existing vocab.txt, instead of learning one; gpt2: file of tiktoken's ranks")
+    add("--vocab_size", type=int, default=2048, help="pocket: maximum size of the learned vocabulary, with BOS [2048]")
+    add("--text_key", default="text", help="field of .jsonl or column of .parquet that has the text [text]")
+    add("--document_separator", default="",
+        help=r"between the documents of a text file, for example '\n\n' or '<|endoftext|>'")
+    add("--max_doc_tokens", type=int, help=f"split longer documents, BOS included; 0: no limit "
+        f"[{MAX_DOC_LEN}; with gpt2 {GPT2_MAX_DOC_LEN:,}: --max_doc_len of the presets pocket and record]")
+    add("--val_share", type=float, default=0.05, help="fraction of the documents that are for validation [0.05]")
+    add("--val_files", nargs="+", default=[], help="files for validation; all others are for training")
+    add("--force", action="store_true", help="replace an existing data set of this name")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
         args.max_doc_tokens = GPT2_MAX_DOC_LEN if args.tokenizer == "gpt2" else MAX_DOC_LEN
     if args.max_doc_tokens != 0 and args.max_doc_tokens < 2:
-        parser.error(f"found --max_doc_tokens={args.max_doc_tokens}, expected 0 or at least 2")
+        parser.error(f"--max_doc_tokens: found {args.max_doc_tokens}, expected 0 or at least 2")
     if not MIN_VOCAB <= args.vocab_size <= MAX_VOCAB:
-        parser.error(f"found --vocab_size={args.vocab_size}, expected {MIN_VOCAB} to {MAX_VOCAB:,}")
+        parser.error(f"--vocab_size: found {args.vocab_size}, expected {MIN_VOCAB} to {MAX_VOCAB:,}")
     if not 0 <= args.val_share < 1:
-        parser.error(f"found --val_share={args.val_share}, expected 0 or more, but below 1")
+        parser.error(f"--val_share: found {args.val_share}, expected at least 0 and below 1")
     if args.vocab and args.tokenizer == "bytes":
-        parser.error("found --vocab with --tokenizer=bytes, expected pocket or gpt2")
+        parser.error("--vocab: found --tokenizer=bytes, expected pocket or gpt2")
     args.unfinished = find_unfinished(args.out)
     files, counts = input_files(args)        # before anything is created or removed
     with locked(args.out.parent), new_data_set(args.out, args.out.name, args.force) as folder:

@@ -1,4 +1,5 @@
 """What the tests of data tools share: the tools, how a call ends, and documents as the trainer reads them."""
+import re
 import sys
 from pathlib import Path
 
@@ -15,14 +16,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 def failure(tool, *arguments: object) -> str:
-    """The message of a call that ends with one: found, expected, what to do."""
+    """Return the message of a call that fails, as `what / found / expected / hint`."""
     with pytest.raises(SystemExit) as caught:
         tool.main([str(argument) for argument in arguments])
     message = str(caught.value)
-    assert message.startswith("error: ")
-    places = [message.find(word) for word in ("found", "expected", ";")]
-    assert -1 not in places and places == sorted(places), message
-    return message
+    match = re.fullmatch(r"error: (.+)\n  found:    (.+)\n  expected: (.+)\n  hint:     (.+)", message)
+    assert match, message
+    return " / ".join(match.groups())
 
 def wrong_flag(tool, capsys, *arguments: object) -> str:
     with pytest.raises(SystemExit) as caught:

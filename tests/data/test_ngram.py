@@ -42,9 +42,10 @@ def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
 @pytest.mark.parametrize("change, message", [
-    (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
-    (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
-    (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6")])
+    (dict(magic=1), "bad.bin / magic number 1, version 1 / magic number 20240520, version 1 /"),
+    (dict(version=2), "/ magic number 20240520, version 2 /"),
+    (dict(count=11), "/ 1,044 bytes / 1,046 bytes, for the 11 tokens"),
+    (dict(count=0), "/ 1,044 bytes / 1,024 bytes"), (dict(vocab_size=6), "/ token id 6 / ids below 6 /")])
 def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
@@ -53,10 +54,11 @@ def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
 def test_read_stream__wrong_requests(tmp_path) -> None:
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
-    for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
+    for val, count, message in ((good, 4, "/ 3 tokens, of which 5 are requested / at least 2 requested tokens, and "
+                                           "that many in the shards / request 2 to 3 tokens"),
                                 (tmp_path / "none.bin", 1, "or a pattern in quotes"),
-                                (tmp_path / "short.bin", 1, "words 0"),
-                                (other, 1, "found vocabulary size 9, expected 7 as in --train"),
-                                (gpt2, 1, "found vocabulary size 50257"),
-                                (tmp_path / "[79].bin", 1, "found vocabulary sizes [7, 9], expected one")):
+                                (tmp_path / "short.bin", 1, "/ magic number 0"),
+                                (other, 1, "/ vocabulary size 9 / 7, as in --train /"),
+                                (gpt2, 1, "/ vocabulary size 50257 /"),
+                                (tmp_path / "[79].bin", 1, "/ vocabulary sizes [7, 9] / one vocabulary size")):
         assert message in failure(ngram, f"--train={good}", f"--val={val}", f"--val_tokens={count}")

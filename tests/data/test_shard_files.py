@@ -53,7 +53,7 @@ def link_to(target: str) -> Callable[[Path], None]:
     (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to("/dev/zero"), "a pipe or a device"),
     (link_to("nowhere"), "a link that leads nowhere"), (link_to("odd.bin"), "a link that leads nowhere")])
 def test_check_regular_file__every_tool_names_the_irregular_file(tmp_path, source, make, kind) -> None:
-    odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin: found {kind}, expected"
+    odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin / {kind} /"
     make(odd)
     if kind != "a directory":                                 # of which the tokenizer reads what is below
         assert found in failure(tokenize_text, odd, f"--out={out}")
@@ -64,13 +64,13 @@ def test_check_regular_file__every_tool_names_the_irregular_file(tmp_path, sourc
     (tmp_path / "fetched").mkdir()
     odd.rename(tmp_path / "fetched/fineweb_val_000000.bin")
     message = failure(cached_fineweb10B, 0, f"--out={tmp_path}/fetched")
-    assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
+    assert "fineweb_val_000000.bin / " in message and " / a shard / remove it" in message
 
 def test_parse_folder__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for tool, arguments in ((pocket, []), (tokenize_text, [source]), (cached_fineweb10B, [0])):
-        assert "source.txt: found " in failure(tool, *arguments, f"--out={source}")
-        assert "found 'Not a directory'" in failure(tool, *arguments, f"--out={source}/below/it")
+        assert "source.txt / " in failure(tool, *arguments, f"--out={source}")
+        assert "/ 'Not a directory' /" in failure(tool, *arguments, f"--out={source}/below/it")
         for empty in ("", "/"):
             assert "expected the name of a folder" in wrong_flag(tool, capsys, *arguments, f"--out={empty}")
     assert contents(tmp_path) == {"source.txt": TEXT.encode()}
@@ -97,7 +97,7 @@ def test_new_data_set__a_failed_call_changes_nothing(tmp_path, source, library, 
             if when in ("naming", "a signal"):
                 patch.setattr(os, "replace", fail)
             tool.main([*map(str, arguments), f"--out={out}", "--force"])
-        assert when in ("naming", "a signal") or "make room" in str(ended.value)
+        assert when in ("naming", "a signal") or "free disk space" in str(ended.value)
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part*"))
 
@@ -110,7 +110,7 @@ def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, sour
     (left / "new/vocab.txt").write_text("half")
     (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     out.rename(left / "old")
-    assert "set: found ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
+    assert "set / ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
     assert contents(out) == before and not left.exists()
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
@@ -127,8 +127,8 @@ def test_find_unfinished__only_folders_of_killed_calls(tmp_path, source) -> None
     (tmp_path / "set.part-00000000").symlink_to(marked)
     before = sorted(tmp_path.rglob("*"))
     assert shard_files.find_unfinished(tmp_path / "set") == []
-    assert "nope.txt: found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
-    assert "found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
+    assert "nope.txt / no file /" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
+    assert "/ no file /" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
     assert sorted(tmp_path.rglob("*")) == before, "a misspelt input creates and removes nothing"
     tokenize(source, tmp_path / "set")
     shutil.rmtree(tmp_path / "set")
@@ -140,13 +140,13 @@ def test_named_files__skips_the_output_of_a_killed_call(tmp_path, source, capsys
     (left / "new/vocab.txt").write_text("half")
     (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     tokenize(tmp_path, tmp_path / "set")
-    assert "1 files read, 2 files passed over: 2 of a killed call" in capsys.readouterr().out and not left.exists()
+    assert "1 files read, 2 files skipped: 2 from a killed call" in capsys.readouterr().out and not left.exists()
 
 def test_write_file__an_existing_name(tmp_path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to("mine")
     for name in ("mine", "link"):
-        with pytest.raises(shard_files.DataError, match="File exists.*expected a free name.*move away"):
+        with pytest.raises(shard_files.DataError, match="(?s)File exists.*expected: a new file.*move the existing"):
             shard_files.write_file(tmp_path / name, b"x")
     assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
@@ -155,7 +155,7 @@ def test_pocket__foreign_files_are_not_taken_for_an_earlier_version(tmp_path, li
     out.mkdir()
     for name in ("pocket.json", "vocab.txt"):
         (out / name).write_text("mine\n")
-    assert "expected a new folder or an empty one" in failure(pocket, f"--out={out}")
+    assert "/ a new or empty folder /" in failure(pocket, f"--out={out}")
     assert contents(out) == {"pocket.json": b"mine\n", "vocab.txt": b"mine\n"}
 
 def test_new_data_set__is_flushed_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
@@ -181,7 +181,7 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         content[1027] ^= 1
     (one / name).write_bytes(content)
     if name != "vocab.txt":                                   # ngram.py needs no vocabulary
-        assert f"{name}: found other content than manifest.json names" in ngram_failure(f"{one}/x_train_*.bin")
+        assert f"{name} / content that differs from manifest.json /" in ngram_failure(f"{one}/x_train_*.bin")
     with pytest.raises(tg.DataError, match=name):
         header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]
         tg.read_token_bytes(one, preset("tiny", header.vocab_size, header.bos_id))
@@ -194,7 +194,7 @@ def test_read_manifest__invalid_manifests(tmp_path, source, content) -> None:
     out.mkdir()
     (out / "manifest.json").write_bytes(content)
     write_shard(out / "x.bin", [0, 1, 2])
-    assert "manifest.json: found nothing" in ngram_failure(out / "x.bin")
+    assert "manifest.json / not a manifest of a data tool /" in ngram_failure(out / "x.bin")
     (out / "x.bin").unlink()
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
@@ -203,20 +203,20 @@ def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, lib
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
-    assert "or --force to replace" in failure(tokenize_text, source, f"--out={out}")
-    assert "found set_train_000000.bin" in failure(pocket, f"--out={out}", "--force")
+    assert "or replace the data set with --force" in failure(tokenize_text, source, f"--out={out}")
+    assert "/ set_train_000000.bin /" in failure(pocket, f"--out={out}", "--force")
     os.mkfifo(out / "set_train_000001.bin")
-    assert "found set_train_000001.bin, expected a new" in failure(tokenize_text, source, f"--out={out}", "--force")
+    assert "/ set_train_000001.bin / a new folder" in failure(tokenize_text, source, f"--out={out}", "--force")
     (out / "set_train_000001.bin").unlink()
     (out / "notes.txt").write_text("mine\n")
-    assert "found notes.txt, expected a new folder, or one with nothing but a data set named set" in failure(
+    assert "/ notes.txt / a new folder, or one that contains only a data set named set /" in failure(
         tokenize_text, source, f"--out={out}", "--force")
     assert contents(out) == before | {"notes.txt": b"mine\n"}
     other = tmp_path / "other"
     other.mkdir()
     (other / "vocab.txt").write_text("mine\n")
     for tool, arguments in ((tokenize_text, [source]), (pocket, [])):
-        assert "found ['vocab.txt'], expected a new folder" in failure(tool, *arguments, f"--out={other}")
+        assert "/ ['vocab.txt'] / a new or empty folder" in failure(tool, *arguments, f"--out={other}")
     assert contents(other) == {"vocab.txt": b"mine\n"}
 
 def test_print_result__a_console_that_cannot_encode(tmp_path, source, monkeypatch) -> None:
@@ -232,7 +232,7 @@ def test_print_result__a_lost_result_is_an_error(tmp_path, source, library, monk
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout and open(stdout, "w"))
             message = failure(tool, *arguments, f"--out={out}")
-        assert "stdout: found " in message and found in message and "print the result there" in message
+        assert message.startswith("stdout / ") and found in message and "accepts the result" in message
         assert len(shard_files.read_manifest(out)) >= 3
 
 def test_run_main__status_and_no_stack_trace(tmp_path) -> None:
