@@ -2,11 +2,11 @@
 
     python data/cached_fineweb10B.py [N] [--out data/fineweb10B]
 
-N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without asking the network;
-what was cut goes on where it stopped (`*.part`), in a later call too. A shard gets its name when its header, its length
-and, where the server tells it, its SHA-256 are right; `manifest.json` keeps the hashes, so that damage is noticed later
-and mended. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to huggingface_hub. Data set:
-kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+Downloads N training shards (0 to 103, default 9) and the validation shard. Complete shards are not downloaded again
+and need no network. Interrupted downloads (`*.part`) are resumed, also by a later call. A shard gets its final name once
+its header, its length and, if the server sends one, its SHA-256 are correct. `manifest.json` stores the hashes, so that
+a later call detects and replaces damaged shards. The environment variables HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
+work as in huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
 """
 import argparse
 import contextlib
@@ -28,14 +28,17 @@ from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_re
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
-# Bytes of one request, and the most that an interruption loses. Requests follow each other, and each one waits for a
-# redirect and the first byte, an estimated 0.4 to 0.7 s. 10 shards (2 GB) take 30 requests of 64 MiB, but 240 of 8 MiB.
+# Size of one request. An interruption loses at most one request. Requests are sequential, and each one waits an
+# estimated 0.4 to 0.7 s for a redirect and the first byte. 10 shards (2 GB) take 30 requests of 64 MiB, or 240 of 8 MiB.
 REQUEST_BYTES = 64 << 20
 MOVE_HINT = "move it away, or give another --out"
 RESUME_HINT = "repeat the command to resume"
 
 def find_problem(path: Path) -> str:
-    """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
+    """Return what is wrong with a shard, or "" for an intact one. Compares the hash if the manifest lists it.
+
+    Raises DataError if the path is a directory, a pipe, a device or a dangling link.
+    """
     if file_problem(path) == "no file":
         return f"{path.name}: missing"
     check_regular_file(path, "a shard", "remove it")
@@ -49,27 +52,30 @@ def find_problem(path: Path) -> str:
 
 @contextlib.contextmanager
 def hub_errors(url: str) -> Iterator[None]:
-    """Raise DataError for what the library could not get in spite of its retries."""
+    """Turn any error of a request, after the retries of the library, into a DataError."""
     try:
         yield
-    except Exception as error:               # also those of the library's HTTP client, which have no name in its own
+    except Exception as error:               # the library does not export the error types of its HTTP client
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(url, found=repr(found), expected="the shard",
                         hint=f"check the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
 
 def check_replaceable_shard(path: Path, entries: dict[str, dict]) -> None:
-    """Raise DataError if a file that a download would replace is neither in the manifest nor a piece of a shard."""
+    """Raise DataError if an existing file is neither in the manifest nor the beginning of a shard."""
     if path.exists():
         check(path.name in entries or starts_as_shard(path), path, found="a file that is not a token shard",
               expected="a shard", hint=MOVE_HINT)
 
 def open_nofollow(name: str, flags: int) -> int:
-    """Open a file without following a link and, if it is a named pipe, without waiting."""
+    """Open a file without following links, and without blocking on a named pipe."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 @contextlib.contextmanager
 def unfinished_shard(path: Path) -> Iterator[FileIO]:
-    """Open an unfinished shard to append to, or a new file. Raises DataError for a link and for any other file."""
+    """Open an unfinished shard for appending, or create it.
+
+    Raises DataError for a link, for a file with hard links, and for a file that does not begin like a shard.
+    """
     expected = "an unfinished shard: a regular file without hard links that begins like a shard"
     try:
         file = open(path, "a+b", buffering=0, opener=open_nofollow)
@@ -87,7 +93,7 @@ def unfinished_shard(path: Path) -> Iterator[FileIO]:
         yield file
 
 def write_all(file: FileIO, block: bytes) -> None:
-    """Write all of a block. Raises DataError at a full disk, which still takes a piece."""
+    """Write a whole block, also if the system writes only a piece at a time. Raises DataError on a full disk."""
     try:
         while block:
             block = block[file.write(block):]
@@ -96,9 +102,9 @@ def write_all(file: FileIO, block: bytes) -> None:
                         hint=f"free disk space; {RESUME_HINT}") from None
 
 def download_rest(url: str, path: Path) -> str:
-    """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
+    """Download the missing rest of a file. Returns its expected SHA-256, or "" if the server does not send one.
 
-    hf_hub_download would be less code, but it removes what an interrupted call has fetched.
+    hf_hub_download is less code, but it deletes the partial file of an interrupted call. Raises DataError.
     """
     with hub_errors(url):
         metadata = get_hf_file_metadata(url, retry_on_errors=True)
@@ -119,7 +125,7 @@ def download_rest(url: str, path: Path) -> str:
     return metadata.etag if len(metadata.etag or "") == 64 else ""
 
 def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
-    """Get one shard, once more if what came is wrong. Returns its entry of the manifest. Raises DataError."""
+    """Download one shard, with a second attempt if it is damaged. Returns its manifest entry. Raises DataError."""
     url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
     path = out / f"{name}.part"
     for _ in range(2):
@@ -138,7 +144,7 @@ def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
                     hint="try again later, or give another --endpoint")
 
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
-    """Bring the folder to the state in which all named shards are whole. Raises DataError."""
+    """Download all named shards that are missing or damaged, and update the manifest. Raises DataError."""
     entries = read_manifest(out)
     for name in names:
         problem = find_problem(out / name)
@@ -149,7 +155,7 @@ def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
         elif name in entries:
             continue
         else:
-            entries[name] = manifest_entry(out / name)    # fetched by an older version
+            entries[name] = manifest_entry(out / name)    # downloaded by an older version
         write_manifest(out, entries)
 
 @exit_on_error()

@@ -1,12 +1,12 @@
-"""Make a data set of the source of Python's own standard library, as data/pocket, which is shipped, was made.
+"""Create a data set from the source of this Python's standard library, in the same way as the shipped data/pocket.
 
     python data/pocket.py [--out data/pocket_made] [--force]
 
-It says whether the bytes are those of data/pocket, and never writes there. No download, no packages. A document is a
-top-level definition with what follows it, or the text before the first; one longer than 256 tokens goes on in further
-documents. Validation files share no source file with training files. The vocabulary has 2,048 tokens: 256 bytes, the
-1,791 most common pieces of the training files, and last the document start.
-For one Python version always the same bytes; a later call that finds all files whole does nothing.
+Prints whether the result is identical to data/pocket, and never writes there. Needs no network and no packages. A
+document is a top-level definition with the text up to the next one, or the text before the first definition. Documents
+are split after 256 tokens. No source file is in both splits. The vocabulary has 2,048 tokens: 256 bytes, the 1,791 most
+common pieces of the training files and, as the last id, BOS. The result depends only on the Python version. If all files
+are already complete, the tool does nothing.
 """
 import argparse
 import contextlib
@@ -26,23 +26,24 @@ from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataErr
 
 VOCAB_SIZE = 2048
 BOS_ID = VOCAB_SIZE - 1
-MAX_DOC_LEN = 256                            # tokens, document start included
-VAL_ONE_IN = 12                          # one file in twelve is for validation
-MIN_VAL_TOKENS = 70_000                      # a final validation reads 65,536 and one more
+MAX_DOC_LEN = 256                            # tokens, BOS included
+VAL_ONE_IN = 12                              # 1 file in 12 is for validation
+MIN_VAL_TOKENS = 70_000                      # the final validation reads 65,536 + 1 tokens
 SHIPPED_DIR = Path(__file__).resolve().with_suffix("")
 SHARDS = {TRAIN: "pocket_train_000000.bin", VAL: "pocket_val_000000.bin"}
-# What not every Python of this version has; the last two are written when it is built, and hold its paths.
+# Files that not every Python of one version has. The build writes the last two, and they contain its paths.
 EXCLUDED_RE = re.compile(
     r"(test|tests|idlelib|lib2to3|site-packages|dist-packages|__pycache__)$|_sysconfigdata|config-")
-PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")  # line break with indentation, word, sign, spaces: covers any text
+# A line break with indentation, a word, a sign, or blanks. Together they match any text.
+PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
 TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
 
 def read_sources(root: Path) -> dict[str, bytes]:
-    """Return the text of every library module below `root`, by relative name, in name order, if in UTF-8."""
+    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path."""
     sources = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        if path.is_file() and not any(map(EXCLUDED_RE.match, name.parts)):        # a link may be broken
+        if path.is_file() and not any(map(EXCLUDED_RE.match, name.parts)):        # false for dangling links
             with contextlib.suppress(UnicodeDecodeError):
                 text = path.read_bytes()
                 text.decode()
@@ -50,12 +51,12 @@ def read_sources(root: Path) -> dict[str, bytes]:
     return dict(sorted(sources.items()))
 
 def choose_split(name: str) -> str:
-    """Return TRAIN or VAL for one file: by a hash of its name, so that no other file changes it."""
+    """Assign a file to TRAIN or VAL by a hash of its name, independently of all other files."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
     return VAL if draw % VAL_ONE_IN == 0 else TRAIN
 
 def split_definitions(text: bytes) -> list[bytes]:
-    """Cut before each top-level definition, decorators with it. Joined again they are `text`."""
+    """Split before every top-level definition and its decorators. The pieces joined are `text`."""
     starts = [0]
     decorated = False
     for match in TOP_LEVEL_RE.finditer(text):
@@ -66,13 +67,13 @@ def split_definitions(text: bytes) -> list[bytes]:
     return [text[start:end] for start, end in zip(starts, starts[1:]) if start < end]
 
 def make_vocabulary(counts: Counter[bytes], size: int) -> dict[bytes, int]:
-    """Return ids of the 256 bytes, then of the most common pieces, equally common ones in byte order."""
+    """Assign ids to the 256 bytes, then to the most common pieces, up to `size`. Ties are in byte order."""
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
     chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
     return {piece: number for number, piece in enumerate(chosen)}
 
 def encode_pieces(text: bytes, ids: dict[bytes, int]) -> list[int]:
-    """Return the ids of a text's pieces; a piece without an id is spelled in single bytes."""
+    """Encode a text as the ids of its pieces. A piece without an id is encoded byte by byte."""
     tokens = []
     for piece in PIECE_RE.findall(text):
         if piece in ids:
@@ -82,7 +83,7 @@ def encode_pieces(text: bytes, ids: dict[bytes, int]) -> list[int]:
     return tokens
 
 def make_documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
-    """Return the documents of one file, document start first; in order they spell the whole text."""
+    """Split and encode one file. Each document begins with BOS; together, in order, they encode the whole text."""
     docs = []
     max_tokens = MAX_DOC_LEN - 1
     for definition in split_definitions(text):
@@ -91,7 +92,7 @@ def make_documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
     return docs
 
 def made_before(out: Path, made_by: dict[str, str]) -> bool:
-    """Tell whether `out` holds all files, whole, from the same Python and version of this file."""
+    """Return whether `out` has all files, intact, from the same Python and the same version of this script."""
     names = {*SHARDS.values(), VOCAB_FILE, REPORT_FILE}
     try:
         for name in names:
@@ -102,7 +103,10 @@ def made_before(out: Path, made_by: dict[str, str]) -> bool:
         return False
 
 def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:
-    """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
+    """Create the data set in `folder` from the library in `root`. Returns one line of counts per split, to print.
+
+    Raises DataError if `root` has no library, or one that is too small.
+    """
     check((root / "os.py").is_file(), root, found="no os.py", expected="the source of the standard library",
           hint="run this with a Python that is neither zipped nor frozen")
     texts: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
@@ -121,7 +125,8 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
         docs = []
         for text in texts[split]:
             docs += make_documents(text, ids)
-        random.Random(0).shuffle(docs)       # else a run shorter than the data would know only the first files
+        # Without shuffling, a run that does not read all data sees only the first files.
+        random.Random(0).shuffle(docs)
         counts = {"files": len(texts[split]), "documents": len(docs), "tokens": sum(map(len, docs)),
                   "bytes": sum(map(len, texts[split]))}
         minimum = {TRAIN: 0, VAL: MIN_VAL_TOKENS}[split]
@@ -135,7 +140,7 @@ def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str
     return lines
 
 def compare_with_shipped(out: Path) -> str:
-    """Return in words whether `out` has the tokens and the vocabulary of the shipped data. Raises DataError."""
+    """Return a line that compares tokens and vocabulary in `out` with the shipped ones. Raises DataError."""
     made, shipped = read_manifest(out), read_manifest(SHIPPED_DIR)
     same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCAB_FILE)]
     if all(same):
@@ -158,7 +163,8 @@ def main(argv: list[str] | None = None) -> None:
         if made_before(args.out, made_by) and not args.force:
             lines = [f"{args.out}: complete, nothing to do (--force creates it again)"]
         else:
-            replace = args.force or REPORT_FILE in read_manifest(args.out)  # this tool made it, in another version
+            # A data set with a report was created by another version of this script.
+            replace = args.force or REPORT_FILE in read_manifest(args.out)
             with new_data_set(args.out, "pocket", replace) as folder:
                 lines = make_data_set(Path(sysconfig.get_path("stdlib")), folder, made_by)
     print_result(*lines, compare_with_shipped(args.out))

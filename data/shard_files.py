@@ -1,9 +1,9 @@
-"""What the data tools share: one reader and one writer of shards, one manifest, ends in words.
+"""Shared code of the data tools: read and write shards, manifests and data sets; print results and errors.
 
-A data set is a folder. A tool writes it in a new folder `FOLDER.part-<8 random digits>` and flushes it to the disk,
-with a `manifest.json` that holds the size and the SHA-256 of each file; only then the folder gets its name. So a call
-that fails, on a full disk too, leaves what was there before. The tools remove only files that they have written: those
-of the same call, and folders of killed calls, which a file in them identifies. The formats are in data/README.md.
+A data set is a folder. A tool writes it to a new folder `FOLDER.part-<8 random digits>`, with a `manifest.json` that
+contains the size and the SHA-256 of each file, and flushes it to the disk. Then it renames the folder. Therefore a
+failed call, for example on a full disk, changes nothing. The tools remove only files that they have written: those of
+the current call, and the folders of killed calls, which contain a marker file. data/README.md describes the formats.
 """
 import argparse
 import base64
@@ -23,21 +23,21 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 MAGIC, VERSION = 20240520, 1
-HEADER_BYTES = 1024                          # 256 little-endian int32, of which five are in use
-TOKEN_BYTES = 2                              # little-endian uint16
-GPT2_VOCAB_SIZE = 50_257                     # header word 3 is 0 in shards made before it had a meaning
-TRAIN, VAL = "train", "val"                  # the two splits, in names of shards too
+HEADER_BYTES = 1024                          # 256 little-endian int32; the first five are used
+TOKEN_BYTES = 2                              # size of a token: little-endian uint16
+GPT2_VOCAB_SIZE = 50_257                     # used if header word 3 is 0, as in older shards
+TRAIN, VAL = "train", "val"                  # the two splits; also in the names of shards
 ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
 VOCAB_FILE = "vocab.txt"
-REPORT_FILE = "pocket.json"
+REPORT_FILE = "pocket.json"                  # written by pocket.py: Python version and counts
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 SHARD_PREFIX = struct.pack("<2i", MAGIC, VERSION)         # the first bytes of every shard
-PART_INFIX = ".part-"                    # between the final name and 8 random digits, in names of unfinished output
-MARKER_FILE = "unfinished.txt"           # in a folder of unfinished output; repeats the folder's name
+PART_INFIX = ".part-"                        # unfinished output: final name, this, 8 random digits
+MARKER_FILE = "unfinished.txt"               # in a folder of unfinished output; contains its name
 
 class DataError(Exception):
-    """What was found, what was expected, and what to do about it."""
+    """An error that says what is wrong, what was found, what was expected, and how to fix it."""
 
     def __init__(self, what: object, found: object, expected: str, hint: str) -> None:
         super().__init__(str(what), str(found), expected, hint)
@@ -52,14 +52,17 @@ def check(ok: object, what: object, *, found: object, expected: str, hint: str) 
         raise DataError(what, found=found, expected=expected, hint=hint)
 
 def parse_folder(text: str) -> Path:
-    """Return the folder that --out names. An empty name, of an unset variable say, would mean the current folder."""
+    """Parse --out into an absolute path. Raises ArgumentTypeError for an empty name and for `/`.
+
+    An empty name, for example from an unset shell variable, resolves to the current folder.
+    """
     path = Path(text).resolve()
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected the name of a folder")
     return path
 
 def file_problem(path: Path) -> str:
-    """Say what is at a path, without opening it; "" for a regular file, or a link to one."""
+    """Return what is at a path if it is not a regular file or a link to one, else "". Does not open the file."""
     if path.is_file():
         return ""
     if path.exists():
@@ -67,11 +70,14 @@ def file_problem(path: Path) -> str:
     return "a link that leads nowhere" if path.is_symlink() else "no file"
 
 def check_regular_file(path: Path, expected: str, hint: str) -> None:
-    """Raise DataError if no regular file is there: to open a named pipe would wait."""
+    """Raise DataError if the path is not a regular file. Opening a named pipe blocks."""
     check(not file_problem(path), path, found=file_problem(path), expected=expected, hint=hint)
 
 def read_header(path: Path) -> tuple[int, int]:
-    """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
+    """Read a shard's number of tokens and vocabulary size, and check its length.
+
+    Raises DataError if the file is not a shard, or is truncated or too long.
+    """
     check_regular_file(path, "a shard", "remove it, or give another path")
     with path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
@@ -84,18 +90,21 @@ def read_header(path: Path) -> tuple[int, int]:
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def starts_as_shard(path: Path) -> bool:
-    """Tell whether the first bytes of a file are those of a shard, as far as the file goes; true for an empty file."""
+    """Return whether a file, which may be truncated, begins like a shard. True for an empty file."""
     with path.open("rb") as file:
         return SHARD_PREFIX.startswith(file.read(len(SHARD_PREFIX)))
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
+    """Build the manifest entry of a file: its size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """Return the entries of the files that tools wrote, by name; none without a manifest. Raises DataError."""
+    """Read the manifest of a folder: {file name: entry}, or {} without a manifest.
+
+    Raises DataError if the manifest is invalid or has another format.
+    """
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
@@ -112,14 +121,17 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         raise DataError(path, found="not a manifest of a data tool", expected=expected, hint=hint) from None
 
 def check_content(path: Path) -> None:
-    """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
+    """Raise DataError if the manifest in the file's folder lists the file with another content."""
     entry = read_manifest(path.parent).get(path.name)
     check(entry in (None, manifest_entry(path)), path, found=f"content that differs from {MANIFEST_FILE}",
           expected=f"the content that {MANIFEST_FILE} describes",
           hint="the file is damaged or from another data set; create the data again")
 
 def write_file(path: Path, *pieces: bytes) -> None:
-    """Write a new file and flush it to the disk. Raises DataError, also if the name is taken by a file or a link."""
+    """Write a new file and flush it to the disk.
+
+    Raises DataError if the path exists, even as a dangling link, or if the disk is full.
+    """
     try:
         file = path.open("xb")
     except OSError as error:
@@ -136,17 +148,20 @@ def write_file(path: Path, *pieces: bytes) -> None:
                         hint="free disk space, or give another --out") from None
 
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
-    """Write header and tokens; the document start is the last id of the vocabulary. Raises DataError."""
+    """Write a shard: header, then tokens (little-endian uint16). The BOS id is the last id of the vocabulary.
+
+    Raises DataError.
+    """
     words = MAGIC, VERSION, len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1
     write_file(path, struct.pack(f"<5i{HEADER_BYTES - 20}x", *words), tokens)
 
 def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
-    """Write the pieces in the order of their ids. Raises DataError."""
+    """Write vocab.txt, with the pieces in the order of their ids. Raises DataError."""
     lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
     write_file(folder / VOCAB_FILE, *lines)
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """Write or replace the manifest of files that are whole. Raises DataError."""
+    """Write or replace the manifest of a folder. All files in `entries` must be complete. Raises DataError."""
     content = json.dumps({"format": MANIFEST_FORMAT, "files": entries}, indent=1)
     partial = partial_path(folder / MANIFEST_FILE)
     write_file(partial, f"{content}\n".encode())
@@ -154,11 +169,11 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     fsync_folder(folder)
 
 def partial_path(path: Path) -> Path:
-    """Return a random name beside `path` for output that later gets the name `path`."""
+    """Return a random path in the same folder, for output that is later renamed to `path`."""
     return path.with_name(f"{path.name}{PART_INFIX}{secrets.token_hex(4)}")
 
 def fsync_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system can."""
+    """Flush the names in a folder to the disk, if the file system supports that."""
     descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(descriptor)
@@ -166,11 +181,11 @@ def fsync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and wait until no other call writes there."""
+    """Create the folder, and hold an exclusive lock on it during the block. Waits for other processes."""
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):   # a network drive without locks
+        with contextlib.suppress(OSError):   # a network drive may not support locks
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -182,10 +197,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
-    """Yield an empty folder to write into. It gets a manifest, and the name `folder`, if the block ends without error.
+    """Yield an empty folder to write to. If the block succeeds, add a manifest and rename the folder to `folder`.
 
-    With `replace` (--force) it takes the place of a data set whose shards are named after `stem`; nothing else is ever
-    replaced. The folder above has to be `locked`. Raises DataError.
+    With `replace` (--force), replace an existing data set whose shards are named after `stem`. Nothing else is ever
+    replaced. The caller must hold the lock of the parent folder (`locked`). Raises DataError.
     """
     for leftover in find_unfinished(folder):
         remove_unfinished(leftover, folder)
@@ -206,28 +221,35 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
         remove_unfinished(partial, folder)
 
 def marker_text(partial: Path) -> bytes:
-    """Return the content of MARK in a folder of unfinished output. It has the folder's random name, so that neither a
-    copy of the file nor a renamed copy of the folder is taken for unfinished output."""
+    """Return the content of the marker file of a folder of unfinished output.
+
+    It contains the folder's random name. Therefore neither a copy of the file nor a renamed copy of the folder is
+    mistaken for unfinished output.
+    """
     return os.fsencode(partial.name) + b": an unfinished data set, which the next call of the same tool removes\n"
 
 def find_unfinished(folder: Path) -> list[Path]:
-    """List the folders that killed calls have left, in which they were writing the data set `folder`."""
+    """List the folders that killed calls have left while they were writing the data set `folder`."""
     found = []
     for partial in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART_INFIX}*")):
         mark = partial / MARKER_FILE
-        with contextlib.suppress(OSError):   # a folder that cannot be read is not removed either
+        with contextlib.suppress(OSError):   # do not remove a folder that cannot be read
             if not partial.is_symlink() and mark.is_file() and mark.read_bytes() == marker_text(partial):
                 found.append(partial)
     return found
 
 def remove_unfinished(partial: Path, folder: Path) -> None:
-    """Remove a folder of unfinished output, but give its name back to a data set that was not replaced."""
+    """Remove a folder of unfinished output. Move the old data set in it, if any, back if it was not replaced."""
     if not os.path.lexists(folder) and (partial / "old").exists():
         os.replace(partial / "old", folder)
     shutil.rmtree(partial, ignore_errors=True)
 
 def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
-    """Raise DataError if the folder has files that may not be replaced."""
+    """Raise DataError if the folder may not be replaced.
+
+    That is a mount point, a folder with files that do not belong to a data set named `stem`, or, without `replace`, any
+    folder that is not empty.
+    """
     if not os.path.lexists(folder):
         return
     check(not os.path.ismount(folder), folder, found="a mount point", expected="a folder that can be renamed",
@@ -241,23 +263,26 @@ def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
           hint="give another --out, or replace the data set with --force")
 
 def print_result(*lines: str) -> None:
-    """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
+    """Print and flush results; escape characters that the console cannot encode.
+
+    Raises DataError if stdout is closed or cannot be written.
+    """
     try:
         sys.stdout.reconfigure(errors="backslashreplace")
         print(*lines, sep="\n", flush=True)
-    except (OSError, AttributeError) as error:                # Python has None where stdout is closed
-        sys.stdout = None                    # else it tries again at its end
+    except (OSError, AttributeError) as error:                # sys.stdout is None if stdout is closed
+        sys.stdout = None                    # otherwise Python flushes it again at exit
         raise DataError("stdout", found=repr(str(error)), expected="a stdout that accepts the result",
                         hint="all other work is done; redirect stdout, and repeat the command for the result") from None
 
 def print_status(text: str) -> None:
-    """Tell the user on stderr; where that cannot be written, the work goes on without."""
+    """Print a message to stderr. Continue without it if stderr cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """End the program with status 1 and a message at an error that a user can mend."""
+    """Print a DataError or OSError of the block, which the user can fix, and exit with status 1."""
     try:
         yield
     except DataError as error:
@@ -268,13 +293,13 @@ def exit_on_error() -> Iterator[None]:
         sys.exit(f"error: {in_words}")
 
 def raise_interrupt(signum: int, _: Any) -> None:
-    """Handle a signal: the tool ends through its clean-up, with the status that shells use."""
+    """Handle a signal: raise KeyboardInterrupt with the exit status of shells, so that the tool cleans up."""
     raise KeyboardInterrupt(128 + signum)
 
 def run_main(main: Callable[[], None]) -> int:
-    """Run a tool's main; return its exit status."""
+    """Run the main function of a tool, with signal handlers, and return its exit status."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup ignores it
+        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup sets SIG_IGN
             signal.signal(signum, raise_interrupt)
     try:
         main()

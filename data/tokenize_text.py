@@ -1,12 +1,13 @@
 """Turn your own text into token shards for train_gpt.py: text files, whole folders, JSON lines, Parquet.
 
-    python data/tokenize_text.py ~/project 'papers/**/*.md' --out=data/mine   # vocabulary learned from the text
-    python data/tokenize_text.py web.jsonl --out=data/web --tokenizer=gpt2    # --vocab=FILE spares a download
+    python data/tokenize_text.py ~/project 'papers/**/*.md' --out=data/mine   # learns a vocabulary from the text
+    python data/tokenize_text.py web.jsonl --out=data/web --tokenizer=gpt2    # --vocab=FILE avoids a download
 
-A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file, with --document_separator what stands
-between two of them; plain text goes on in a further document after 16 KiB, any after --max_doc_tokens. A hash of its
-text decides whether a document is for validation; if it chose none, the end of the last document is. Order is kept, so
-shuffle sorted text before. The last line printed trains on just this text; more is in data/README.md.
+A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file; --document_separator splits text files
+further. A document of plain text is split after 16 KiB, and every document after --max_doc_tokens. A hash of its text
+decides whether a document is for validation. If the hash selects none, the end of the last document is used. Documents
+stay in order, so shuffle sorted text first. The last line of the output is the command that trains on this text.
+data/README.md describes all options and formats.
 """
 import argparse
 import base64
@@ -32,27 +33,33 @@ from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, check_regular_
                          write_vocabulary)
 
 MAX_VOCAB = 65_535
-MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
-VOCAB_TEXT_BYTES = 16 << 20              # of training text, to learn a vocabulary from
-MAX_PLAIN_DOC_BYTES = 16 << 10           # of plain text in a document
-SHORT_VAL_BYTES = 1 << 10                    # for validation from a short text, if it has twice that
+MIN_VOCAB = len(ALL_BYTES) + 1               # the bytes and BOS, which is the last id
+VOCAB_TEXT_BYTES = 16 << 20                  # training text that a vocabulary is learned from
+MAX_PLAIN_DOC_BYTES = 16 << 10               # maximum size of a document of plain text
+SHORT_VAL_BYTES = 1 << 10                    # validation text of a short input, at most half of it
 SHARD_TOKENS = 100_000_000
 UNREADABLE_SUFFIXES = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # from openai/gpt-2
 GPT2_NUM_PIECES = 50_256
-GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of the preset record
-# Of the trainer's preset pocket.
-POCKET_TRAIN_TOKENS, POCKET_VAL_TOKENS = 2_000_000, 65_536  # with which a pass lasts, whatever packing loses
+GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of preset record
+# Settings of the trainer's preset pocket. POCKET_TRAIN_TOKENS suffice for a run of one epoch, including all tokens that
+# packing drops.
+POCKET_TRAIN_TOKENS, POCKET_VAL_TOKENS = 2_000_000, 65_536
 POCKET_VAL_BATCH, POCKET_SEQ_LEN, POCKET_SEQS = 8192, 192, 8
-MIN_TOKENS = POCKET_SEQS * (POCKET_SEQ_LEN + MAX_DOC_LEN)  # fill a step's slots: each may lose a document's rest
-VAL_BATCH_MULTIPLE = 128                 # a validation block is a multiple of it: 16 tokens in each of 8 slots
+# Enough to fill the sequences of one step, if each sequence drops the rest of one document.
+MIN_TOKENS = POCKET_SEQS * (POCKET_SEQ_LEN + MAX_DOC_LEN)
+VAL_BATCH_MULTIPLE = 128                     # 8 sequences, each with a multiple of 16 tokens
 Document = tuple[str, bytes]                 # TRAIN or VAL, and the text
 Encoder = Callable[[bytes], Any]             # text -> token ids
 
 def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
-    """Return every file once, with the split that --val_files fixes, and a line that counts them. Raises DataError."""
+    """List the input files, each once, and count them.
+
+    Returns {path: split, or "" if the hash decides}, and a line of counts to print. --val_files, if given, decides the
+    split of all files. Raises DataError if there are no files.
+    """
     skipped: Counter[str] = Counter()
     files = dict.fromkeys(named_files(args.val_files, args, skipped), VAL)
     for path in named_files(args.inputs, args, skipped):
@@ -65,7 +72,10 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
     return files, f"{len(files):,} files read, {counts}"
 
 def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the files that names mean: files, folders with all below, and patterns. Raises DataError."""
+    """Yield the files of a list of files, folders (recursively) and patterns; count the skipped ones in `skipped`.
+
+    Raises DataError for a listed file that cannot be read as text.
+    """
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -74,8 +84,9 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
             found = map(Path, glob.glob(name, recursive=True))
         else:
             found = [path]
+        # Links can form cycles, so take every real path once.
         once = {os.path.realpath(below): below for below in sorted(found, reverse=True) if not below.is_dir()}
-        for below in sorted(once.values()):  # once: links lead round
+        for below in sorted(once.values()):
             why = skip_reason(below, path, args)
             check(not why or below != path, path, found=why,
                   expected="text, .jsonl, .ndjson, .parquet, a folder or a pattern",
@@ -86,7 +97,7 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
                 yield below
 
 def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
-    """Say why a file that a folder or a pattern found is not taken, "" if it is."""
+    """Return why a file found through `named` (a file, folder or pattern) is skipped, or "" if it is read."""
     if file_problem(path):
         return file_problem(path)
     if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
@@ -111,7 +122,7 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     return "binary" if "\0" in text else ""
 
 def read_pieces(path: Path) -> dict[bytes, int]:
-    """Read ids of pieces from lines of base64 and id: a vocab.txt, or tiktoken's ranks. Raises DataError."""
+    """Read the ids of pieces from a vocab.txt or a file of tiktoken's ranks. Raises DataError."""
     expected = "lines of base64, a space, and an id"
     check_regular_file(path, expected, "give another --vocab")
     ids: dict[bytes, int] = {}
@@ -127,7 +138,10 @@ def read_pieces(path: Path) -> dict[bytes, int]:
     return ids
 
 def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
-    """Return GPT-2's pieces, from a file, else from where tiktoken gets them, and its encoder. Raises DataError."""
+    """Return the ids of GPT-2's pieces, and its encoder.
+
+    The pieces are read from the file `ranks`, or without one from tiktoken's cache or the network. Raises DataError.
+    """
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2") if not ranks else None
@@ -149,7 +163,10 @@ def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
     return ids, encode
 
 def make_tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[bytes, int], Encoder]:
-    """Return the pieces that the flags ask for, and their encoder; learned ones come from the first 16 MB of `docs`."""
+    """Build the tokenizer of the flags. Returns the ids of its pieces, and its encoder.
+
+    A vocabulary is learned from the first 16 MiB of the training documents in `docs`. Raises DataError.
+    """
     if args.tokenizer == "gpt2":
         return make_gpt2_tokenizer(args.vocab)
     if args.tokenizer == "bytes":
@@ -169,9 +186,9 @@ def make_tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[
     return ids, functools.partial(encode_pieces, ids=ids)
 
 def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield what stands between separators, in pieces of at most 16 KiB. Raises DataError."""
+    """Yield the text between separators, in documents of at most 16 KiB. Raises DataError if it is not UTF-8."""
     separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t").encode()
-    done = 0                                 # bytes
+    done = 0                                 # bytes of the documents so far
     with path.open("rb") as file:
         ahead = file.read(MAX_PLAIN_DOC_BYTES + len(separator) + 1)
         while ahead:
@@ -190,7 +207,7 @@ def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             ahead = ahead[size:] + file.read(size)
 
 def find_cut(text: bytes, at: int) -> int:
-    """Return a place to cut at or before `at`: a line's end if one is near, a word's, a character's."""
+    """Return an index at or before `at` to cut at: after a line if one ends after at / 2, a word, or a character."""
     for sign in (b"\n", b" "):
         end = text.rfind(sign, at // 2, at)
         if end >= 0 and text[:end].strip():
@@ -200,7 +217,10 @@ def find_cut(text: bytes, at: int) -> int:
     return at
 
 def record_text(record: Any, key: str, place: str) -> bytes:
-    """Return a record's text. null is blank; half a surrogate pair, which JSON can write, a "?". Raises DataError."""
+    """Return the text of a JSON or Parquet record. null is an empty text.
+
+    An unpaired surrogate, which JSON can contain, becomes "?". Raises DataError without a string or null under `key`.
+    """
     value = record.get(key, record) if isinstance(record, dict) else record
     if not isinstance(record, dict) or not isinstance(value, str | None):
         raise DataError(place, found=reprlib.repr(record), expected=f"a string or null under {key!r}",
@@ -208,7 +228,7 @@ def record_text(record: Any, key: str, place: str) -> bytes:
     return (value or "").encode(errors="replace")
 
 def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield the text of each line that is not blank. Raises DataError."""
+    """Yield the text of every line that is not blank. Raises DataError."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -216,32 +236,32 @@ def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             place = f"{path}, line {number:,}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:     # no UTF-8, nested too deeply, a number of 5,000 digits
+            except (ValueError, RecursionError) as error:     # not UTF-8, too deeply nested, or 5,000 digits
                 raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="a JSON object",
                                 hint="fix the line, or remove it") from None
             yield record_text(record, args.text_key, place)
 
 def read_parquet(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield the text of each row. Raises DataError."""
+    """Yield the text of every row. Raises DataError."""
     try:
         from pyarrow import parquet
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(256, columns=[args.text_key]):
                 for row in batch.to_pylist():
                     yield record_text(row, args.text_key, f"{path}, a row")
-    except (ImportError, OSError, ValueError) as error:       # a damaged column may be any of the latter two
+    except (ImportError, OSError, ValueError) as error:       # a damaged column raises OSError or ValueError
         raise DataError(path, found=repr(f"{error}".split(";")[0]), expected="a Parquet file, and pyarrow to read it",
                         hint="write the file again, or run python -m pip install pyarrow") from None
 
 def draw_split(text: bytes, val_share: float) -> str:
-    """Draw by a hash of the text alone, so that neither order nor other documents change it."""
+    """Assign a document to TRAIN or VAL by a hash of its text, independently of order and other documents."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return VAL if int.from_bytes(digest, "big") < val_share * 2**64 else TRAIN
 
 def read_documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
-    """Yield all that are not blank, in order. files: with their split if fixed.
+    """Yield all documents that are not blank, in order. files: {path: split, or "" if the hash decides}.
 
-    Where the hash leaves a part empty, the last document is cut and serves both.
+    If the hash leaves a split empty, the last document is cut into one document for each split. Raises DataError.
     """
     readers = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}
     last: Document | None = None
@@ -270,23 +290,24 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator
 
 @dataclass
 class Shards:
-    """One split's shards; every one begins with a document."""
-    folder: Path                             # where they are written
-    stem: Path                               # their path later, without number and ending
+    """Writer of the shards of one split. Every shard begins with a document."""
+    folder: Path                             # folder to write to
+    stem: Path                               # final path of the shards, without number and suffix
     vocab_size: int
-    sizes: list[int] = field(default_factory=list)            # tokens of the shards written
-    usable: int = 0                          # tokens that the trainer reads of the shard where these are most
-    pending: list[np.ndarray] = field(default_factory=list)                       # documents for the next shard
-    totals: Counter[str] = field(default_factory=Counter)          # documents, bytes of text, tokens waiting
+    sizes: list[int] = field(default_factory=list)            # tokens of each written shard
+    usable: int = 0                          # tokens that the trainer uses of the shard where they are most
+    pending: list[np.ndarray] = field(default_factory=list)   # documents of the next shard
+    totals: Counter[str] = field(default_factory=Counter)     # documents, bytes of text, pending tokens
 
     def add(self, size: int, tokens: np.ndarray) -> None:
-        """Add a document. size: bytes of its text. tokens: (n,) u16, each piece with its document start."""
+        """Add the tokens of one text, (n,) u16. Every document in it begins with BOS. size: bytes of the text."""
         if self.totals["pending"] + len(tokens) > SHARD_TOKENS:
             self.flush()
         self.pending.append(tokens)
         self.totals.update(documents=1, bytes=size, pending=len(tokens))
 
     def flush(self) -> None:
+        """Write the pending documents as one shard. Raises DataError."""
         if self.pending:
             tokens = np.concatenate(self.pending)
             starts = np.flatnonzero(tokens == self.vocab_size - 1)
@@ -299,17 +320,18 @@ class Shards:
             self.totals["pending"] = 0
 
     def summary(self) -> str:
+        """Return a line with the counts of the written shards."""
         tokens = sum(self.sizes)
         size = self.totals["bytes"]
         return (f"{self.stem}_*.bin: {len(self.sizes)} shards, {self.totals['documents']:,} documents, {tokens:,} "
                 f"tokens, {size:,} bytes, {size / tokens:.3f} bytes per token")
 
     def pattern(self) -> str:
-        """Return what the trainer's flag wants, as a shell reads it; brackets of a name are no pattern."""
+        """Return the glob pattern of the shards, quoted for the shell. Brackets in names are escaped."""
         return shlex.quote(f"{glob.escape(str(self.stem))}_*.bin")
 
 def training_command(train: Shards, val: Shards) -> str:
-    """Return the ./run.sh line that trains on just this text, or words if it is too short."""
+    """Return the ./run.sh command that trains on this text. For a short text, return the necessary size instead."""
     tokens = sum(train.sizes)
     val_tokens = sum(val.sizes)
     if train.usable < MIN_TOKENS or max(val.sizes, default=0) < VAL_BATCH_MULTIPLE + 2:
@@ -326,7 +348,10 @@ def training_command(train: Shards, val: Shards) -> str:
     return " ".join(["./run.sh", *flags])
 
 def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str]) -> list[str]:
-    """Read, encode and write. files: as `input_files` returns them. Returns the lines to print. Raises DataError."""
+    """Read, encode and write all documents. files: the result of `input_files`. Returns the lines to print.
+
+    Raises DataError, also if a split has no documents.
+    """
     ids, encode = make_tokenizer(args, read_documents(files, args))
     bos_id = len(ids)
     check(bos_id < MAX_VOCAB, args.vocab, found=f"{bos_id:,} pieces", expected=f"at most {MAX_VOCAB - 1:,} pieces",
@@ -381,7 +406,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.vocab and args.tokenizer == "bytes":
         parser.error("--vocab: found --tokenizer=bytes, expected pocket or gpt2")
     args.unfinished = find_unfinished(args.out)
-    files, counts = input_files(args)        # before anything is created or removed
+    # Check the inputs before anything is created or removed.
+    files, counts = input_files(args)
     with locked(args.out.parent), new_data_set(args.out, args.out.name, args.force) as folder:
         lines = write_shards(folder, args, files)
     print_result(counts, *lines)
