@@ -3,10 +3,10 @@
     python data/cached_fineweb10B.py [N] [--out data/fineweb10B]
 
 Downloads N training shards (0 to 103, default 9) and the validation shard. Complete shards are not downloaded again
-and need no network. Interrupted downloads (`*.part`) are resumed, also by a later call. A shard gets its final name once
-its header, its length and, if the server sends one, its SHA-256 are correct. `manifest.json` stores the hashes, so that
-a later call detects and replaces damaged shards. The environment variables HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE
-work as in huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+and need no network. Interrupted downloads (`*.part`) are resumed, also by a later call. A shard gets its final name
+once its header, its length and, if the server sends one, its SHA-256 are correct. `manifest.json` stores the hashes, so
+that a later call detects and replaces damaged shards. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as in
+huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
 """
 import argparse
 import contextlib
@@ -29,7 +29,8 @@ from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_re
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
 # Size of one request. An interruption loses at most one request. Requests are sequential, and each one waits an
-# estimated 0.4 to 0.7 s for a redirect and the first byte. 10 shards (2 GB) take 30 requests of 64 MiB, or 240 of 8 MiB.
+# estimated 0.4 to 0.7 s for a redirect and the first byte. 10 shards (2 GB) take 30 requests of 64 MiB, or 240 of
+# 8 MiB.
 REQUEST_BYTES = 64 << 20
 MOVE_HINT = "move it away, or give another --out"
 RESUME_HINT = "repeat the command to resume"

@@ -5,8 +5,8 @@
 Prints whether the result is identical to data/pocket, and never writes there. Needs no network and no packages. A
 document is a top-level definition with the text up to the next one, or the text before the first definition. Documents
 are split after 256 tokens. No source file is in both splits. The vocabulary has 2,048 tokens: 256 bytes, the 1,791 most
-common pieces of the training files and, as the last id, BOS. The result depends only on the Python version. If all files
-are already complete, the tool does nothing.
+common pieces of the training files and, as the last id, BOS. The result depends only on the Python version. If all
+files are already complete, the tool does nothing.
 """
 import argparse
 import contextlib

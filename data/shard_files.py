@@ -54,7 +54,7 @@ def check(ok: object, what: object, *, found: object, expected: str, hint: str) 
 def parse_folder(text: str) -> Path:
     """Parse --out into an absolute path. Raises ArgumentTypeError for an empty name and for `/`.
 
-    An empty name, for example from an unset shell variable, resolves to the current folder.
+    An empty name, for example from an unset shell variable, otherwise means the current folder.
     """
     path = Path(text).resolve()
     if not text or not path.name:
@@ -282,7 +282,7 @@ def print_status(text: str) -> None:
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
-    """Print a DataError or OSError of the block, which the user can fix, and exit with status 1."""
+    """Print a DataError or OSError of the block, and exit with status 1. The user can fix these."""
     try:
         yield
     except DataError as error:
