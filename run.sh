@@ -144,7 +144,7 @@ check_gpus() {
             die "torch cannot use the $listed GPU(s) of nvidia-smi" \
                 "torch ${versions% *} of $python: ${problem:-importing it crashes without an error}" \
                 "a CUDA build of torch" \
-                "$reinstall $torch, or set PYTHON=/path/to/python to an interpreter with a CUDA build of torch, or $on_cpu" ;;
+                "$reinstall $torch, or set PYTHON=/path/to/python to one with a CUDA build of torch, or $on_cpu" ;;
         *:*"too old"*)
             die "NVIDIA driver" "$problem" "$(oldest_driver "$cuda") or later, for CUDA $cuda of torch ${versions% *}" \
                 "install a newer driver, or $reinstall $torch --index-url $WHEELS/cu126, or $on_cpu" ;;

@@ -1,4 +1,4 @@
-"""run.sh: what it starts, and its errors, with an interpreter that only repeats its arguments; what follows a run."""
+"""run.sh: the commands it starts, with an interpreter that only prints its arguments; its errors; its signals."""
 import contextlib
 import json
 import os
@@ -18,16 +18,17 @@ from common import ROOT
 
 import train_gpt as tg
 
-# LACKS=packages: none are installed. LACKS=extras: neither faster attention nor pytest. pip does as PIP says.
+# A fake interpreter. LACKS=packages: no packages are installed. LACKS=extras: no faster attention and no pytest.
+# PIP=works: pip succeeds, except for packages in BROKEN.
 PARROT = """#!/usr/bin/env bash
 here=$(dirname "$0")
 case $1:$2 in
-    -:*)                                 # the packages that run.sh asks for
+    -:*)                                 # has_packages
         [[ ${LACKS-} != packages || -e $here/installed ]] && exec echo "${TORCH-2.13.0} 3.12.0"
         exit 1 ;;
     -c:*torch.cuda.init*) exec echo "${CUDA-13.0 9} 2" ;;
     -c:*sysconfig*) exec echo "$HEADERS" ;;
-    -c:*importlib.metadata*)             # one package, and its version
+    -c:*importlib.metadata*)             # has_package: a package and its version
         [[ ${LACKS-} != extras || -e $here/$3${4:+==}$4 ]]
         exit ;;
     -c:*) exit ;;
@@ -47,7 +48,7 @@ true
 """
 PATIENCE = """#!/usr/bin/env bash
 echo "at most $1 s"
-[[ ${PIP-} != hangs ]] || exit 124       # as a program that was ended says
+[[ ${PIP-} != hangs ]] || exit 124       # exit status of timeout(1)
 shift
 exec "$@"
 """
@@ -67,7 +68,7 @@ pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash
 
 @pytest.fixture
 def run_sh(tmp_path: Path):
-    """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
+    """Call a copy of run.sh, in a folder with a space in its name, with flags and environment variables."""
     home, programs, headers = tmp_path / "a clone", tmp_path / "programs", tmp_path / "include/python3.12"
     for name in ("run.sh", "train_gpt.py", "requirements.txt", "requirements-gpu.txt", "tests/requirements.txt"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def run_sh(tmp_path: Path):
     return call
 
 def started(done: subprocess.CompletedProcess) -> str:
-    """Return the last command that the parrot was asked to run."""
+    """Return the arguments of the last command of the fake interpreter."""
     assert done.returncode == 0, done.stderr
     return re.findall(r"^\S* \d*: (.*)$", done.stdout, re.MULTILINE)[-1]
 
@@ -142,7 +143,7 @@ def test_read_flags__an_unknown_flag_is_refused_with_the_right_name(run_sh, tmp_
     (["test", "-k", "x y"], f"{PYTEST} tests -k x y"), (["test", "run.sh"], f"{PYTEST} run.sh"),
     (["--help"], "train_gpt.py --preset=pocket --help")])
 def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
-    """A save or an earlier run knows its preset; tests that the user names are the only ones."""
+    """--sample and --resume use the preset of the earlier run; if the user names test files, only these run."""
     done = run_sh(*flags, LACKS="extras")
     assert started(done) == command
     assert ": data/" not in done.stdout, "the data of pocket are here: nothing makes or fetches any"
@@ -179,7 +180,7 @@ FA4_OF_CUDA_12 = [line.replace("[cu13]", "") for line in FA4]
 FA3 = "--no-deps --index-url https://download.pytorch.org/whl/{} flash-attn-3"
 
 def installed(done: subprocess.CompletedProcess) -> list[str]:
-    """Return what pip was asked for in the time limit, for .venv."""
+    """Return the arguments of every pip call that installs into .venv with the time limit."""
     return re.findall(rf"^at most 600 s\n\.venv \d*: {QUIET_PIP} (.*)$", done.stdout, re.MULTILINE)
 
 @pytest.mark.parametrize("variables, packages", [
@@ -189,7 +190,7 @@ def installed(done: subprocess.CompletedProcess) -> list[str]:
     (dict(TORCH="2.11.0"), [FA3.format("cu130")]), (dict(TORCH="2.16.0"), [FA3.format("cu130")]),
     (dict(TORCH="2.11.0", CUDA="13.0 10"), []), (dict(CUDA="13.0 8"), []), (dict(CUDA="13.0 12"), [])])
 def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages) -> None:
-    """On top of the user's interpreter, and once."""
+    """It is installed into a .venv on top of the user's interpreter, and only once."""
     given = dict(GPUS="2", LACKS="extras", PIP="works") | variables
     done = run_sh(*WITH_GPUS, **given)
     assert installed(done) == packages, done.stdout
@@ -212,7 +213,7 @@ def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, m
     assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
 
 def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) -> None:
-    """Whatever its packages: attention for another torch is none for the one that is to train."""
+    """Its packages do not matter: attention that was built for another torch does not work with this one."""
     other = tmp_path / "a clone/.venv/bin/python"
     other.parent.mkdir(parents=True)
     other.write_text(PARROT.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
@@ -246,15 +247,15 @@ def test_run_day__goes_on_without_pytest(run_sh) -> None:
     assert started(done) == "tests/gpu/day.py --device=cpu" and "installing pytest failed" in done.stdout
 
 
-# ---- GPUs that cannot train, and interpreters that may
+# ---- GPUs that cannot train, and suitable interpreters
 def shorten(script: Path, limit: str) -> None:
-    """Make one of its time limits 1 s."""
+    """Replace a time limit in the script by 1 s."""
     text, count = re.subn(rf"\b{limit}\b", "limit_s=1", script.read_text())
     assert count == 1
     script.write_text(text)
 
 def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path) -> None:
-    """And torch is told not to call it."""
+    """The environment also prevents torch from calling the driver."""
     script = tmp_path / "a clone/run.sh"
     shorten(script, "limit_s=20")
     done = run_sh("--seed=1", GPUS="hang")
@@ -269,7 +270,7 @@ def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables) -> None
     done = run_sh(*flags, GPUS="2", LACKS="extras", CUDA="none 0", **variables)
     assert started(done) == " ".join(["train_gpt.py", *flags]) and "on the CPU" in done.stdout
 
-# In the place of torch: GPUs that cannot be used, each in its own way.
+# A fake torch, whose GPUs fail in the given way.
 TORCH = """
 import os, time
 class version:
@@ -285,7 +286,7 @@ class cuda:
 OLD_DRIVER = ("The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver\\n"
               "by downloading and installing a new version")
 HAS_HEADERS = "import sysconfig\nsysconfig.get_paths = lambda scheme: dict(include={!r})\n"
-# Runs what run.sh asks of Python, and repeats everything else.
+# Runs the checks of run.sh in a real interpreter, and only prints all other commands.
 PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *train_gpt.py* | *fineweb* | "-m "*) echo "started: $*" ;;
@@ -295,7 +296,7 @@ esac
 
 @pytest.fixture
 def run_with_torch(run_sh, tmp_path):
-    """Call run.sh with this interpreter, two GPUs, and a torch that has a version and these answers about its GPUs."""
+    """Call run.sh with this interpreter, two GPUs, and a fake torch of a given version, whose GPUs behave as given."""
     def call(version: str, *flags: str, cuda: str | None = "13.0", count: int = 2, init: str = "pass",
              headers: Path = tmp_path / "include/python3.12", attention: str = FA4[0].split("==")[1],
              **variables: str) -> subprocess.CompletedProcess:
@@ -343,7 +344,7 @@ def test_check_headers__before_torch_is_fetched(run_sh) -> None:
 
 @pytest.mark.parametrize("attention, fits", [("4.0.0b18", True), ("4.0.0b19", False)])
 def test_check_gpus__usable_ones_train(run_with_torch, attention, fits) -> None:
-    """With the release of FlashAttention 4 that fits; another is replaced, in .venv."""
+    """The installed release of FlashAttention 4 is used if it is the required one, and else replaced in .venv."""
     done = run_with_torch("2.13.0", "--preset=record", "--train_files=x", attention=attention)
     assert done.returncode == 0, done.stderr
     assert f"started: {LAUNCHER} train_gpt.py --preset=record" in done.stdout
@@ -362,7 +363,7 @@ def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line) -
 
 @pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
 def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams) -> None:
-    """Whether it is closed or full. Nothing but the console gets what is said."""
+    """The console may be closed or full. Its messages are not written anywhere else."""
     script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
     done = run_sh("--seed=1", script=script, LACKS="packages")
     assert done.returncode == 0 and not done.stdout, done.stderr
@@ -371,8 +372,8 @@ def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, stream
     assert commands[-1].endswith(": train_gpt.py --preset=pocket --seed=1")
 
 
-# ---- What follows a run
-# Writes the log of a run of record 10, and ends or waits; says of which signals it was told.
+# ---- Signals, and the report after a run
+# A fake trainer: copies the log of a run of record 10, then exits or waits. Prints the signals that it receives.
 TRAINER = '''"""
     seed: 0
     runs: 1
@@ -385,7 +386,7 @@ told = []
 def end(number, _):
     told.append(int(number))
     time.sleep(0.3)
-    os.write(1, f"told {told}\\n".encode())                   # a print may be under way
+    os.write(1, f"told {told}\\n".encode())                   # not print, which a signal may interrupt
     os._exit(128 + number)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, end)
@@ -400,13 +401,13 @@ sys.exit(int(flags.get("fail", 0)))
 '''
 
 def read(descriptor: int, pattern: str = "") -> str:
-    """Read until the pattern has come, or without one to the end. Fails with what was said if that takes too long."""
+    """Read until the pattern matches, or without a pattern to the end. Fails after 60 s, with the text so far."""
     said, deadline = "", time.monotonic() + 60
     while not (pattern and re.search(pattern, said)):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"neither an end nor {pattern!r} within 60 s: {said!r}"
         piece = b""
-        with contextlib.suppress(OSError):                    # a terminal that nobody writes to any more
+        with contextlib.suppress(OSError):                    # a terminal without writers
             piece = os.read(descriptor, 1000)
         if not piece:
             assert not pattern, f"it ended before {pattern!r}: {said!r}"
@@ -419,7 +420,7 @@ PLACE = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.0
 
 @pytest.fixture
 def follow(tmp_path: Path):
-    """Start run.sh beside a trainer that does not train, with this interpreter, where scipy and `lacking` miss."""
+    """Start run.sh with a fake trainer and this interpreter, in which the packages `lacking` cannot be imported."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "records").symlink_to(ROOT / "records")
@@ -438,7 +439,7 @@ def follow(tmp_path: Path):
         return processes[-1]
 
     yield start
-    for process in processes:                                 # those of a test that failed
+    for process in processes:                                 # processes that a failed test left
         process.kill()
         process.wait(20)
 
@@ -446,7 +447,7 @@ def follow(tmp_path: Path):
     ([], 1, PLACE), (["--run_dir=my run"], 1, PLACE), (["--seed=0"], 2, PLACE),
     (["--runs=2"], 1, "2.164 nats per token, mean of 2 runs: a trigram model has 2.806, record 10 2.161")])
 def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words) -> None:
-    """On stderr, with the packages of the trainer, and only then is there a picture."""
+    """The report on stderr needs only the packages of the trainer, and matplotlib for the picture."""
     out, err = follow(*flags, env=dict(NPROC=str(processes))).communicate(timeout=60)
     assert words in err and json.loads(out.splitlines()[-1]) == dict(type="result"), err
     assert re.fullmatch(r"begun \d+", out.splitlines()[-2]), "nothing else on stdout"
@@ -465,7 +466,7 @@ def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_
 @pytest.mark.parametrize("main, status", [
     ("", 3), ("raise SystemExit(5)", 0), ("import os; os.kill(os.getpid(), 9)", 0), ("(", 0)])
 def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, status) -> None:
-    """Whatever becomes of the record tools; and of a run that failed nothing is said."""
+    """A failure of the record tools does not change it. A failed run gets no report."""
     if main:
         (tmp_path / "records").unlink()
         shutil.copytree(ROOT / "records/2026-11-23_10_Pocket", tmp_path / "records/2026-11-23_10_Pocket")
@@ -479,7 +480,7 @@ def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, stat
     (signal.SIGTERM, "run.sh", 143), (signal.SIGHUP, "run.sh", 129), (signal.SIGINT, "run.sh", 130),
     (signal.SIGINT, "terminal", 130), (signal.SIGKILL, "trainer", 137), (signal.SIGKILL, "run.sh", -9)])
 def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, status) -> None:
-    """A terminal tells both itself; a parent that is killed leaves no trainer."""
+    """A terminal signals both processes itself. If the parent is killed, the trainer ends too."""
     ours, theirs = pty.openpty()
     given = dict(preexec_fn=lambda: os.login_tty(theirs), stdout=None, stderr=None) if to == "terminal" else {}
     process = follow("--sleep=50", **given)
@@ -498,7 +499,7 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
     assert number == signal.SIGKILL or f"told [{int(number)}]" in rest
 
 def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
-    """Facts of other files that it repeats, since it cannot import anything yet."""
+    """run.sh repeats facts of other files, because it runs before packages are installed."""
     script = (ROOT / "run.sh").read_text()
     assert re.search(r" seqs=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)
     trainer = (ROOT / "train_gpt.py").read_text()

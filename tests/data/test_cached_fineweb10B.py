@@ -1,4 +1,4 @@
-"""data/cached_fineweb10B.py against a local server that answers like the hub, and fails like networks do."""
+"""data/cached_fineweb10B.py with a local server that responds like the hub, and fails in the ways networks fail."""
 import hashlib
 import os
 import resource
@@ -27,21 +27,25 @@ ISOLATED |= {"HF_TOKEN_PATH": os.devnull, "NO_PROXY": "*", "no_proxy": "*"}
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
+    """Build a shard of random GPT-2 tokens."""
     body = np.random.default_rng(seed).integers(0, 50257, tokens).astype("<u2")
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
 
-# place: "hub", or "cdn" where the hub sends us for the content
+# host: "hub", or "cdn", the target of the hub's redirects, which serves the content
 Request = namedtuple("Request", "method place name range authorization")
 
 class Hub(ThreadingHTTPServer):
-    """Metadata and a redirect at the hub's URLs, content at another host name; both may be told to fail."""
+    """A server with metadata and redirects at the hub's URLs, and the content at another host name.
+
+    `plans` lists the failures of both.
+    """
     daemon_threads = True
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files = {VAL: make_shard(0), ONE: make_shard(1), TWO: make_shard(2)}
-        self.plans: dict[tuple[str, str], list] = defaultdict(list)     # (method and place, name) -> failures, in order
+        self.plans: dict[tuple[str, str], list] = defaultdict(list)     # (method and host, name) -> failures, in order
         self.requests: list[Request] = []
         self.with_hash = self.with_range = True
         self.resume = threading.Event()
@@ -50,7 +54,7 @@ class Hub(ThreadingHTTPServer):
         return [r for r in self.requests if (r.method, r.place) == (method, place) and name in r.name]
 
     def handle_error(self, *args) -> None:
-        """Clients that leave early are what is tested here."""
+        """Ignore clients that disconnect early, because the tests do that."""
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -114,7 +118,7 @@ def hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def sleeps(monkeypatch) -> list[float]:
-    """No proxy, small blocks, no waiting; the seconds that would have been waited."""
+    """Use no proxy, small requests and no sleep; collect the seconds of every sleep."""
     monkeypatch.setenv("NO_PROXY", "*")
     seconds = []
     monkeypatch.setattr(time, "sleep", seconds.append)
@@ -149,7 +153,8 @@ def flip_bit(content: bytes, at: int) -> bytes:
 SHARD = make_shard(1)
 REST = ["4000-7999", "8000-9023"]
 ALL = ["0-3999", *REST]
-REPAIRS = {                               # of the hub; on disk, by ending; failures -> ranges asked for, what is said
+# case: attributes of the hub, files by suffix, failures -> requested ranges, text on stderr
+REPAIRS = {
     "a part": ({}, {".part": SHARD[:4000]}, [], REST, ""),
     "a whole part": ({}, {".part": SHARD}, [], [], ""),
     "a part too long": ({}, {".part": SHARD + b"x"}, [], ALL, "9,025 bytes"),
@@ -176,7 +181,7 @@ def test_fetch__in_the_end_all_is_whole(hub, sleeps, tmp_path, capsys, name) -> 
     assert said in capsys.readouterr().err
 
 def create_foreign(kind: str, path: Path, mine: Path) -> None:
-    """Create at `path` what the downloader has not written; `mine` is a user's file with the content of a shard."""
+    """Create a foreign file at `path`. `mine` is a file of the user with the beginning of a shard."""
     mine.write_bytes(SHARD[:4000])
     if kind == "a link":
         path.symlink_to(mine)
@@ -219,7 +224,7 @@ def test_find_problem__a_shard_of_the_manifest_is_replaced_with_any_content(hub,
     assert_whole(hub, tmp_path, VAL, ONE)
 
 def test_download_rest__a_bad_network_or_a_busy_server(hub, sleeps, tmp_path) -> None:
-    """What the library is there for: the same block again after a cut, a reset or a refusal, and waiting as asked."""
+    """The library repeats a request after a cut, a reset or a refusal, and waits as long as the server requires."""
     hub.plans["HEAD hub", ONE] = [("status", 503, {}), ("status", 429, {"Retry-After": "7"})]
     hub.plans["GET hub", ONE] = [("status", 429, {"Retry-After": "9"})]
     hub.plans["GET cdn", ONE] = [("cut", 3000), ("serve",), ("reset", 2000), ("status", 502, {})]
@@ -227,7 +232,7 @@ def test_download_rest__a_bad_network_or_a_busy_server(hub, sleeps, tmp_path) ->
     assert_whole(hub, tmp_path, VAL, ONE)
     first, second, third = ALL
     assert [request.range for request in hub.select("GET", "cdn", ONE)] == [first, first, second, second, second, third]
-    assert sleeps == [1, 8, 10, 2, 1, 2]  # the library adds a second to what a server asks for
+    assert sleeps == [1, 8, 10, 2, 1, 2]  # the library adds 1 s to Retry-After
 
 def test_fetch__a_truncated_shard(hub, sleeps, tmp_path) -> None:
     hub.files[ONE] = hub.files[ONE][:5000]
@@ -235,7 +240,7 @@ def test_fetch__a_truncated_shard(hub, sleeps, tmp_path) -> None:
     assert len(hub.select("HEAD", "hub", ONE)) == 2 and not list(tmp_path.glob("*.part"))
 
 def test_find_problem__hashes_are_stored_and_damage_is_repaired(hub, sleeps, tmp_path, capsys) -> None:
-    (tmp_path / VAL).write_bytes(hub.files[VAL])                      # by an older version: no hash of it
+    (tmp_path / VAL).write_bytes(hub.files[VAL])                      # from an older version: no hash
     fetch(hub, tmp_path)
     digests = {name: hashlib.sha256(hub.files[name]).hexdigest() for name in (VAL, ONE)}
     entries = shard_files.read_manifest(tmp_path)
@@ -258,7 +263,7 @@ def test_fetch__a_missing_shard_or_no_server(hub, sleeps, tmp_path) -> None:
         free.bind(("127.0.0.1", 0))
         message = failure(tool, "1", "--out", tmp_path, "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}")
     assert "Connection refused" in message and "check the network" in message
-    assert (tmp_path / f"{ONE}.part").stat().st_size == 4000          # kept for a better day
+    assert (tmp_path / f"{ONE}.part").stat().st_size == 4000          # stays for the next call
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
 

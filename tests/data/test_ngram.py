@@ -1,4 +1,4 @@
-"""data/ngram.py against counting in plain Python, and its messages about shards that cannot be read."""
+"""data/ngram.py compared with counts in plain Python, and its errors for shards that cannot be read."""
 import json
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from data_common import failure
 import ngram                                                  # noqa: E402
 
 def slow_probability(train: list[int], history: tuple, token: int, vocab_size: int) -> float:
-    """Witten-Bell from its definition: looks through all of `train` for every history."""
+    """Compute a Witten-Bell probability from its definition, with one pass over `train` per history."""
     n = len(history)
     lower = slow_probability(train, history[1:], token, vocab_size) if n else 1 / vocab_size
     after = Counter(train[i + n] for i in range(len(train) - n) if tuple(train[i:i + n]) == history)
@@ -21,11 +21,11 @@ def slow_probability(train: list[int], history: tuple, token: int, vocab_size: i
 @pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
 def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size) -> None:
     rng = np.random.default_rng(train_len)
-    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed; the last id occurs
+    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed, and the last id occurs
     train, val = np.split(np.minimum(steps, vocab_size) - 1, [train_len])
     slow = [slow_probability(train.tolist(), tuple(val[max(0, t - 2):t].tolist()), int(val[t]), vocab_size)
             for t in range(1, val_len)]
-    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # float64 both
+    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # both are f64
 
 def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""data/pocket.py on the standard library of the Python that runs the tests."""
+"""data/pocket.py with the standard library of the Python that runs the tests."""
 import base64
 import json
 import os
@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT / "records"))
 from tools import compressed                                  # noqa: E402
 
 def test_shipped_data__is_the_data_of_the_records() -> None:
-    """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
+    """The trainer's hash of all bytes that preset pocket reads equals the hash in the logs of the records."""
     headers = []
     for field in ("train_files", "val_files"):
         headers += tg.read_shard_headers(str(ROOT / tg.PRESETS["pocket"][field]))
@@ -35,7 +35,7 @@ def test_shipped_data__is_the_data_of_the_records() -> None:
     assert len(tg.read_token_bytes(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
 
 def test_shipped_data__has_its_license() -> None:
-    """In full: what its second clause wants retained, and a summary of the changes, as its third wants."""
+    """The license is complete, as its second clause requires; the page summarizes the changes (third clause)."""
     licence = (ROOT / "data/pocket/LICENSE").read_text()
     for part in ("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "2022, 2023 Python Software Foundation",
                  "BEOPEN.COM LICENSE AGREEMENT FOR PYTHON 2.0", "CNRI LICENSE AGREEMENT FOR PYTHON 1.6.1",
@@ -53,7 +53,7 @@ def out(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_make_documents__spell_the_source_files(out, split) -> None:
-    """Put the shuffled documents back in order, decode them, and compare with the files one after another."""
+    """The documents, in the original order and decoded, equal the source files."""
     pairs = [line.split(" ") for line in (out / "vocab.txt").read_text().splitlines()]
     vocabulary = [base64.b64decode(code, validate=True) for code, _ in pairs]
     assert [int(number) for _, number in pairs] == list(range(2047))
@@ -95,7 +95,7 @@ def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(o
     subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
     assert contents(out) == before
 
-DAMAGES = {                                  # name of a file -> what it then holds; None: it is gone
+DAMAGES = {                                  # case: file name and its new content; None: the file is deleted
     "no vocabulary": ("vocab.txt", None), "cut shard": ("pocket_val_000000.bin", bytes(1024 + 2 * 2)),
     "flipped bit": ("pocket_train_000000.bin", bytes(1033) + b"\1"), "broken report": ("pocket.json", b'{"python": "'),
     "another python": ("pocket.json", b'{"python": "p 2"}'), "no manifest": ("manifest.json", None)}
@@ -125,7 +125,7 @@ def test_make_data_set__a_missing_or_small_library(tmp_path, monkeypatch) -> Non
 
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:
-    """Not through a link either, and not with --force."""
+    """A link to the folder and --force do not change that."""
     (tmp_path / "link").symlink_to(ROOT / "data/pocket")
     before = contents(ROOT / "data/pocket")
     assert "/ the shipped data / another folder /" in failure(

@@ -1,4 +1,4 @@
-"""What the data tools promise together: output whole or untouched, nothing opened blindly, results that are seen."""
+"""All data tools: they replace output completely or not at all, open only regular files, and report lost results."""
 import contextlib
 import errno
 import io
@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def library(monkeypatch) -> None:
-    """A standard library that pocket.py reads in a moment."""
+    """Replace the standard library with a small one, which pocket.py reads faster."""
     sources = {}
     for number in range(60):
         words = [f"word{number}of{count}" for count in range(40)]
@@ -55,7 +55,7 @@ def link_to(target: str) -> Callable[[Path], None]:
 def test_check_regular_file__every_tool_names_the_irregular_file(tmp_path, source, make, kind) -> None:
     odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin / {kind} /"
     make(odd)
-    if kind != "a directory":                                 # of which the tokenizer reads what is below
+    if kind != "a directory":                                 # the tokenizer accepts a directory
         assert found in failure(tokenize_text, odd, f"--out={out}")
         assert found in failure(tokenize_text, source, f"--out={out}", "--val_files", odd)
     assert found in failure(tokenize_text, source, f"--out={out}", f"--vocab={odd}")
@@ -116,7 +116,7 @@ def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, sour
     assert set(contents(out)) == set(before) and contents(out) != before
 
 def test_find_unfinished__only_folders_of_killed_calls(tmp_path, source) -> None:
-    """Folders with the same names, a copy of a mark, a mark of a renamed folder and a link to a marked folder stay."""
+    """Other folders stay: similar names, a copied marker, a renamed folder, and a link to a folder with a marker."""
     marked = tmp_path / "elsewhere/set.part-00000000"
     marked.mkdir(parents=True)
     (marked / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(marked))
@@ -180,7 +180,7 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         content = bytearray((one / name).read_bytes())
         content[1027] ^= 1
     (one / name).write_bytes(content)
-    if name != "vocab.txt":                                   # ngram.py needs no vocabulary
+    if name != "vocab.txt":                                   # ngram.py reads no vocabulary
         assert f"{name} / content that differs from manifest.json /" in ngram_failure(f"{one}/x_train_*.bin")
     with pytest.raises(tg.DataError, match=name):
         header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]

@@ -1,4 +1,4 @@
-"""data/tokenize_text.py: text in, shards out, the same text back, and a line that trains on it."""
+"""data/tokenize_text.py: the shards decode to the same text, and the printed command trains on them."""
 import base64
 import gzip
 import json
@@ -172,7 +172,7 @@ def test_draw_split__by_the_text_alone(tmp_path) -> None:
 @pytest.mark.parametrize("drawn", ["train", "val"])
 def test_read_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypatch, text, val, drawn) -> None:
     monkeypatch.setattr(tool, "draw_split", lambda text, share: drawn)
-    (tmp_path / "in.txt").write_text("\ufeff" + text)         # a mark of Windows
+    (tmp_path / "in.txt").write_text("\ufeff" + text)         # byte order mark
     run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--max_doc_tokens=0")
     end, = decode(tmp_path / "out", "val")
     assert decode(tmp_path / "out") == [text.removesuffix(end)]
