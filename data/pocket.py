@@ -37,6 +37,7 @@ EXCLUDED_RE = re.compile(
 # A line break with indentation, a word, a sign, or blanks. Together they match any text.
 PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
 TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
+Vocabulary = dict[bytes, int]                # piece -> id
 
 def read_sources(root: Path) -> dict[str, bytes]:
     """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path."""
@@ -66,13 +67,13 @@ def split_definitions(text: bytes) -> list[bytes]:
     starts.append(len(text))
     return [text[start:end] for start, end in zip(starts, starts[1:]) if start < end]
 
-def make_vocabulary(counts: Counter[bytes], size: int) -> dict[bytes, int]:
+def make_vocabulary(counts: Counter[bytes], size: int) -> Vocabulary:
     """Assign ids to the 256 bytes, then to the most common pieces, up to `size`. Ties are in byte order."""
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
     chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
     return {piece: number for number, piece in enumerate(chosen)}
 
-def encode_pieces(text: bytes, ids: dict[bytes, int]) -> list[int]:
+def encode_pieces(text: bytes, ids: Vocabulary) -> list[int]:
     """Encode a text as the ids of its pieces. A piece without an id is encoded byte by byte."""
     tokens = []
     for piece in PIECE_RE.findall(text):
@@ -82,7 +83,7 @@ def encode_pieces(text: bytes, ids: dict[bytes, int]) -> list[int]:
             tokens += [ids[bytes((byte,))] for byte in piece]
     return tokens
 
-def make_documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
+def make_documents(text: bytes, ids: Vocabulary) -> list[list[int]]:
     """Split and encode one file. Each document begins with BOS; together, in order, they encode the whole text."""
     docs = []
     max_tokens = MAX_DOC_LEN - 1

@@ -11,7 +11,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from common import ROOT
@@ -20,7 +22,7 @@ import train_gpt as tg
 
 # A fake interpreter. LACKS=packages: no packages are installed. LACKS=extras: no faster attention and no pytest.
 # PIP=works: pip succeeds, except for packages in BROKEN.
-PARROT = """#!/usr/bin/env bash
+FAKE_PYTHON = """#!/usr/bin/env bash
 here=$(dirname "$0")
 case $1:$2 in
     -:*)                                 # has_packages
@@ -46,18 +48,18 @@ elif [[ $2 == pip && $* != *" -r "* ]]; then
 fi
 true
 """
-PATIENCE = """#!/usr/bin/env bash
+FAKE_TIMEOUT = """#!/usr/bin/env bash
 echo "at most $1 s"
 [[ ${PIP-} != hangs ]] || exit 124       # exit status of timeout(1)
 shift
 exec "$@"
 """
-GPUS = """#!/usr/bin/env bash
+FAKE_NVIDIA_SMI = """#!/usr/bin/env bash
 [[ ${GPUS-} != hang ]] || exec sleep 55
 [[ -n ${GPUS-} ]] || exit 9
 echo GPU 0: x; echo GPU 1: y
 """
-COMPILER = """#!/usr/bin/env bash
+FAKE_COMPILER = """#!/usr/bin/env bash
 [[ $1 != -E ]] || exec test -e "$5/Python.h"                  # -E -x c -I FOLDER -
 """
 LAUNCHER = "-m torch.distributed.run --standalone --nproc_per_node=2"
@@ -67,7 +69,7 @@ IN_TWO = f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 @pytest.fixture
-def run_sh(tmp_path: Path):
+def run_sh(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Call a copy of run.sh, in a folder with a space in its name, with flags and environment variables."""
     home, programs, headers = tmp_path / "a clone", tmp_path / "programs", tmp_path / "include/python3.12"
     for name in ("run.sh", "train_gpt.py", "requirements.txt", "requirements-gpu.txt", "tests/requirements.txt"):
@@ -76,12 +78,14 @@ def run_sh(tmp_path: Path):
     for folder in (programs, headers):
         folder.mkdir(parents=True)
     (headers / "Python.h").touch()
-    for name, text in (("parrot", PARROT), ("nvidia-smi", GPUS), ("timeout", PATIENCE), ("gcc", COMPILER)):
+    for name, text in (("python-fake", FAKE_PYTHON), ("nvidia-smi", FAKE_NVIDIA_SMI), ("timeout", FAKE_TIMEOUT),
+                       ("gcc", FAKE_COMPILER)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
-    def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
-        environment = dict(PYTHON=str(programs / "parrot"), PATH=f"{programs}:{os.environ['PATH']}",
+    def call(*flags: str, script: tuple[str | Path, ...] = (home / "run.sh",),
+             **variables: str) -> subprocess.CompletedProcess:
+        environment = dict(PYTHON=str(programs / "python-fake"), PATH=f"{programs}:{os.environ['PATH']}",
                            HOME=str(tmp_path / "user"), HEADERS=str(headers))
         return subprocess.run([*script, *flags], env=environment | variables, cwd=tmp_path, capture_output=True,
                               text=True, timeout=60)
@@ -208,15 +212,15 @@ def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, 
 def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing) -> None:
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", **variables)
     assert started(done).startswith(LAUNCHER)
-    told = re.findall(r"warning: installing FlashAttention (\d) failed; .*; to retry: \S+ -m pip install", done.stdout)
-    assert told == [*missing], done.stdout
+    failed = re.findall(r"warning: installing FlashAttention (\d) failed;.*; to retry: \S+ -m pip install", done.stdout)
+    assert failed == [*missing], done.stdout
     assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
 
 def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) -> None:
     """Its packages do not matter: attention that was built for another torch does not work with this one."""
     other = tmp_path / "a clone/.venv/bin/python"
     other.parent.mkdir(parents=True)
-    other.write_text(PARROT.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
+    other.write_text(FAKE_PYTHON.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
     other.chmod(0o755)
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", PIP="works")
     assert installed(done) == [" ".join(FA4), FA3.format("cu130")], "a .venv made anew"
@@ -271,7 +275,7 @@ def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables) -> None
     assert started(done) == " ".join(["train_gpt.py", *flags]) and "on the CPU" in done.stdout
 
 # A fake torch, whose GPUs fail in the given way.
-TORCH = """
+FAKE_TORCH = """
 import os, time
 class version:
     cuda = {cuda!r}
@@ -287,7 +291,7 @@ OLD_DRIVER = ("The NVIDIA driver on your system is too old (found version 12040)
               "by downloading and installing a new version")
 HAS_HEADERS = "import sysconfig\nsysconfig.get_paths = lambda scheme: dict(include={!r})\n"
 # Runs the checks of run.sh in a real interpreter, and only prints all other commands.
-PYTHON = """#!/usr/bin/env bash
+CHECKING_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *train_gpt.py* | *fineweb* | "-m "*) echo "started: $*" ;;
     *) exec {} "$@" ;;
@@ -295,14 +299,14 @@ esac
 """
 
 @pytest.fixture
-def run_with_torch(run_sh, tmp_path):
+def run_with_torch(run_sh, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
     """Call run.sh with this interpreter, two GPUs, and a fake torch of a given version, whose GPUs behave as given."""
     def call(version: str, *flags: str, cuda: str | None = "13.0", count: int = 2, init: str = "pass",
              headers: Path = tmp_path / "include/python3.12", attention: str = FA4[0].split("==")[1],
              **variables: str) -> subprocess.CompletedProcess:
         packages, python = tmp_path / "packages", tmp_path / "programs/python"
         (packages / "torch").mkdir(parents=True)
-        (packages / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, count=count, init=init))
+        (packages / "torch/__init__.py").write_text(FAKE_TORCH.format(cuda=cuda, count=count, init=init))
         for name in ("numpy", "huggingface_hub", "tqdm"):
             (packages / f"{name}.py").touch()
         for name, release in (("torch", version), ("flash_attn_4", attention), ("flash_attn_3", "3.0.0")):
@@ -310,7 +314,7 @@ def run_with_torch(run_sh, tmp_path):
             folder.mkdir()
             (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
         (packages / "sitecustomize.py").write_text(HAS_HEADERS.format(str(headers)))
-        python.write_text(PYTHON.format(sys.executable))
+        python.write_text(CHECKING_PYTHON.format(sys.executable))
         python.chmod(0o755)
         variables = dict(PYTHONPATH=str(packages), PYTHON=str(python), GPUS="2") | variables
         return run_sh(*flags, **variables)
@@ -374,7 +378,7 @@ def test_say__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, stream
 
 # ---- Signals, and the report after a run
 # A fake trainer: copies the log of a run of record 10, then exits or waits. Prints the signals that it receives.
-TRAINER = '''"""
+FAKE_TRAINER = '''"""
     seed: 0
     runs: 1
     sleep: seconds before the end
@@ -382,11 +386,11 @@ TRAINER = '''"""
 """
 import json, os, shutil, signal, sys, time
 flags = dict(word[2:].partition("=")[::2] for word in sys.argv[1:])
-told = []
-def end(number, _):
-    told.append(int(number))
+received = []
+def end(number: int, _: object) -> None:
+    received.append(int(number))
     time.sleep(0.3)
-    os.write(1, f"told {told}\\n".encode())                   # not print, which a signal may interrupt
+    os.write(1, f"received {received}\\n".encode())           # not print, which a signal may interrupt
     os._exit(128 + number)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, end)
@@ -400,7 +404,7 @@ if os.environ.get("RANK", "0") == "0":
 sys.exit(int(flags.get("fail", 0)))
 '''
 
-def read(descriptor: int, pattern: str = "") -> str:
+def read_until(descriptor: int, pattern: str = "") -> str:
     """Read until the pattern matches, or without a pattern to the end. Fails after 60 s, with the text so far."""
     said, deadline = "", time.monotonic() + 60
     while not (pattern and re.search(pattern, said)):
@@ -416,20 +420,20 @@ def read(descriptor: int, pattern: str = "") -> str:
     return said
 
 MISSING = "raise ImportError('not installed')\n"
-PLACE = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.028: inside its spread, 2.02 to 2.30"
+REPORT = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.028: inside its spread, 2.02 to 2.30"
 
 @pytest.fixture
-def follow(tmp_path: Path):
+def follow(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
     """Start run.sh with a fake trainer and this interpreter, in which the packages `lacking` cannot be imported."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "records").symlink_to(ROOT / "records")
-    (tmp_path / "train_gpt.py").write_text(TRAINER)
+    (tmp_path / "train_gpt.py").write_text(FAKE_TRAINER)
     (tmp_path / "lacking").mkdir()
 
     processes = []
 
-    def start(*flags: str, lacking=("scipy",), **given) -> subprocess.Popen:
+    def start(*flags: str, lacking: tuple[str, ...] = ("scipy",), **given: Any) -> subprocess.Popen:
         for name in lacking:
             (tmp_path / f"lacking/{name}.py").write_text(MISSING)
         environment = os.environ | dict(PYTHON=sys.executable, PYTHONPATH=str(tmp_path / "lacking"), NPROC="1")
@@ -444,7 +448,7 @@ def follow(tmp_path: Path):
         process.wait(20)
 
 @pytest.mark.parametrize("flags, processes, words", [
-    ([], 1, PLACE), (["--run_dir=my run"], 1, PLACE), (["--seed=0"], 2, PLACE),
+    ([], 1, REPORT), (["--run_dir=my run"], 1, REPORT), (["--seed=0"], 2, REPORT),
     (["--runs=2"], 1, "2.164 nats per token, mean of 2 runs: a trigram model has 2.806, record 10 2.161")])
 def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words) -> None:
     """The report on stderr needs only the packages of the trainer, and matplotlib for the picture."""
@@ -459,8 +463,8 @@ def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_
     process = follow(lacking=("scipy", "matplotlib"), stderr=theirs)
     process.communicate(timeout=60)
     os.close(theirs)
-    shown = read(ours)
-    assert process.returncode == 0 and PLACE in shown and not list(tmp_path.glob("logs/*/loss.png"))
+    shown = read_until(ours)
+    assert process.returncode == 0 and REPORT in shown and not list(tmp_path.glob("logs/*/loss.png"))
     assert len(re.findall(r"^ +\d\.\d{3} \|[ o]{60}\s*$", shown, re.M)) == 10, shown
 
 @pytest.mark.parametrize("main, status", [
@@ -486,17 +490,17 @@ def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, s
     process = follow("--sleep=50", **given)
     os.close(theirs)
     console = process.stdout.fileno() if process.stdout else ours
-    said = read(console, r"begun \d+\s")
+    said = read_until(console, r"begun \d+\s")
     if to == "terminal":
         os.write(ours, b"\x03")
     else:
         trainer = int(re.search(r"begun (\d+)", said)[1])
         os.kill(trainer if to == "trainer" else process.pid, number)
     assert process.wait(20) == status
-    rest = read(console)
-    assert rest.count("told") == (number != signal.SIGKILL)
+    rest = read_until(console)
+    assert rest.count("received") == (number != signal.SIGKILL)
     assert "result" not in rest and "nats per token" not in rest
-    assert number == signal.SIGKILL or f"told [{int(number)}]" in rest
+    assert number == signal.SIGKILL or f"received [{int(number)}]" in rest
 
 def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
     """run.sh repeats facts of other files, because it runs before packages are installed."""

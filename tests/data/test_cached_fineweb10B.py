@@ -12,7 +12,7 @@ import time
 from collections import defaultdict, namedtuple
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Iterator
+from typing import Any, Iterator
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def make_shard(seed: int, tokens: int = 4000) -> bytes:
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
 
 # host: "hub", or "cdn", the target of the hub's redirects, which serves the content
-Request = namedtuple("Request", "method place name range authorization")
+Request = namedtuple("Request", "method host name range authorization")
 
 class Hub(ThreadingHTTPServer):
     """A server with metadata and redirects at the hub's URLs, and the content at another host name.
@@ -45,24 +45,25 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.files = {VAL: make_shard(0), ONE: make_shard(1), TWO: make_shard(2)}
-        self.plans: dict[tuple[str, str], list] = defaultdict(list)     # (method and host, name) -> failures, in order
+        # (method and host, file name) -> failures, in order
+        self.plans: dict[tuple[str, str], list[tuple]] = defaultdict(list)
         self.requests: list[Request] = []
         self.with_hash = self.with_range = True
         self.resume = threading.Event()
 
-    def select(self, method: str, place: str, name: str = "") -> list[Request]:
-        return [r for r in self.requests if (r.method, r.place) == (method, place) and name in r.name]
+    def select(self, method: str, host: str, name: str = "") -> list[Request]:
+        return [r for r in self.requests if (r.method, r.host) == (method, host) and name in r.name]
 
-    def handle_error(self, *args) -> None:
+    def handle_error(self, *args: object) -> None:
         """Ignore clients that disconnect early, because the tests do that."""
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args) -> None:
+    def log_message(self, *args: object) -> None:
         pass
 
-    def send_headers(self, status: int, headers: dict) -> None:
+    def send_headers(self, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
         for key, value in ({"Content-Length": "0"} | headers).items():
             self.send_header(key, value)
@@ -71,16 +72,16 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hub = self.server
         folder, name = self.path.rsplit("/", 1)
-        place = {"/datasets/kjj0/fineweb10B-gpt2/resolve/main": "hub", "/cdn": "cdn"}.get(folder)
-        hub.requests.append(Request(self.command, place, name, self.headers.get("Range", "").removeprefix("bytes="),
+        host = {"/datasets/kjj0/fineweb10B-gpt2/resolve/main": "hub", "/cdn": "cdn"}.get(folder)
+        hub.requests.append(Request(self.command, host, name, self.headers.get("Range", "").removeprefix("bytes="),
                                     self.headers.get("Authorization", "")))
-        plan = hub.plans[f"{self.command} {place}", name]
+        plan = hub.plans[f"{self.command} {host}", name]
         kind, *values = plan.pop(0) if plan else ("serve",)
         if kind == "status":
             self.send_headers(*values)
-        elif place is None or name not in hub.files:
+        elif host is None or name not in hub.files:
             self.send_headers(404, {})
-        elif place == "hub":
+        elif host == "hub":
             digest = hashlib.sha256(hub.files[name]).hexdigest() if hub.with_hash else "no-hash"
             self.send_headers(302, {"Location": f"http://localhost:{hub.server_port}/cdn/{name}", "ETag": '"other"',
                             "X-Linked-Etag": f'"{digest}"', "X-Linked-Size": str(len(hub.files[name]))})
@@ -89,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def send_content(self, kind: str, values: list, content: bytes) -> None:
+    def send_content(self, kind: str, values: list[Any], content: bytes) -> None:
         if kind == "instead":
             content = values[0]
         status, headers = 200, {}
@@ -117,7 +118,7 @@ def hub() -> Iterator[Hub]:
         thread.join()
 
 @pytest.fixture
-def sleeps(monkeypatch) -> list[float]:
+def sleeps(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Use no proxy, small requests and no sleep; collect the seconds of every sleep."""
     monkeypatch.setenv("NO_PROXY", "*")
     seconds = []
@@ -130,8 +131,8 @@ def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
 
 def check_failure(hub: Hub, out: Path, *parts: str) -> None:
     message = failure(tool, "1", "--out", out, "--endpoint", hub.url)
-    places = [message.find(part) for part in parts]
-    assert -1 not in places and places == sorted(places), message
+    positions = [message.find(part) for part in parts]
+    assert -1 not in positions and positions == sorted(positions), message
     assert not any(tool.find_problem(path) for path in out.glob("*.bin"))
 
 def assert_whole(hub: Hub, out: Path, *names: str) -> None:
@@ -267,7 +268,7 @@ def test_fetch__a_missing_shard_or_no_server(hub, sleeps, tmp_path) -> None:
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
 
-def start(out: Path, *flags: str, environment: dict = {}, **options) -> subprocess.Popen:
+def start(out: Path, *flags: str, environment: dict[str, str] = {}, **options: Any) -> subprocess.Popen:
     command = [sys.executable, ROOT / "data/cached_fineweb10B.py", "1", f"--out={out}", *flags]
     return subprocess.Popen(command, env=ISOLATED | environment, text=True, stderr=subprocess.PIPE, **options)
 
@@ -278,8 +279,8 @@ def test_main__environment(hub, tmp_path) -> None:
     assert offline.returncode == 1 and "offline mode is enabled" in errors and not hub.requests, errors
     assert start(tmp_path, environment=environment).wait(20) == 0
     assert_whole(hub, tmp_path, VAL, ONE)
-    assert {r.authorization for r in hub.requests if r.place == "hub"} == {"Bearer hf_secret"}
-    assert {r.authorization for r in hub.requests if r.place == "cdn"} == {""}
+    assert {r.authorization for r in hub.requests if r.host == "hub"} == {"Bearer hf_secret"}
+    assert {r.authorization for r in hub.requests if r.host == "cdn"} == {""}
     assert start(tmp_path, environment=environment | {"HF_HUB_OFFLINE": "1"}).wait(20) == 0
 
 def test_main__ctrl_c_then_again(hub, tmp_path) -> None:
