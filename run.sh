@@ -1,82 +1,85 @@
 #!/usr/bin/env bash
-# ./run.sh [flags of train_gpt.py]          set up, get data, train; --help shows the flags
-# ./run.sh test [arguments of pytest]       set up, run the tests; --all adds the long ones
-# ./run.sh day [arguments of day.py]        set up, check and measure the GPUs of this machine
+# ./run.sh [flags of train_gpt.py]          install what is missing, get the data, train; --help lists the flags
+# ./run.sh test [arguments of pytest]       install what is missing, run the tests; --all includes the slow ones
+# ./run.sh day [arguments of day.py]        install what is missing, check and measure the GPUs of this machine
 #
-# PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file. Where GPUs are, that is
-#             faster attention too (requirements-gpu.txt), which a run goes on without.
+# PYTHON=...  interpreter [python3]. Missing packages are installed into .venv next to this file. With GPUs this
+#             includes faster attention (requirements-gpu.txt); if it cannot be installed, a run continues without it.
 # CUDA_VISIBLE_DEVICES=...  the GPUs to use [all]; empty: the CPU
-# NPROC=...   processes that train together [as many as GPUs and seqs_per_step allow; 1 without a GPU]
+# NPROC=...   number of processes [as many as GPUs and --seqs_per_step allow; 1 without a GPU]
 # PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
-# TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
+# TORCHINDUCTOR_CACHE_DIR=...  compiled graphs, for the next run [~/.cache/train_gpt/torchinductor]
 [ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@"              # sh run.sh
 set -euo pipefail
 
-# A standard stream that the caller closed becomes /dev/null: otherwise the next opened file would take its number.
+# Open a closed standard stream as /dev/null. Otherwise the next file that is opened gets its descriptor.
 { : <&0; } 2>/dev/null || exec </dev/null
 { : >&1; } 2>/dev/null || exec >/dev/null
 { : >&2; } || exec 2>/dev/null
 
-# A console that takes no more does not end a run.
-say() { printf '== %s\n' "$*" 2>/dev/null || true; }
+# A closed or full console does not end a run.
+print_status() { printf '== %s\n' "$*" 2>/dev/null || true; }
 die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  hint:     %s\n' "$@" >&2 || true; exit 2; }
 
 help() {
     cat <<TEXT
-usage: ./run.sh [--field=value ...]       set up, get data, train, print the result and a sample
-       ./run.sh test [--all] [...]        set up, run the tests; other arguments go to pytest
-       ./run.sh day [--full] [...]        set up, check and measure the GPUs; other arguments go to tests/gpu/day.py
-On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
+usage: ./run.sh [--field=value ...]       install what is missing, get the data, train, print the result and a sample
+       ./run.sh test [--all] [...]        install what is missing, run the tests; other arguments go to pytest
+       ./run.sh day [--full] [...]        install what is missing, check and measure the GPUs; other arguments go to
+                                          tests/gpu/day.py
+The preset on this machine is $preset; --preset overrides it. Flags and their defaults:
 
 TEXT
     "$python" train_gpt.py "$@"
     cat <<TEXT
 
-environment of ./run.sh:
-  PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
-  NPROC=...    processes that train together; divides seqs_per_step [all GPUs; 1 on a CPU]
+environment variables of ./run.sh:
+  PYTHON=...   interpreter, 3.11 or later; missing packages are installed into .venv [python3]
+  NPROC=...    number of processes, a divisor of --seqs_per_step [all GPUs; 1 on a CPU]
   CUDA_VISIBLE_DEVICES=...  the GPUs to use; empty: the CPU [all]
   PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
-  TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
+  TORCHINDUCTOR_CACHE_DIR=...  compiled graphs, for the next run [~/.cache/train_gpt/torchinductor]
 TEXT
 }
 
 find_python() {
     local wanted=${PYTHON:-python3}
     python=$(command -v "$wanted") ||
-        die "Python" "no program $wanted" "Python 3.11 or later" "install it, or PYTHON=/path/to/python ./run.sh"
+        die "Python" "$wanted: command not found" "Python 3.11 or later" \
+            "install it, or run PYTHON=/path/to/python ./run.sh"
     [[ $python == /* ]] || python=$PWD/$python
 }
 
-ask() {  # $1 seconds. Sets `answer` to what a command prints. Fails if the command does not end in time
-    # timeout(1) would wait for a process that no signal can end, as one is that waits in a driver.
+capture_output() {  # $1 time limit in s, then a command. Sets `output` to its stdout. Fails if it exceeds the limit
+    # timeout(1) waits for the process, and no signal ends a process that is blocked in a driver.
     local limit_s=$1 status=0
     shift
-    IFS= read -r -d '' -t "$limit_s" answer < <(exec "$@" 2>/dev/null) || status=$?
+    IFS= read -r -d '' -t "$limit_s" output < <(exec "$@" 2>/dev/null) || status=$?
     if ((status > 128)); then
         kill -9 "$!" 2>/dev/null || true
         return 1
     fi
 }
 
-count_gpus() {  # sets gpus to the number that the driver lists
+count_gpus() {  # sets `gpus` to the number of GPUs that the driver lists
     local limit_s=20
     gpus=0
     if [[ $device == cpu || ${CUDA_VISIBLE_DEVICES-all} =~ ^(-1)?$ ]] || ! command -v nvidia-smi >/dev/null; then
         return
-    elif ask $limit_s nvidia-smi -L; then
-        gpus=$(grep -c '^GPU ' <<<"$answer" || true)
+    elif capture_output $limit_s nvidia-smi -L; then
+        gpus=$(grep -c '^GPU ' <<<"$output" || true)
     else
-        say "GPUs: nvidia-smi does not answer within $limit_s s, so the driver hangs. Going on with the CPU;" \
-            "to use the GPUs, restart the machine"
-        # With both of these torch does not call the driver.
+        print_status "warning: nvidia-smi did not return within $limit_s s, so the driver hangs;" \
+            "continuing on the CPU; to use the GPUs, restart the machine"
+        # If both variables are set, torch does not call the driver.
         export CUDA_VISIBLE_DEVICES='' PYTORCH_NVML_BASED_CUDA_CHECK=1
     fi
 }
 
-has_packages() {  # $1 an interpreter, whose torch and Python become `versions`. Does not import torch, to save seconds
+# $1 an interpreter. Sets `versions` to those of torch and Python. Does not import torch, which takes seconds.
+has_packages() {
     local status=0 found
-    trap 'exit 130' INT                                       # a Ctrl-C as Python starts ends it with 1
+    trap 'exit 130' INT                                       # Python exits with 1 on a Ctrl-C during its start
     found=$("$1" - "$task" 2>/dev/null <<'CHECK'
 import importlib.metadata, importlib.util, platform, re, sys
 needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
@@ -95,23 +98,23 @@ CHECK
     return $status
 }
 
-has_package() {  # $1 an interpreter, $2 a package, $3 its version; empty: any
+has_package() {  # $1 an interpreter, $2 a package, $3 its version; an empty string matches any version
     "$1" -c 'import importlib.metadata, sys
 sys.exit(sys.argv[2] not in ("", importlib.metadata.version(sys.argv[1])))' "$2" "$3" 2>/dev/null
 }
 
-check_headers() {  # $1 an interpreter. Triton compiles a file of C that includes Python.h before its first kernel
+check_compiler() {  # $1 an interpreter. Before its first kernel, Triton compiles a C file that includes Python.h
     local folder compiler=${CC:-$(command -v gcc || command -v clang || true)}
     [[ -n $compiler ]] && command -v "$compiler" >/dev/null ||
-        die "C compiler, which Triton needs for kernels on GPUs" "${CC:-neither gcc nor clang}" "one that runs" \
-            "apt install gcc, or CC=/path/to/compiler"
+        die "C compiler, which Triton needs for GPU kernels" "${CC:-neither gcc nor clang}: command not found" \
+            "a C compiler" "apt install gcc, or run CC=/path/to/compiler ./run.sh"
     folder=$("$1" -c 'import sysconfig; print(sysconfig.get_paths("posix_prefix")["include"])')
     "$compiler" -E -x c -I "$folder" - <<<'#include <Python.h>' >/dev/null 2>&1 ||
-        die "Python.h, which Triton needs for kernels on GPUs" "none in $folder" "the headers of $1" \
-            "apt install ${folder##*/}-dev, or PYTHON=... with an interpreter that has its headers"
+        die "Python.h, which Triton needs for GPU kernels" "no Python.h in $folder" "the headers of $1" \
+            "apt install ${folder##*/}-dev, or set PYTHON=/path/to/python to an interpreter with headers"
 }
 
-print_gpu_check() {
+print_gpu_query() {
     cat <<'CHECK'
 cuda, capability, count, problem = "none", 0, 0, ""
 try:
@@ -126,32 +129,34 @@ print(cuda, capability, count, problem)
 CHECK
 }
 
-check_gpus() {  # sets gpus to the number that torch can use, `cuda` to its CUDA, `capability` to that of the first GPU
+# Sets `gpus` to the number that torch can use, `cuda` to torch's CUDA version, `capability` to that of the first GPU.
+check_gpus() {
     local listed=$gpus limit_s=120 problem torch reinstall="$python -m pip install --force-reinstall"
-    local on_cpu="CUDA_VISIBLE_DEVICES= ./run.sh for the CPU"
+    local on_cpu="train on the CPU with CUDA_VISIBLE_DEVICES= ./run.sh"
     torch=$(grep '^torch==' requirements.txt)
-    ask $limit_s "$python" -c "$(print_gpu_check)" ||
+    capture_output $limit_s "$python" -c "$(print_gpu_query)" ||
         die "torch cannot use the $listed GPU(s) of nvidia-smi" \
-            "torch.cuda.init() did not return within $limit_s s, so the driver hangs" "a driver that answers" \
+            "torch.cuda.init() did not return within $limit_s s, so the driver hangs" "a driver that responds" \
             "restart the machine, or $on_cpu"
-    read -r cuda capability gpus problem <<<"$answer" || true
+    read -r cuda capability gpus problem <<<"$output" || true
     case ${cuda:-none}:$problem in
         none:*)
             die "torch cannot use the $listed GPU(s) of nvidia-smi" \
-                "torch ${versions% *} of $python: ${problem:-importing it fails without an error}" \
-                "torch for CUDA" "$reinstall $torch, or PYTHON=... with torch for CUDA, or $on_cpu" ;;
+                "torch ${versions% *} of $python: ${problem:-importing it crashes without an error}" \
+                "a CUDA build of torch" \
+                "$reinstall $torch, or set PYTHON=/path/to/python to one with a CUDA build of torch, or $on_cpu" ;;
         *:*"too old"*)
-            die "NVIDIA driver" "$problem" "for CUDA $cuda of torch ${versions% *}: $(driver_for "$cuda") or later" \
-                "a later driver, or $reinstall $torch --index-url $WHEELS/cu126, or $on_cpu" ;;
+            die "NVIDIA driver" "$problem" "$(oldest_driver "$cuda") or later, for CUDA $cuda of torch ${versions% *}" \
+                "install a newer driver, or $reinstall $torch --index-url $WHEELS/cu126, or $on_cpu" ;;
         *:?*)
             die "torch cannot use the $listed GPU(s) of nvidia-smi" "$problem" "no error" \
-                "$python -c 'import torch; torch.cuda.init()' must work, or $on_cpu" ;;
+                "reproduce it with $python -c 'import torch; torch.cuda.init()' and fix it, or $on_cpu" ;;
     esac
     [[ $gpus != 0 ]] || die "torch cannot use the $listed GPU(s) of nvidia-smi" \
-        "0 with CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}" "1 or more" "unset CUDA_VISIBLE_DEVICES, or $on_cpu"
+        "0 GPUs with CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}" "1 or more" "unset CUDA_VISIBLE_DEVICES, or $on_cpu"
 }
 
-driver_for() {  # $1 a version of CUDA. NVIDIA's table of the oldest drivers that start it
+oldest_driver() {  # $1 a CUDA version. From NVIDIA's table of minimum driver versions
     case $1 in 13.*) printf 580 ;; 12.*) printf 525 ;; *) printf 'the driver of its release' ;; esac
 }
 
@@ -159,15 +164,15 @@ install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check 
 
 make_venv() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "Python" "$("$python" -V 2>&1 | head -n 1) ($python)" "3.11 or later, for the versions in requirements.txt" \
-            "install a later one, or PYTHON=/path/to/python ./run.sh"
-    ! trains_on_gpus || check_headers "$python"               # before gigabytes are fetched
-    say "set-up: $python lacks packages; installing them into .venv (the first time: some minutes)"
+        die "Python" "$("$python" -V 2>&1 | head -n 1) ($python)" "3.11 or later, as requirements.txt needs" \
+            "install a newer one, or run PYTHON=/path/to/python ./run.sh"
+    ! uses_gpus || check_compiler "$python"                   # before downloading gigabytes
+    print_status "set-up: $python lacks packages; installing them into .venv (takes minutes the first time)"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-    if [[ $gpus == 0 ]]; then                                 # spares gigabytes of CUDA
+    if [[ $gpus == 0 ]]; then                                 # saves gigabytes of CUDA libraries
         install --timeout 10 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
             "$(grep '^torch==' requirements.txt)" 2>/dev/null ||
-            say "set-up: no torch from PyTorch's index of CPU wheels, falling back to the default index"
+            print_status "set-up: could not install torch from PyTorch's CPU index; trying the default index"
     fi
     install -r requirements.txt
     [[ $task != test ]] || install -r tests/requirements.txt
@@ -177,35 +182,37 @@ set_up() {
     if ! has_packages "$python"; then
         has_packages .venv/bin/python || make_venv
         python=.venv/bin/python
-        has_packages $python || die "set-up" "packages that .venv still lacks" "those of requirements.txt" \
-            "rm -r .venv, then again; or PYTHON=... with an interpreter that has them"
+        has_packages $python || die "set-up" "packages are still missing in .venv" "those of requirements.txt" \
+            "run rm -r .venv and repeat the command, or set PYTHON=/path/to/python to an interpreter that has them"
     fi
     local pinned
     pinned=$(grep '^torch==' requirements.txt)
     [[ ${versions%%[+ ]*} == "${pinned#torch==}" ]] ||
-        say "set-up: torch ${versions% *} and Python ${versions#* } of $python; requirements.txt has ${pinned/==/ }"
+        print_status "set-up: torch ${versions% *} and Python ${versions#* } of $python;" \
+            "requirements.txt has ${pinned/==/ }"
 }
 
-trains_on_gpus() { [[ $gpus != 0 && ($task == train || $task == resume || $task == day) ]]; }
+uses_gpus() { [[ $gpus != 0 && ($task == train || $task == resume || $task == day) ]]; }
 
-prepare_gpus() {  # before data are fetched: what cannot train on them ends here
-    if trains_on_gpus; then
-        check_headers "$python"
+prepare_gpus() {  # runs before data are downloaded, and exits if the GPUs cannot be used
+    if uses_gpus; then
+        check_compiler "$python"
         check_gpus
         add_fast_attention
     fi
 }
 
-add_package() {  # $1 a package, $2 its version; the rest is for pip. Into .venv; the user's interpreter stays as it is
+# $1 a package, $2 its version, then arguments of pip. Installs into .venv and never changes the user's interpreter.
+add_package() {
     local name=$1 version=$2 ours=.venv/bin/python before=$versions
     shift 2
     if has_package "$python" "$name" "$version"; then return; fi
     if ! { has_package $ours "$name" "$version" && has_packages $ours && [[ $versions == "$before" ]]; }; then
-        say "set-up: $name, into .venv (at most 10 minutes)"
+        print_status "set-up: installing $name into .venv (at most 10 minutes)"
         if [[ $python != "$ours" ]]; then
             "$python" -m venv --system-site-packages .venv || true
         fi
-        # A .venv made from a virtual environment lacks the packages of that. An older .venv may have another torch.
+        # A .venv created from another virtual environment lacks its packages. An older .venv may have another torch.
         if ! { has_packages $ours && [[ $versions == "$before" ]] &&
             timeout 600 $ours -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 "$@" &&
             has_packages $ours && [[ $versions == "$before" ]]; }
@@ -217,7 +224,8 @@ add_package() {  # $1 a package, $2 its version; the rest is for pip. Into .venv
     python=$ours
 }
 
-add_fast_attention() {  # where the GPUs have kernels for it. Nothing here ends a run, which is only slower without it
+# Installs faster attention if it supports the GPUs. A failure does not end the run, which is only slower without it.
+add_fast_attention() {
     local line wanted=() index=cu130
     while read -r line; do
         [[ -z $line || $line == '#'* ]] || wanted+=("$line")
@@ -227,48 +235,49 @@ add_fast_attention() {  # where the GPUs have kernels for it. Nothing here ends 
     fi
     if [[ $capability != 9 && $capability != 10 ]]; then
         return
-    elif [[ $versions != 2.1[2-5].* ]]; then                  # tests/test_attention_wheel.py says what has to fit
-        say "set-up: NO FlashAttention 4 for torch ${versions% *}: torch 2.12 to 2.15 call it as the trainer needs"
+    elif [[ $versions != 2.1[2-5].* ]]; then                  # tests/test_attention_wheel.py has the reasons
+        print_status "warning: no FlashAttention 4 for torch ${versions% *}; it needs torch 2.12 to 2.15"
     elif ! add_package flash-attn-4 "${wanted[0]##*==}" "${wanted[@]}"; then
-        say "set-up: NO FlashAttention 4: that failed, and the run goes on without it;" \
-            "by hand: $python -m pip install ${wanted[*]}"
+        print_status "warning: installing FlashAttention 4 failed; continuing without it;" \
+            "to retry: $python -m pip install ${wanted[*]}"
     fi
-    # It needs torch alone. With its other dependencies pip would look for them in this index, which lacks them.
+    # It needs only torch. This index lacks its other dependencies, so pip must not look for them.
     wanted=(--no-deps --index-url "$WHEELS/$index" flash-attn-3)
     if [[ $capability == 9 ]] && ! add_package flash-attn-3 '' "${wanted[@]}"; then
-        say "set-up: NO FlashAttention 3: that failed, and the run goes on without it;" \
-            "by hand: $python -m pip install ${wanted[*]}"
+        print_status "warning: installing FlashAttention 3 failed; continuing without it;" \
+            "to retry: $python -m pip install ${wanted[*]}"
     fi
 }
 
 run_tests() {
-    local folder=tests arg before='' duration="about 4 minutes on 2 quiet cores"
-    local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
-    [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
+    local folder=tests arg before='' duration="about 4 minutes on 2 idle cores"
+    local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # one core each
+    [[ $gpus == 0 ]] || processes=''                          # one process, because tests need the memory of a GPU
     for arg in "$@"; do
         case $arg in
-            --all) duration="with the long ones about 25 minutes on 2 quiet cores" ;;
-            -r* | -v* | -q* | -x | --tb*) ;;                  # these choose the report, and not the tests
+            --all) duration="about 25 minutes on 2 idle cores, with the slow ones" ;;
+            -r* | -v* | -q* | -x | --tb*) ;;                  # these affect only the report
             *)
                 if [[ $before != -r && $before != --tb ]]; then
-                    processes='' duration=''                  # a few tests are not worth their start
+                    processes='' duration=''                  # too few tests to start two processes for
                 fi ;;
         esac
-        [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
+        [[ ! -e ${arg%%::*} ]] || folder=''                   # run only the files that the user names
         before=$arg
     done
-    [[ -z $duration ]] || say "tests: $duration; a dot is a test that passed, an s one that was skipped"
+    [[ -z $duration ]] || print_status "tests: $duration; . = passed, s = skipped"
     exec "$python" -m pytest -q --durations=10 -rfE --tb=short $processes ${folder:+"$folder"} "$@"
 }
 
 run_day() {
     add_package pytest '' "$(grep '^pytest==' tests/requirements.txt)" ||
-        say "set-up: NO pytest: that failed, and the day skips what needs it"
+        print_status "warning: installing pytest failed; steps that need it are skipped"
     set_environment
     exec "$python" tests/gpu/day.py "$@"
 }
 
-read_flags() {  # what this script must know of the trainer's flags; and slips, before data are prepared for them
+# Reads the flags that this script needs, and finds unknown ones before data are downloaded.
+read_flags() {
     local arg name before='' word=''
     for arg in "$@"; do
         case $arg in
@@ -276,37 +285,40 @@ read_flags() {  # what this script must know of the trainer's flags; and slips, 
                 task=help
                 return ;;
             --sample | --sample=*) task=sample ;;
-            --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
+            --resume | --resume=*) task=resume ;;             # uses preset and data of the earlier run
             --preset | --train_files | --run_dir | --seqs_per_step)
-                die "$arg" "no value" "$arg=VALUE" "write the value after a =, without a blank" ;;
+                die "$arg" "no value" "$arg=VALUE" "use = instead of a space" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
             --run_dir=*) folder=${arg#*=} ;;
             --device=*) device=${arg#*=} ;;
             --seqs_per_step=*)
-                slots=${arg#*=}
-                [[ $slots =~ ^[1-9][0-9]{0,5}$ ]] || slots=1 ;;   # one process will say what is wrong
+                seqs=${arg#*=}
+                [[ $seqs =~ ^[1-9][0-9]{0,5}$ ]] || seqs=1 ;;                 # the trainer reports the error
             -*)
                 name=${arg%%=*}
-                grep -qF "    ${name#--}: " train_gpt.py ||   # a field of its Config
-                    die "unknown flag" "$name" "--field=value with a field that exists" "./run.sh --help lists them" ;;
+                if ! grep -qF "    ${name#--}: " train_gpt.py; then           # not a field of its Config
+                    task=refuse refused=$arg
+                    return
+                fi ;;
             *)
-                [[ $before == -* && $before != *=* ]] || word=$arg ;;         # not the value of the flag before it
+                [[ $before == -* && $before != *=* ]] || word=$arg ;;         # else the previous flag's value
         esac
         before=$arg
     done
     [[ -z $word || $task == sample ]] ||
-        die "a word without a flag" "$word" "--field=value" "./run.sh --help lists them; a prompt needs --sample=DIR"
+        die "argument without a flag" "$word" "--field=value" \
+            "./run.sh --help lists all flags; a prompt needs --sample=DIR"
 }
 
-get_data() {  # of preset record; those of pocket are here
+get_data() {  # for preset record; the data of preset pocket are in the repository
     if [[ -n $files ]]; then
         return
     elif [[ ($preset == record || $preset == record_*) && $gpus != 0 ]]; then
-        say "data: 900 million tokens of FineWeb"
+        print_status "data: downloading 900 million tokens of FineWeb"
         local status=0
         "$python" data/cached_fineweb10B.py 9 || status=$?
-        if [[ $status != 0 ]]; then                           # without network, shards at hand may be enough
+        if [[ $status != 0 ]]; then                           # without a network, the existing shards may suffice
             [[ $status == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null || exit $status
         fi
     fi
@@ -314,88 +326,92 @@ get_data() {  # of preset record; those of pocket are here
 
 choose_processes() {
     local fits=1 n
-    for ((n = 1; n <= gpus && n <= slots; n++)); do
-        ((slots % n)) || fits=$n                              # a rank has whole slots
+    for ((n = 1; n <= gpus && n <= seqs; n++)); do
+        ((seqs % n)) || fits=$n                               # a rank trains whole sequences
     done
     NPROC=${NPROC:-$fits}
     if [[ $gpus != 0 && $gpus -gt $NPROC ]]; then
-        say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide seqs_per_step=$slots"
+        print_status "warning: $((gpus - NPROC)) of $gpus GPUs are idle:" \
+            "the number of ranks must divide seqs_per_step=$seqs"
     fi
     local cores
     cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
 }
 
-set_environment() {  # torch's memory on GPUs, and the folder of what torch compiles
-    if [[ $gpus != 0 && -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then               # stages of other sizes share memory
+set_environment() {  # sets torch's allocator on GPUs, and the folder of compiled graphs
+    if [[ $gpus != 0 && -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then               # stages of different sizes share memory
         export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
     fi
-    local caches=${XDG_CACHE_HOME:-${HOME-}/.cache}/train_gpt/torchinductor   # torch's own would go with /tmp
+    local caches=${XDG_CACHE_HOME:-${HOME-}/.cache}/train_gpt/torchinductor   # torch's default is in /tmp
     [[ -n ${TORCHINDUCTOR_CACHE_DIR-} ]] || ! mkdir -p "$caches" 2>/dev/null || export TORCHINDUCTOR_CACHE_DIR=$caches
 }
 
-print_follower() {  # a program. Its arguments: a run directory, and the command that leaves it
+# Prints a program that runs a command and then `records stand`. Its arguments: the run directory, then the command.
+print_follower() {
     cat <<'FOLLOW'
 import signal
-heard = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
-before = signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+handled = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD}
+old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, handled)
 import ctypes, subprocess, sys
 
-def follow(command, limit_s=0, **options):
-    def as_if_alone():
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:     # which would raise in here
+def follow(command: list[str], limit_s: int = 0, **options: object) -> int:
+    def prepare_child() -> None:
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:     # it raises KeyboardInterrupt here
             signal.signal(signal.SIGINT, signal.SIG_DFL)
-        signal.alarm(limit_s)                                 # ends it; 0: never
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG: so does the end of this process
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.alarm(limit_s)                                 # time limit; 0: none
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)            # PR_SET_PDEATHSIG: end with the parent
+        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
 
-    child = subprocess.Popen(command, preexec_fn=as_if_alone, **options)
-    for number in (signal.sigpending() & heard) - {signal.SIGCHLD}:           # came before there was a child to hear
-        return 128 + number                                   # it, which ends with this process
+    child = subprocess.Popen(command, preexec_fn=prepare_child, **options)
+    # A signal that arrived before the child existed ends this process, and the child with it.
+    for signum in (signal.sigpending() & handled) - {signal.SIGCHLD}:
+        return 128 + signum
     while child.poll() is None:
-        caught = signal.sigwaitinfo(heard)
-        if caught.si_signo != signal.SIGCHLD and caught.si_code <= 0:         # else the terminal has told it, too
+        caught = signal.sigwaitinfo(handled)
+        if caught.si_signo != signal.SIGCHLD and caught.si_code <= 0:         # a terminal also signals the child itself
             child.send_signal(caught.si_signo)
     return child.returncode
 
 folder, *command = sys.argv[1:]
 status = follow(command)
-if status == 0 and sys.stderr:                                # nothing from here on changes the status
+if status == 0 and sys.stderr:                                # the status does not change any more
     sys.stderr.flush()
     follow([sys.executable, "records", "stand", folder], limit_s=60, stdout=sys.stderr)
 sys.exit(status if status >= 0 else 128 - status)
 FOLLOW
 }
 
-train() {  # $1 says what
+train() {  # $1 a description of the run, then flags
     choose_processes
     set_environment
-    local what=$1 place="the CPU"
+    local what=$1 hardware="the CPU"
     shift
-    [[ $gpus == 0 ]] || place="$NPROC GPU(s)"
-    say "training: $what on $place"
+    [[ $gpus == 0 ]] || hardware="$NPROC GPU(s)"
+    print_status "training: $what on $hardware"
     local command=("$python")
     [[ $NPROC == 1 ]] || command+=(-m torch.distributed.run --standalone --nproc_per_node="$NPROC")
     if [[ ! -e records/__main__.py || $OSTYPE != linux* ]]; then
         exec "${command[@]}" train_gpt.py "$@"
-    elif [[ -z $folder ]]; then                               # the run gets a name that is known here
+    elif [[ -z $folder ]]; then                               # choose the name of the run directory here
         [[ $task != resume ]] || preset=resumed
         folder=logs/$(date +%Y%m%d-%H%M%S)-$preset-$(printf '%04x%04x' $RANDOM $RANDOM)
         set -- "$@" --run_dir="$folder"
     fi
-    local follower                                            # before exec: with it a Ctrl-C meanwhile would be lost
+    # In a statement before exec, because a Ctrl-C during a substitution in the exec line is lost.
+    local follower
     follower=$(print_follower)
     exec "$python" -S -c "$follower" "$folder" "${command[@]}" train_gpt.py "$@"
 }
 
 WHEELS=https://download.pytorch.org/whl
-task=train preset='' files='' folder='' device='' slots=8
-gpus=0 versions='' answer='' cuda='' capability=''
+task=train refused='' preset='' files='' folder='' device='' seqs=8
+gpus=0 versions='' output='' cuda='' capability=''
 if [[ ${NPROC+set} && ! ${NPROC} =~ ^[1-9][0-9]{0,3}$ ]]; then
-    die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "NPROC=1 ./run.sh, or leave it unset"
+    die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "run NPROC=1 ./run.sh, or unset it"
 fi
 find_python
-script=$(readlink -f -- "${BASH_SOURCE[0]}" 2>/dev/null || printf '%s' "${BASH_SOURCE[0]}")     # of a link, what it names
+script=$(readlink -f -- "${BASH_SOURCE[0]}" 2>/dev/null || printf '%s' "${BASH_SOURCE[0]}")  # resolves links
 CDPATH='' cd -- "$(dirname -- "$script")"
 case ${1-} in
     test | day)
@@ -419,11 +435,13 @@ case $task in
         run_day "$@" ;;
     help)
         help "$@" ;;
+    refuse)                                                   # the trainer names the closest flags, or the new name
+        exec "$python" train_gpt.py "$refused" ;;
     sample)
         exec "$python" train_gpt.py "$@" ;;
     train)
         get_data
         train "preset $preset" "$@" ;;
     resume)
-        train "as the earlier run" "$@" ;;
+        train "resumed run" "$@" ;;
 esac

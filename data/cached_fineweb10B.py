@@ -2,11 +2,11 @@
 
     python data/cached_fineweb10B.py [N] [--out data/fineweb10B]
 
-N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without asking the network;
-what was cut goes on where it stopped (`*.part`), in a later call too. A shard gets its name when its header, its length
-and, where the server tells it, its SHA-256 are right; `manifest.json` keeps the hashes, so that damage is noticed later
-and mended. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to huggingface_hub. Data set:
-kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+Downloads N training shards (0 to 103, default 9) and the validation shard. Complete shards are not downloaded again
+and need no network. Interrupted downloads (`*.part`) are resumed, also by a later call. A shard gets its final name
+once its header, its length and, if the server sends one, its SHA-256 are correct. `manifest.json` stores the hashes, so
+that a later call detects and replaces damaged shards. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE work as in
+huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
 """
 import argparse
 import contextlib
@@ -22,149 +22,160 @@ from huggingface_hub.constants import HF_HUB_DOWNLOAD_TIMEOUT
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 from tqdm import tqdm
 
-from shard_files import (SHARD_START, DataError, as_program, check_content, describe, errors_in_words, folder_name,
-                         kind_of, locked, check, note, read_header, read_manifest, regular_file, say, starts_as_shard,
-                         write_manifest)
+from shard_files import (SHARD_PREFIX, DataError, check, check_content, check_regular_file, exit_on_error, file_problem,
+                         locked, manifest_entry, parse_folder, print_result, print_status, read_header, read_manifest,
+                         run_main, starts_as_shard, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
-# Bytes of one request, and the most that an interruption loses. Requests follow each other, and each one waits for a
-# redirect and the first byte, an estimated 0.4 to 0.7 s. 10 shards (2 GB) take 30 requests of 64 MiB, but 240 of 8 MiB.
-BLOCK = 64 << 20
-MOVE = "move it away, or give another --out"
-LATER = "the same command goes on where this one stopped"
+# Size of one request. An interruption loses at most one request. Requests are sequential, and each one waits an
+# estimated 0.4 to 0.7 s for a redirect and the first byte. 10 shards (2 GB) take 30 requests of 64 MiB, or 240 of
+# 8 MiB.
+REQUEST_BYTES = 64 << 20
+MOVE_HINT = "move it away, or give another --out"
+RESUME_HINT = "repeat the command to resume"
 
-def fault(path: Path) -> str:
-    """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
-    if kind_of(path) == "no file":
-        return f"{path.name}: not here"
-    regular_file(path, "a shard", "remove it")
+def find_problem(path: Path) -> str:
+    """Return what is wrong with a shard, or "" for an intact one. Compares the hash if the manifest lists it.
+
+    Raises DataError if the path is a directory, a pipe, a device or a dangling link.
+    """
+    if file_problem(path) == "no file":
+        return f"{path.name}: missing"
+    check_regular_file(path, "a shard", "remove it")
     try:
         read_header(path)
         check_content(path)
     except DataError as error:
-        return str(error)
+        what, found, expected, _ = error.args
+        return f"{what}: found {found}, expected {expected}"
     return ""
 
 @contextlib.contextmanager
-def hub_in_words(url: str) -> Iterator[None]:
-    """Raise DataError for what the library could not get in spite of its retries."""
+def hub_errors(url: str) -> Iterator[None]:
+    """Turn any error of a request, after the retries of the library, into a DataError."""
     try:
         yield
-    except Exception as error:               # also those of the library's HTTP client, which have no name in its own
+    except Exception as error:               # the library does not export the error types of its HTTP client
         found = str(error).strip().partition("\n")[0] or type(error).__name__
         raise DataError(url, found=repr(found), expected="the shard",
-                        hint=f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
+                        hint=f"check the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {RESUME_HINT}") from None
 
-def check_own(path: Path, entries: dict[str, dict]) -> None:
-    """Raise DataError if a file that a download would replace is neither in the manifest nor a piece of a shard."""
+def check_replaceable_shard(path: Path, entries: dict[str, dict]) -> None:
+    """Raise DataError if an existing file is neither in the manifest nor the beginning of a shard."""
     if path.exists():
-        check(path.name in entries or starts_as_shard(path), path, found="a file that is no token shard",
-              expected="a shard", hint=MOVE)
+        check(path.name in entries or starts_as_shard(path), path, found="a file that is not a token shard",
+              expected="a shard", hint=MOVE_HINT)
 
-def open_no_link(name: str, flags: int) -> int:
-    """Open a file without following a link and, if it is a named pipe, without waiting."""
+def open_nofollow(name: str, flags: int) -> int:
+    """Open a file without following links, and without blocking on a named pipe."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 @contextlib.contextmanager
 def unfinished_shard(path: Path) -> Iterator[FileIO]:
-    """Open an unfinished shard to append to, or a new file. Raises DataError for a link and for any other file."""
-    expected = "an unfinished shard: a file with one name, which begins as a shard does"
+    """Open an unfinished shard for appending, or create it.
+
+    Raises DataError for a link, for a file with hard links, and for a file that does not begin like a shard.
+    """
+    expected = "an unfinished shard: a regular file without hard links that begins like a shard"
     try:
-        file = open(path, "a+b", buffering=0, opener=open_no_link)
+        file = open(path, "a+b", buffering=0, opener=open_nofollow)
     except OSError as error:
-        found = "a link" if path.is_symlink() else kind_of(path) or repr(error.strerror)
-        raise DataError(path, found=found, expected=expected, hint=MOVE) from None
+        found = "a symbolic link" if path.is_symlink() else file_problem(path) or repr(error.strerror)
+        raise DataError(path, found=found, expected=expected, hint=MOVE_HINT) from None
     with file:
-        about = os.fstat(file.fileno())
-        check(stat.S_ISREG(about.st_mode), path, found=kind_of(path), expected=expected, hint=MOVE)
-        check(about.st_nlink == 1, path, found=f"a file with {about.st_nlink} names (hard links)", expected=expected,
-              hint=MOVE)
-        first = os.pread(file.fileno(), len(SHARD_START), 0)
-        check(SHARD_START.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
-              hint=MOVE)
+        status = os.fstat(file.fileno())
+        check(stat.S_ISREG(status.st_mode), path, found=file_problem(path), expected=expected, hint=MOVE_HINT)
+        check(status.st_nlink == 1, path, found=f"a file with {status.st_nlink} hard links", expected=expected,
+              hint=MOVE_HINT)
+        first = os.pread(file.fileno(), len(SHARD_PREFIX), 0)
+        check(SHARD_PREFIX.startswith(first), path, found=f"a file that begins with {first!r}", expected=expected,
+              hint=MOVE_HINT)
         yield file
 
-def append(file: FileIO, block: bytes) -> None:
-    """Write all of a block. Raises DataError at a full disk, which still takes a piece."""
+def write_all(file: FileIO, block: bytes) -> None:
+    """Write a whole block, also if the system writes only a piece at a time. Raises DataError on a full disk."""
     try:
         while block:
             block = block[file.write(block):]
     except OSError as error:
-        raise DataError(file.name, found=repr(error.strerror), expected="room for the shard",
-                        hint=f"make room; {LATER}") from None
+        raise DataError(file.name, found=repr(error.strerror), expected="enough disk space",
+                        hint=f"free disk space; {RESUME_HINT}") from None
 
-def receive(url: str, path: Path) -> str:
-    """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
+def download_rest(url: str, path: Path) -> str:
+    """Download the missing rest of a file. Returns its expected SHA-256, or "" if the server does not send one.
 
-    hf_hub_download would be less code, but it removes what an interrupted call has fetched.
+    hf_hub_download is less code, but it deletes the partial file of an interrupted call. Raises DataError.
     """
-    with hub_in_words(url):
-        about = get_hf_file_metadata(url, retry_on_errors=True)
-    check(about.size, url, found="no size", expected="that of the shard", hint="look at HF_ENDPOINT")
+    with hub_errors(url):
+        metadata = get_hf_file_metadata(url, retry_on_errors=True)
+    check(metadata.size, url, found="no size in the response", expected="the size of the shard",
+          hint="check HF_ENDPOINT")
     with (unfinished_shard(path) as file,
-          tqdm(initial=file.tell(), total=about.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
-        while file.tell() < about.size:
-            last = min(file.tell() + BLOCK, about.size) - 1
+          tqdm(initial=file.tell(), total=metadata.size, unit="B", unit_scale=True, leave=False, disable=None) as bar):
+        while file.tell() < metadata.size:
+            last = min(file.tell() + REQUEST_BYTES, metadata.size) - 1
             headers = build_hf_headers() | {"Range": f"bytes={file.tell()}-{last}"}
-            with hub_in_words(url):
-                answer = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
-                hf_raise_for_status(answer)
-            check(answer.content, url, found="an empty answer", expected="the shard", hint=LATER)
-            append(file, answer.content)
-            bar.update(len(answer.content))
+            with hub_errors(url):
+                response = http_backoff("GET", url, headers=headers, timeout=HF_HUB_DOWNLOAD_TIMEOUT)
+                hf_raise_for_status(response)
+            check(response.content, url, found="an empty response", expected="the shard", hint=RESUME_HINT)
+            write_all(file, response.content)
+            bar.update(len(response.content))
         os.fsync(file.fileno())
-    return about.etag if len(about.etag or "") == 64 else ""
+    return metadata.etag if len(metadata.etag or "") == 64 else ""
 
 def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
-    """Get one shard, once more if what came is wrong. Returns its entry of the manifest. Raises DataError."""
+    """Download one shard, with a second attempt if it is damaged. Returns its manifest entry. Raises DataError."""
     url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
     path = out / f"{name}.part"
     for _ in range(2):
-        sha256 = receive(url, path)
-        entry = describe(path)
-        wrong = fault(path)
-        if not wrong and sha256 and sha256 != entry["sha256"]:
-            wrong = f"{path}: found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
-        if not wrong:
+        sha256 = download_rest(url, path)
+        entry = manifest_entry(path)
+        problem = find_problem(path)
+        if not problem and sha256 and sha256 != entry["sha256"]:
+            problem = f"{path}: found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
+        if not problem:
             os.replace(path, out / name)
-            note(f"{name}: {entry['bytes']:,} bytes, checked")
+            print_status(f"{name}: {entry['bytes']:,} bytes, verified")
             return entry
         path.unlink()
-        note(f"{wrong}: removed")
-    raise DataError(url, found=repr(wrong), expected="a whole shard", hint="try again later, or another --endpoint")
+        print_status(f"{problem}; removed it")
+    raise DataError(url, found=repr(problem), expected="an intact shard",
+                    hint="try again later, or give another --endpoint")
 
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
-    """Bring the folder to the state in which all named shards are whole. Raises DataError."""
+    """Download all named shards that are missing or damaged, and update the manifest. Raises DataError."""
     entries = read_manifest(out)
     for name in names:
-        wrong = fault(out / name)
-        if wrong:
-            check_own(out / name, entries)
-            note(f"{wrong}: fetching it")
+        problem = find_problem(out / name)
+        if problem:
+            check_replaceable_shard(out / name, entries)
+            print_status(f"{problem}; downloading it")
             entries[name] = fetch(name, out, endpoint)
         elif name in entries:
             continue
         else:
-            entries[name] = describe(out / name)              # fetched by an older version
+            entries[name] = manifest_entry(out / name)    # downloaded by an older version
         write_manifest(out, entries)
 
-@errors_in_words()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
-    parser.add_argument("--out", type=folder_name, default=Path(__file__).resolve().parent / "fineweb10B",
-                        help="data/fineweb10B")
-    parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
+    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9,
+                        help="number of training shards, 0 to 103 [9]")
+    parser.add_argument("--out", type=parse_folder, default=Path(__file__).resolve().parent / "fineweb10B",
+                        help="folder to write to [data/fineweb10B]")
+    parser.add_argument("--endpoint", help="server [HF_ENDPOINT, or the Hugging Face hub]")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= TRAIN_SHARDS:
-        parser.error(f"found N={args.shards}, expected 0 to {TRAIN_SHARDS}")
+        parser.error(f"N: found {args.shards}, expected 0 to {TRAIN_SHARDS}")
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     with locked(args.out):
         get_shards(names, args.out, args.endpoint)
-    say(f"{args.out}: {args.shards} training shards and the validation shard, whole")
+    print_result(f"{args.out}: {args.shards} training shards and the validation shard, complete")
 
 
 if __name__ == "__main__":
-    sys.exit(as_program(main))
+    sys.exit(run_main(main))

@@ -1,12 +1,12 @@
-"""Make a data set of the source of Python's own standard library, as data/pocket, which is shipped, was made.
+"""Create a data set from the source of this Python's standard library, in the same way as the shipped data/pocket.
 
     python data/pocket.py [--out data/pocket_made] [--force]
 
-It says whether the bytes are those of data/pocket, and never writes there. No download, no packages. A document is a
-top-level definition with what follows it, or the text before the first; one longer than 256 tokens goes on in further
-documents. Validation files share no source file with training files. The vocabulary has 2,048 tokens: 256 bytes, the
-1,791 most common pieces of the training files, and last the document start.
-For one Python version always the same bytes; a later call that finds all files whole does nothing.
+Prints whether the result is identical to data/pocket, and never writes there. Needs no network and no packages. A
+document is a top-level definition with the text up to the next one, or the text before the first definition. Documents
+are split after 256 tokens. No source file is in both splits. The vocabulary has 2,048 tokens: 256 bytes, the 1,791 most
+common pieces of the training files and, as the last id, BOS. The result depends only on the Python version. If all
+files are already complete, the tool does nothing.
 """
 import argparse
 import contextlib
@@ -20,147 +20,156 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
-from shard_files import (ALL_BYTES, REPORT, TRAIN, VAL, VOCABULARY, DataError, as_program, check_content,
-                         errors_in_words, folder_name, locked, check, new_data_set, read_manifest, say,
-                         write_file, write_shard, write_vocabulary)
+from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, check_content, exit_on_error,
+                         locked, new_data_set, parse_folder, print_result, read_manifest, run_main, write_file,
+                         write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
-DOC_START = VOCAB_SIZE - 1
-MAX_DOC_LEN = 256                            # tokens, document start included
-VAL_SHARE = 12                               # one file in twelve is for validation
-MIN_VAL_TOKENS = 70_000                      # a final validation reads 65,536 and one more
-SHIPPED = Path(__file__).resolve().with_suffix("")
+BOS_ID = VOCAB_SIZE - 1
+MAX_DOC_LEN = 256                            # tokens, BOS included
+VAL_ONE_IN = 12                              # 1 file in 12 is for validation
+MIN_VAL_TOKENS = 70_000                      # the final validation reads 65,536 + 1 tokens
+SHIPPED_DIR = Path(__file__).resolve().with_suffix("")
 SHARDS = {TRAIN: "pocket_train_000000.bin", VAL: "pocket_val_000000.bin"}
-# What not every Python of this version has; the last two are written when it is built, and hold its paths.
-ELSEWHERE = re.compile(r"(test|tests|idlelib|lib2to3|site-packages|dist-packages|__pycache__)$|_sysconfigdata|config-")
-PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # line break with indentation, word, sign, spaces: covers any text
-TOP_LEVEL = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
+# Files that not every Python of one version has. The build writes the last two, and they contain its paths.
+EXCLUDED_RE = re.compile(
+    r"(test|tests|idlelib|lib2to3|site-packages|dist-packages|__pycache__)$|_sysconfigdata|config-")
+# A line break with indentation, a word, a sign, or blanks. Together they match any text.
+PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
+TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
+Vocabulary = dict[bytes, int]                # piece -> id
 
 def read_sources(root: Path) -> dict[str, bytes]:
-    """Return the text of every library module below `root`, by relative name, in name order, if in UTF-8."""
+    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path."""
     sources = {}
     for path in root.rglob("*.py"):
         name = path.relative_to(root)
-        if path.is_file() and not any(map(ELSEWHERE.match, name.parts)):       # a link may be broken
+        if path.is_file() and not any(map(EXCLUDED_RE.match, name.parts)):        # false for dangling links
             with contextlib.suppress(UnicodeDecodeError):
                 text = path.read_bytes()
                 text.decode()
                 sources[name.as_posix()] = text
     return dict(sorted(sources.items()))
 
-def split_of(name: str) -> str:
-    """Return TRAIN or VAL for one file: by a hash of its name, so that no other file changes it."""
+def choose_split(name: str) -> str:
+    """Assign a file to TRAIN or VAL by a hash of its name, independently of all other files."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
-    return VAL if draw % VAL_SHARE == 0 else TRAIN
+    return VAL if draw % VAL_ONE_IN == 0 else TRAIN
 
-def cut(text: bytes) -> list[bytes]:
-    """Cut before each top-level definition, decorators with it. Joined again they are `text`."""
-    borders = [0]
+def split_definitions(text: bytes) -> list[bytes]:
+    """Split before every top-level definition and its decorators. The pieces joined are `text`."""
+    starts = [0]
     decorated = False
-    for match in TOP_LEVEL.finditer(text):
+    for match in TOP_LEVEL_RE.finditer(text):
         if not decorated:
-            borders.append(match.start())
+            starts.append(match.start())
         decorated = match[0] == b"@"
-    borders.append(len(text))
-    return [text[start:end] for start, end in zip(borders, borders[1:]) if start < end]
+    starts.append(len(text))
+    return [text[start:end] for start, end in zip(starts, starts[1:]) if start < end]
 
-def make_vocabulary(counts: Counter, size: int) -> dict[bytes, int]:
-    """Return ids of the 256 bytes, then of the most common pieces, equally common ones in byte order."""
+def make_vocabulary(counts: Counter[bytes], size: int) -> Vocabulary:
+    """Assign ids to the 256 bytes, then to the most common pieces, up to `size`. Ties are in byte order."""
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
     chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
     return {piece: number for number, piece in enumerate(chosen)}
 
-def spell(text: bytes, ids: dict[bytes, int]) -> list[int]:
-    """Return the ids of a text's pieces; a piece without an id is spelled in single bytes."""
+def encode_pieces(text: bytes, ids: Vocabulary) -> list[int]:
+    """Encode a text as the ids of its pieces. A piece without an id is encoded byte by byte."""
     tokens = []
-    for piece in PIECE.findall(text):
+    for piece in PIECE_RE.findall(text):
         if piece in ids:
             tokens.append(ids[piece])
         else:
             tokens += [ids[bytes((byte,))] for byte in piece]
     return tokens
 
-def documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
-    """Return the documents of one file, document start first; in order they spell the whole text."""
+def make_documents(text: bytes, ids: Vocabulary) -> list[list[int]]:
+    """Split and encode one file. Each document begins with BOS; together, in order, they encode the whole text."""
     docs = []
-    room = MAX_DOC_LEN - 1
-    for part in cut(text):
-        tokens = spell(part, ids)
-        docs += [[DOC_START] + tokens[at:at + room] for at in range(0, len(tokens), room)]
+    max_tokens = MAX_DOC_LEN - 1
+    for definition in split_definitions(text):
+        tokens = encode_pieces(definition, ids)
+        docs += [[BOS_ID] + tokens[i:i + max_tokens] for i in range(0, len(tokens), max_tokens)]
     return docs
 
-def made_before(out: Path, made_by: dict) -> bool:
-    """Tell whether `out` holds all files, whole, from the same Python and version of this file."""
-    names = {*SHARDS.values(), VOCABULARY, REPORT}
+def made_before(out: Path, made_by: dict[str, str]) -> bool:
+    """Return whether `out` has all files, intact, from the same Python and the same version of this script."""
+    names = {*SHARDS.values(), VOCAB_FILE, REPORT_FILE}
     try:
         for name in names:
             check_content(out / name)
-        report = json.loads((out / REPORT).read_bytes())
+        report = json.loads((out / REPORT_FILE).read_bytes())
         return names <= read_manifest(out).keys() and made_by.items() <= report.items()
     except (DataError, OSError, ValueError, AttributeError):
         return False
 
-def make(root: Path, folder: Path, made_by: dict) -> list[str]:
-    """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
-    check((root / "os.py").is_file(), root, found="no os.py", expected="the library's source there",
+def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:
+    """Create the data set in `folder` from the library in `root`. Returns one line of counts per split, to print.
+
+    Raises DataError if `root` has no library, or one that is too small.
+    """
+    check((root / "os.py").is_file(), root, found="no os.py", expected="the source of the standard library",
           hint="run this with a Python that is neither zipped nor frozen")
-    texts = {TRAIN: [], VAL: []}
+    texts: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
-        texts[split_of(name)].append(text)
-    seen = Counter()
+        texts[choose_split(name)].append(text)
+    counts_by_piece: Counter[bytes] = Counter()
     for text in texts[TRAIN]:
-        for part in cut(text):
-            seen.update(piece for piece in PIECE.findall(part) if len(piece) > 1)
-    ids = make_vocabulary(seen, DOC_START)
-    check(len(ids) == DOC_START, root, found=f"{len(ids):,} different pieces", expected=f"{DOC_START:,}",
-          hint="use a complete Python")
+        for definition in split_definitions(text):
+            counts_by_piece.update(piece for piece in PIECE_RE.findall(definition) if len(piece) > 1)
+    ids = make_vocabulary(counts_by_piece, BOS_ID)
+    check(len(ids) == BOS_ID, root, found=f"{len(ids):,} different pieces", expected=f"{BOS_ID:,} pieces",
+          hint="run this with a complete Python")
     report = dict(made_by)
     lines = []
     for split, shard in SHARDS.items():
         docs = []
         for text in texts[split]:
-            docs += documents(text, ids)
-        random.Random(0).shuffle(docs)       # else a run shorter than the data would know only the first files
+            docs += make_documents(text, ids)
+        # Without shuffling, a run that does not read all data sees only the first files.
+        random.Random(0).shuffle(docs)
         counts = {"files": len(texts[split]), "documents": len(docs), "tokens": sum(map(len, docs)),
                   "bytes": sum(map(len, texts[split]))}
         minimum = {TRAIN: 0, VAL: MIN_VAL_TOKENS}[split]
         check(counts["tokens"] >= minimum, root, found=f"{counts['tokens']:,} validation tokens",
-              expected=f"at least {minimum:,}", hint="use a complete Python")
+              expected=f"at least {minimum:,}", hint="run this with a complete Python")
         write_shard(folder / shard, b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs), VOCAB_SIZE)
         report[split] = counts
         lines.append(f"{split}: " + ", ".join(f"{count:,} {what}" for what, count in counts.items()))
     write_vocabulary(folder, ids)
-    write_file(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
+    write_file(folder / REPORT_FILE, json.dumps(report, indent=1).encode() + b"\n")
     return lines
 
-def beside_shipped(out: Path) -> str:
-    """Return in words whether `out` has the tokens and the vocabulary of the shipped data. Raises DataError."""
-    made, shipped = read_manifest(out), read_manifest(SHIPPED)
-    same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCABULARY)]
+def compare_with_shipped(out: Path) -> str:
+    """Return a line that compares tokens and vocabulary in `out` with the shipped ones. Raises DataError."""
+    made, shipped = read_manifest(out), read_manifest(SHIPPED_DIR)
+    same = [made[name] == shipped.get(name) for name in (*SHARDS.values(), VOCAB_FILE)]
     if all(same):
-        return f"the same bytes as {SHIPPED}"
-    return f"NOT the bytes of {SHIPPED}: another Python's library, whose losses stand beside those of no record"
+        return f"identical to {SHIPPED_DIR}"
+    return f"NOT identical to {SHIPPED_DIR}: the library of another Python; losses are not comparable with records"
 
-@errors_in_words()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=folder_name, default=SHIPPED.with_name("pocket_made"),
-                        help="default: data/pocket_made")
-    parser.add_argument("--force", action="store_true", help="make it again, and replace what others left there")
+    parser.add_argument("--out", type=parse_folder, default=SHIPPED_DIR.with_name("pocket_made"),
+                        help="folder to write to [data/pocket_made]")
+    parser.add_argument("--force", action="store_true",
+                        help="create it again, and replace any data set named pocket there")
     args = parser.parse_args(argv)
-    check(not args.out.is_relative_to(SHIPPED), args.out, found="the shipped data", expected="a folder of its own",
-          hint="give another --out; git restores data/pocket")
+    check(not args.out.is_relative_to(SHIPPED_DIR), args.out, found="the shipped data", expected="another folder",
+          hint="give another --out; `git restore data/pocket` restores the shipped data")
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
     with locked(args.out.parent):
         if made_before(args.out, made_by) and not args.force:
-            lines = [f"{args.out}: complete, nothing to do (--force makes it again)"]
+            lines = [f"{args.out}: complete, nothing to do (--force creates it again)"]
         else:
-            replace = args.force or REPORT in read_manifest(args.out)          # this tool made it, in another version
+            # A data set with a report was created by another version of this script.
+            replace = args.force or REPORT_FILE in read_manifest(args.out)
             with new_data_set(args.out, "pocket", replace) as folder:
-                lines = make(Path(sysconfig.get_path("stdlib")), folder, made_by)
-    say(*lines, beside_shipped(args.out))
+                lines = make_data_set(Path(sysconfig.get_path("stdlib")), folder, made_by)
+    print_result(*lines, compare_with_shipped(args.out))
 
 
 if __name__ == "__main__":
-    sys.exit(as_program(main))
+    sys.exit(run_main(main))

@@ -1,9 +1,9 @@
-"""What the data tools share: one reader and one writer of shards, one manifest, ends in words.
+"""Shared code of the data tools: read and write shards, manifests and data sets; print results and errors.
 
-A data set is a folder. A tool writes it in a new folder `FOLDER.part-<8 random digits>` and flushes it to the disk,
-with a `manifest.json` that holds the size and the SHA-256 of each file; only then the folder gets its name. So a call
-that fails, on a full disk too, leaves what was there before. The tools remove only files that they have written: those
-of the same call, and folders of killed calls, which a file in them identifies. The formats are in data/README.md.
+A data set is a folder. A tool writes it to a new folder `FOLDER.part-<8 random digits>`, with a `manifest.json` that
+contains the size and the SHA-256 of each file, and flushes it to the disk. Then it renames the folder. Therefore a
+failed call, for example on a full disk, changes nothing. The tools remove only files that they have written: those of
+the current call, and the folders of killed calls, which contain a marker file. data/README.md describes the formats.
 """
 import argparse
 import base64
@@ -23,81 +23,94 @@ from pathlib import Path
 from typing import Any, Callable, Iterator
 
 MAGIC, VERSION = 20240520, 1
-HEADER_BYTES = 1024                          # 256 little-endian int32, of which five are in use
-TOKEN_BYTES = 2                              # little-endian uint16
-GPT2_VOCAB_SIZE = 50_257                     # header word 3 is 0 in shards made before it had a meaning
-TRAIN, VAL = "train", "val"                  # the two splits, in names of shards too
+HEADER_BYTES = 1024                          # 256 little-endian int32; the first five are used
+TOKEN_BYTES = 2                              # size of a token: little-endian uint16
+GPT2_VOCAB_SIZE = 50_257                     # used if header word 3 is 0, as in older shards
+TRAIN, VAL = "train", "val"                  # the two splits; also in the names of shards
 ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
-VOCABULARY = "vocab.txt"
-REPORT = "pocket.json"
-MANIFEST = "manifest.json"
+VOCAB_FILE = "vocab.txt"
+REPORT_FILE = "pocket.json"                  # written by pocket.py: Python version and counts
+MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
-SHARD_START = struct.pack("<2i", MAGIC, VERSION)              # the first bytes of every shard
-PART = ".part-"                              # between the final name and 8 random digits, in names of unfinished output
-MARK = "unfinished.txt"                      # in a folder of unfinished output; repeats the folder's name
+SHARD_PREFIX = struct.pack("<2i", MAGIC, VERSION)         # the first bytes of every shard
+PART_INFIX = ".part-"                        # unfinished output: final name, this, 8 random digits
+MARKER_FILE = "unfinished.txt"               # in a folder of unfinished output; contains its name
 
 class DataError(Exception):
-    """What was found, what was expected, and what to do about it."""
+    """An error that says what is wrong, what was found, what was expected, and how to fix it."""
 
     def __init__(self, what: object, found: object, expected: str, hint: str) -> None:
-        super().__init__(f"{what}: found {found}, expected {expected}; {hint}")
+        super().__init__(str(what), str(found), expected, hint)
+
+    def __str__(self) -> str:
+        what, found, expected, hint = self.args
+        return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
 def check(ok: object, what: object, *, found: object, expected: str, hint: str) -> None:
     """Raise DataError unless `ok`."""
     if not ok:
         raise DataError(what, found=found, expected=expected, hint=hint)
 
-def folder_name(text: str) -> Path:
-    """Return the folder that --out names. An empty name, of an unset variable say, would mean the current folder."""
+def parse_folder(text: str) -> Path:
+    """Parse --out into an absolute path. Raises ArgumentTypeError for an empty name and for `/`.
+
+    An empty name, for example from an unset shell variable, otherwise means the current folder.
+    """
     path = Path(text).resolve()
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected the name of a folder")
     return path
 
-def kind_of(path: Path) -> str:
-    """Say what is at a path, without opening it; "" for a regular file, or a link to one."""
+def file_problem(path: Path) -> str:
+    """Return what is at a path if it is not a regular file or a link to one, else "". Does not open the file."""
     if path.is_file():
         return ""
     if path.exists():
         return "a directory" if path.is_dir() else "a pipe or a device"
     return "a link that leads nowhere" if path.is_symlink() else "no file"
 
-def regular_file(path: Path, expected: str, hint: str) -> None:
-    """Raise DataError if no regular file is there: to open a named pipe would wait."""
-    check(not kind_of(path), path, found=kind_of(path), expected=expected, hint=hint)
+def check_regular_file(path: Path, expected: str, hint: str) -> None:
+    """Raise DataError if the path is not a regular file. Opening a named pipe blocks."""
+    check(not file_problem(path), path, found=file_problem(path), expected=expected, hint=hint)
 
 def read_header(path: Path) -> tuple[int, int]:
-    """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
-    regular_file(path, "a shard", "remove it, or give another one")
+    """Read a shard's number of tokens and vocabulary size, and check its length.
+
+    Raises DataError if the file is not a shard, or is truncated or too long.
+    """
+    check_regular_file(path, "a shard", "remove it, or give another path")
     with path.open("rb") as file:
         magic, version, tokens, vocab_size, _ = struct.unpack("<5i", file.read(20).ljust(20, b"\0"))
-    check((magic, version) == (MAGIC, VERSION), path, found=f"header words {magic} and {version}",
-          expected=f"{MAGIC} and {VERSION}", hint="give a token shard, or make this one again")
+    check((magic, version) == (MAGIC, VERSION), path, found=f"magic number {magic}, version {version}",
+          expected=f"magic number {MAGIC}, version {VERSION}", hint="give a token shard, or create this one again")
     size = path.stat().st_size
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
     check(size == expected and tokens > 0, path, found=f"{size:,} bytes",
-          expected=f"{expected:,} for the {tokens:,} tokens of its header", hint="make the file again")
+          expected=f"{expected:,} bytes, for the {tokens:,} tokens of its header", hint="create the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
 def starts_as_shard(path: Path) -> bool:
-    """Tell whether the first bytes of a file are those of a shard, as far as the file goes; true for an empty file."""
+    """Return whether a file, which may be truncated, begins like a shard. True for an empty file."""
     with path.open("rb") as file:
-        return SHARD_START.startswith(file.read(len(SHARD_START)))
+        return SHARD_PREFIX.startswith(file.read(len(SHARD_PREFIX)))
 
-def describe(path: Path) -> dict[str, Any]:
-    """Return a file's entry in the manifest."""
+def manifest_entry(path: Path) -> dict[str, Any]:
+    """Build the manifest entry of a file: its size and SHA-256."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
 
 def read_manifest(folder: Path) -> dict[str, dict]:
-    """Return the entries of the files that tools wrote, by name; none without a manifest. Raises DataError."""
-    path = folder / MANIFEST
+    """Read the manifest of a folder: {file name: entry}, or {} without a manifest.
+
+    Raises DataError if the manifest is invalid or has another format.
+    """
+    path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
         return {}
-    expected = f"sizes and hashes (format {MANIFEST_FORMAT}) of the files beside it"
-    do = "move it away, or make the data again with --force"
-    regular_file(path, expected, do)
+    expected = f"a manifest of format {MANIFEST_FORMAT}: sizes and hashes of the files in its folder"
+    hint = "move it away, or create the data again with --force"
+    check_regular_file(path, expected, hint)
     try:
         content = json.loads(path.read_bytes())
         if content["format"] != MANIFEST_FORMAT:
@@ -105,22 +118,25 @@ def read_manifest(folder: Path) -> dict[str, dict]:
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
                 for name, entry in content["files"].items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise DataError(path, found="nothing that a data tool wrote", expected=expected, hint=do) from None
+        raise DataError(path, found="not a manifest of a data tool", expected=expected, hint=hint) from None
 
 def check_content(path: Path) -> None:
-    """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
+    """Raise DataError if the manifest in the file's folder lists the file with another content."""
     entry = read_manifest(path.parent).get(path.name)
-    check(entry in (None, describe(path)), path, found=f"other content than {MANIFEST} names",
-          expected="what was written with the files beside it",
-          hint="it is damaged or of another call, so make the data again")
+    check(entry in (None, manifest_entry(path)), path, found=f"content that differs from {MANIFEST_FILE}",
+          expected=f"the content that {MANIFEST_FILE} describes",
+          hint="the file is damaged or from another data set; create the data again")
 
 def write_file(path: Path, *pieces: bytes) -> None:
-    """Write a new file and flush it to the disk. Raises DataError, also if the name is taken by a file or a link."""
+    """Write a new file and flush it to the disk.
+
+    Raises DataError if the path exists, even as a dangling link, or if the disk is full.
+    """
     try:
         file = path.open("xb")
     except OSError as error:
-        raise DataError(path, found=repr(error.strerror), expected="a free name in a folder to write into",
-                        hint="move away what is there, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="a new file in a writable folder",
+                        hint="move the existing file away, or give another --out") from None
     try:
         with file:
             file.writelines(pieces)
@@ -128,152 +144,166 @@ def write_file(path: Path, *pieces: bytes) -> None:
             os.fsync(file.fileno())
     except OSError as error:
         path.unlink(missing_ok=True)
-        raise DataError(path, found=repr(error.strerror), expected="room for the file",
-                        hint="make room, or give another --out") from None
+        raise DataError(path, found=repr(error.strerror), expected="enough disk space",
+                        hint="free disk space, or give another --out") from None
 
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
-    """Write header and tokens; the document start is the last id of the vocabulary. Raises DataError."""
+    """Write a shard: header, then tokens (little-endian uint16). The BOS id is the last id of the vocabulary.
+
+    Raises DataError.
+    """
     words = MAGIC, VERSION, len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1
     write_file(path, struct.pack(f"<5i{HEADER_BYTES - 20}x", *words), tokens)
 
 def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
-    """Write the pieces in the order of their ids. Raises DataError."""
+    """Write vocab.txt, with the pieces in the order of their ids. Raises DataError."""
     lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
-    write_file(folder / VOCABULARY, *lines)
+    write_file(folder / VOCAB_FILE, *lines)
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
-    """Write or replace the manifest of files that are whole. Raises DataError."""
+    """Write or replace the manifest of a folder. All files in `entries` must be complete. Raises DataError."""
     content = json.dumps({"format": MANIFEST_FORMAT, "files": entries}, indent=1)
-    part = unfinished_name(folder / MANIFEST)
-    write_file(part, f"{content}\n".encode())
-    os.replace(part, folder / MANIFEST)
-    flush_folder(folder)
+    partial = partial_path(folder / MANIFEST_FILE)
+    write_file(partial, f"{content}\n".encode())
+    os.replace(partial, folder / MANIFEST_FILE)
+    fsync_folder(folder)
 
-def unfinished_name(path: Path) -> Path:
-    """Return a random name beside `path` for output that later gets the name `path`."""
-    return path.with_name(f"{path.name}{PART}{secrets.token_hex(4)}")
+def partial_path(path: Path) -> Path:
+    """Return a random path in the same folder, for output that is later renamed to `path`."""
+    return path.with_name(f"{path.name}{PART_INFIX}{secrets.token_hex(4)}")
 
-def flush_folder(folder: Path) -> None:
-    """Flush the names in a folder to the disk, where the file system can."""
-    handle = os.open(folder, os.O_RDONLY)
+def fsync_folder(folder: Path) -> None:
+    """Flush the names in a folder to the disk, if the file system supports that."""
+    descriptor = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
-        os.fsync(handle)
-    os.close(handle)
+        os.fsync(descriptor)
+    os.close(descriptor)
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Make the folder and wait until no other call writes there."""
+    """Create the folder, and hold an exclusive lock on it during the block. Waits for other processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):   # a network drive without locks
+        with contextlib.suppress(OSError):   # a network drive may not support locks
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                note(f"{folder}: another call writes there; waiting for its end")
-                fcntl.flock(handle, fcntl.LOCK_EX)
+                print_status(f"waiting: another process is writing to {folder}")
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(handle)
+        os.close(descriptor)
 
 @contextlib.contextmanager
 def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
-    """Yield an empty folder to write into. It gets a manifest, and the name `folder`, if the block ends without error.
+    """Yield an empty folder to write to. If the block succeeds, add a manifest and rename the folder to `folder`.
 
-    With `replace` (--force) it takes the place of a data set whose shards are named after `stem`; nothing else is ever
-    replaced. The folder above has to be `locked`. Raises DataError.
+    With `replace` (--force), replace an existing data set whose shards are named after `stem`. Nothing else is ever
+    replaced. The caller must hold the lock of the parent folder (`locked`). Raises DataError.
     """
-    for left in unfinished(folder):
-        clear_away(left, folder)
-    check_free(folder, stem, replace)
-    work = unfinished_name(folder)
-    work.mkdir()
+    for leftover in find_unfinished(folder):
+        remove_unfinished(leftover, folder)
+    check_replaceable(folder, stem, replace)
+    partial = partial_path(folder)
+    partial.mkdir()
     try:
-        write_file(work / MARK, mark_of(work))
-        new = work / "new"
+        write_file(partial / MARKER_FILE, marker_text(partial))
+        new = partial / "new"
         new.mkdir()
         yield new
-        write_manifest(new, {path.name: describe(path) for path in sorted(new.iterdir())})
+        write_manifest(new, {path.name: manifest_entry(path) for path in sorted(new.iterdir())})
         if folder.exists():
-            os.replace(folder, work / "old")
+            os.replace(folder, partial / "old")
         os.replace(new, folder)
-        flush_folder(folder.parent)
+        fsync_folder(folder.parent)
     finally:
-        clear_away(work, folder)
+        remove_unfinished(partial, folder)
 
-def mark_of(work: Path) -> bytes:
-    """Return the content of MARK in a folder of unfinished output. It has the folder's random name, so that neither a
-    copy of the file nor a renamed copy of the folder is taken for unfinished output."""
-    return os.fsencode(work.name) + b": an unfinished data set, which the next call of the same tool removes\n"
+def marker_text(partial: Path) -> bytes:
+    """Return the content of the marker file of a folder of unfinished output.
 
-def unfinished(folder: Path) -> list[Path]:
-    """List the folders that killed calls have left, in which they were writing the data set `folder`."""
+    It contains the folder's random name. Therefore neither a copy of the file nor a renamed copy of the folder is
+    mistaken for unfinished output.
+    """
+    return os.fsencode(partial.name) + b": an unfinished data set, which the next call of the same tool removes\n"
+
+def find_unfinished(folder: Path) -> list[Path]:
+    """List the folders that killed calls have left while they were writing the data set `folder`."""
     found = []
-    for work in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART}*")):
-        mark = work / MARK
-        with contextlib.suppress(OSError):   # a folder that cannot be read is not removed either
-            if not work.is_symlink() and mark.is_file() and mark.read_bytes() == mark_of(work):
-                found.append(work)
+    for partial in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART_INFIX}*")):
+        mark = partial / MARKER_FILE
+        with contextlib.suppress(OSError):   # do not remove a folder that cannot be read
+            if not partial.is_symlink() and mark.is_file() and mark.read_bytes() == marker_text(partial):
+                found.append(partial)
     return found
 
-def clear_away(work: Path, folder: Path) -> None:
-    """Remove a folder of unfinished output, but give its name back to a data set that was not replaced."""
-    if not os.path.lexists(folder) and (work / "old").exists():
-        os.replace(work / "old", folder)
-    shutil.rmtree(work, ignore_errors=True)
+def remove_unfinished(partial: Path, folder: Path) -> None:
+    """Remove a folder of unfinished output. Move the old data set in it, if any, back if it was not replaced."""
+    if not os.path.lexists(folder) and (partial / "old").exists():
+        os.replace(partial / "old", folder)
+    shutil.rmtree(partial, ignore_errors=True)
 
-def check_free(folder: Path, stem: str, replace: bool) -> None:
-    """Raise DataError if the folder has files that may not be replaced."""
+def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
+    """Raise DataError if the folder may not be replaced.
+
+    That is a mount point, a folder with files that do not belong to a data set named `stem`, or, without `replace`, any
+    folder that is not empty.
+    """
     if not os.path.lexists(folder):
         return
     check(not os.path.ismount(folder), folder, found="a mount point", expected="a folder that can be renamed",
-          hint="give one below it")
-    own = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCABULARY}|{MANIFEST}|{REPORT}")
+          hint="give a folder below it")
+    own_name = re.compile(rf"{re.escape(stem)}_(train|val)_\d{{6,}}\.bin|{VOCAB_FILE}|{MANIFEST_FILE}|{REPORT_FILE}")
     paths = sorted(folder.iterdir())
     for path in paths:
-        check(not kind_of(path) and own.fullmatch(path.name), folder, found=path.name,
-              expected=f"a new folder, or one with nothing but a data set named {stem}", hint="give another --out")
-    check(replace or not paths, folder, found=[path.name for path in paths], expected="a new folder or an empty one",
-          hint="give another --out, or --force to replace what is there")
+        check(not file_problem(path) and own_name.fullmatch(path.name), folder, found=path.name,
+              expected=f"a new folder, or one that contains only a data set named {stem}", hint="give another --out")
+    check(replace or not paths, folder, found=[path.name for path in paths], expected="a new or empty folder",
+          hint="give another --out, or replace the data set with --force")
 
-def say(*lines: str) -> None:
-    """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
+def print_result(*lines: str) -> None:
+    """Print and flush results; escape characters that the console cannot encode.
+
+    Raises DataError if stdout is closed or cannot be written.
+    """
     try:
         sys.stdout.reconfigure(errors="backslashreplace")
         print(*lines, sep="\n", flush=True)
-    except (OSError, AttributeError) as error:                # Python has None where stdout is closed
-        sys.stdout = None                    # else it tries again at its end
-        raise DataError("stdout", found=repr(str(error)), expected="to print the result there",
-                        hint="all else is done: give the output another place, and run this again to see it") from None
+    except (OSError, AttributeError) as error:                # sys.stdout is None if stdout is closed
+        sys.stdout = None                    # otherwise Python flushes it again at exit
+        raise DataError("stdout", found=repr(str(error)), expected="a stdout that accepts the result",
+                        hint="all other work is done; redirect stdout, and repeat the command for the result") from None
 
-def note(text: str) -> None:
-    """Tell the user on stderr; where that cannot be written, the work goes on without."""
+def print_status(text: str) -> None:
+    """Print a message to stderr. Continue without it if stderr cannot be written."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 @contextlib.contextmanager
-def errors_in_words() -> Iterator[None]:
-    """End the program with status 1 and a message at an error that a user can mend."""
+def exit_on_error() -> Iterator[None]:
+    """Print a DataError or OSError of the block, and exit with status 1. The user can fix these."""
     try:
         yield
     except DataError as error:
         sys.exit(f"error: {error}")
     except OSError as error:
-        sys.exit(f"error: {error.filename or 'a file'}: found {error.strerror!r}, expected files to read and a folder "
-                 f"to write into; mend that, or give another path")
+        in_words = DataError(error.filename or "access to a file", found=repr(error.strerror),
+                             expected="readable files and a writable folder", hint="fix that, or give another path")
+        sys.exit(f"error: {in_words}")
 
-def end(number: int, _: Any) -> None:
-    """Handle a signal: the tool ends through its clean-up, with the status that shells use."""
-    raise KeyboardInterrupt(128 + number)
+def raise_interrupt(signum: int, _: Any) -> None:
+    """Handle a signal: raise KeyboardInterrupt with the exit status of shells, so that the tool cleans up."""
+    raise KeyboardInterrupt(128 + signum)
 
-def as_program(main: Callable[[], None]) -> int:
-    """Run a tool's main; return its exit status."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores it
-            signal.signal(number, end)
+def run_main(main: Callable[[], None]) -> int:
+    """Run the main function of a tool, with signal handlers, and return its exit status."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:    # nohup sets SIG_IGN
+            signal.signal(signum, raise_interrupt)
     try:
         main()
     except KeyboardInterrupt as interrupt:
-        note("\ninterrupted: what has its final name is whole; the same command again does the rest")
+        print_status("\ninterrupted: files with their final names are complete; repeat the command to do the rest")
         return interrupt.args[0]
     return 0

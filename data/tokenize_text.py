@@ -1,12 +1,13 @@
 """Turn your own text into token shards for train_gpt.py: text files, whole folders, JSON lines, Parquet.
 
-    python data/tokenize_text.py ~/project 'papers/**/*.md' --out=data/mine   # vocabulary learned from the text
-    python data/tokenize_text.py web.jsonl --out=data/web --tokenizer=gpt2    # --vocab=FILE spares a download
+    python data/tokenize_text.py ~/project 'papers/**/*.md' --out=data/mine   # learns a vocabulary from the text
+    python data/tokenize_text.py web.jsonl --out=data/web --tokenizer=gpt2    # --vocab=FILE avoids a download
 
-A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file, with --document_separator what stands
-between two of them; plain text goes on in a further document after 16 KiB, any after --max_doc_tokens. A hash of its
-text decides whether a document is for validation; if it chose none, the end of the last document is. Order is kept, so
-shuffle sorted text before. The last line printed trains on just this text; more is in data/README.md.
+A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file; --document_separator splits text files
+further. A document of plain text is split after 16 KiB, and every document after --max_doc_tokens. A hash of its text
+decides whether a document is for validation. If the hash selects none, the end of the last document is used. Documents
+stay in order, so shuffle sorted text first. The last line of the output is the command that trains on this text.
+data/README.md describes all options and formats.
 """
 import argparse
 import base64
@@ -26,43 +27,55 @@ from typing import Any, Callable, Iterable, Iterator
 import numpy as np
 from tqdm import tqdm
 
-from pocket import MAX_DOC_LEN, PIECE, make_vocabulary, spell
-from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, as_program, errors_in_words, folder_name, kind_of, locked,
-                         check, new_data_set, regular_file, say, unfinished, write_shard, write_vocabulary)
+from pocket import MAX_DOC_LEN, PIECE_RE, encode_pieces, make_vocabulary
+from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, check_regular_file, exit_on_error, file_problem,
+                         find_unfinished, locked, new_data_set, parse_folder, print_result, run_main, write_shard,
+                         write_vocabulary)
 
 MAX_VOCAB = 65_535
-MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
-LEARN_BYTES = 16 << 20                       # of training text, to learn a vocabulary from
-PLAIN_BYTES = 16 << 10                       # of plain text in a document
-SHORT_VAL_BYTES = 1 << 10                    # for validation from a short text, if it has twice that
+MIN_VOCAB = len(ALL_BYTES) + 1               # the bytes and BOS, which is the last id
+VOCAB_TEXT_BYTES = 16 << 20                  # training text that a vocabulary is learned from
+MAX_PLAIN_DOC_BYTES = 16 << 10               # maximum size of a document of plain text
+SHORT_VAL_BYTES = 1 << 10                    # validation text of a short input, at most half of it
 SHARD_TOKENS = 100_000_000
-PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
-RECORDS = (".jsonl", ".ndjson")
+UNREADABLE_SUFFIXES = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
-GPT2_PIECES = 50_256
-GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of the preset record
-# Of the trainer's preset pocket.
-POCKET_TOKENS, POCKET_VAL_TOKENS = 2_000_000, 65_536          # with which a pass lasts, whatever packing loses
-POCKET_VAL_BATCH, POCKET_SLOT, SLOTS = 8192, 192, 8
-MIN_TOKENS = SLOTS * (POCKET_SLOT + MAX_DOC_LEN)              # fill a step's slots: each may lose a document's rest
-VAL_UNIT = 128                               # a validation block is a multiple of it: 16 tokens in each of 8 slots
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # from openai/gpt-2
+GPT2_NUM_PIECES = 50_256
+GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of preset record
+# Settings of the trainer's preset pocket. POCKET_TRAIN_TOKENS suffice for a run of one epoch, including all tokens that
+# packing drops.
+POCKET_TRAIN_TOKENS, POCKET_VAL_TOKENS = 2_000_000, 65_536
+POCKET_VAL_BATCH, POCKET_SEQ_LEN, POCKET_SEQS = 8192, 192, 8
+# Enough to fill the sequences of one step, if each sequence drops the rest of one document.
+MIN_TOKENS = POCKET_SEQS * (POCKET_SEQ_LEN + MAX_DOC_LEN)
+VAL_BATCH_MULTIPLE = 128                     # 8 sequences, each with a multiple of 16 tokens
 Document = tuple[str, bytes]                 # TRAIN or VAL, and the text
+Encoder = Callable[[bytes], Any]             # text -> token ids
 
 def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
-    """Return every file once, with the split that --val_files fixes, and a line that counts them. Raises DataError."""
-    passed_over = Counter()
-    files = dict.fromkeys(named_files(args.val_files, args, passed_over), VAL)
-    for path in named_files(args.inputs, args, passed_over):
+    """List the input files, each once, and count them.
+
+    Returns {path: split, or "" if the hash decides}, and a line of counts to print. --val_files, if given, decides the
+    split of all files. Raises DataError if there are no files.
+    """
+    skipped: Counter[str] = Counter()
+    files = dict.fromkeys(named_files(args.val_files, args, skipped), VAL)
+    for path in named_files(args.inputs, args, skipped):
         files.setdefault(path, TRAIN if args.val_files else "")
-    counts = f"{passed_over.total():,} files passed over"
-    if passed_over:
-        counts += ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
-    check(files, " ".join(args.inputs), found=f"no text ({counts})", expected="some", hint="name other files")
+    counts = f"{skipped.total():,} files skipped"
+    if skipped:
+        counts += ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(skipped.items()))
+    check(files, " ".join(args.inputs), found=f"no text ({counts})", expected="at least one file with text",
+          hint="give other files")
     return files, f"{len(files):,} files read, {counts}"
 
-def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter) -> Iterator[Path]:
-    """Yield the files that names mean: files, folders with all below, and patterns. Raises DataError."""
+def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str]) -> Iterator[Path]:
+    """Yield the files of a list of files, folders (recursively) and patterns; count the skipped ones in `skipped`.
+
+    Raises DataError for a listed file that cannot be read as text.
+    """
     for name in names:
         path = Path(name)
         if path.is_dir():
@@ -71,28 +84,29 @@ def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter
             found = map(Path, glob.glob(name, recursive=True))
         else:
             found = [path]
+        # Links can form cycles, so take every real path once.
         once = {os.path.realpath(below): below for below in sorted(found, reverse=True) if not below.is_dir()}
-        for below in sorted(once.values()):  # once: links lead round
-            why = reason_to_pass(below, path, args)
+        for below in sorted(once.values()):
+            why = skip_reason(below, path, args)
             check(not why or below != path, path, found=why,
                   expected="text, .jsonl, .ndjson, .parquet, a folder or a pattern",
                   hint="unpack it, convert it to UTF-8, or give another path")
             if why:
-                passed_over[why] += 1
+                skipped[why] += 1
             else:
                 yield below
 
-def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
-    """Say why a file that a folder or a pattern found is not taken, "" if it is."""
-    if kind_of(path):
-        return kind_of(path)
+def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
+    """Return why a file found through `named` (a file, folder or pattern) is skipped, or "" if it is read."""
+    if file_problem(path):
+        return file_problem(path)
     if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
         return "hidden"
     if args.out.is_dir() and path.resolve().is_relative_to(args.out):
-        return "of an earlier call"
+        return "from an earlier call"
     if any(path.resolve().is_relative_to(left) for left in args.unfinished):
-        return "of a killed call"
-    if path.suffix in PACKED:
+        return "from a killed call"
+    if path.suffix in UNREADABLE_SUFFIXES:
         return path.suffix
     if path.stat().st_size == 0:
         return "empty"
@@ -100,93 +114,100 @@ def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
         return ""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            text = file.readline() if path.suffix in RECORDS else file.read(PLAIN_BYTES)
+            text = file.readline() if path.suffix in JSONL_SUFFIXES else file.read(MAX_PLAIN_DOC_BYTES)
     except ValueError:
         return "not in UTF-8"
-    if path.suffix in RECORDS and f'"{args.text_key}"' not in text:
+    if path.suffix in JSONL_SUFFIXES and f'"{args.text_key}"' not in text:
         return f"without {args.text_key!r}"
     return "binary" if "\0" in text else ""
 
 def read_pieces(path: Path) -> dict[bytes, int]:
-    """Read ids of pieces from lines of base64 and id: a vocab.txt, or tiktoken's ranks. Raises DataError."""
-    expected = "lines of base64, a space, an id"
-    regular_file(path, expected, "give another file")
-    ids = {}
+    """Read the ids of pieces from a vocab.txt or a file of tiktoken's ranks. Raises DataError."""
+    expected = "lines of base64, a space, and an id"
+    check_regular_file(path, expected, "give another --vocab")
+    ids: dict[bytes, int] = {}
     try:
         for line in path.read_bytes().splitlines():
-            code, number = line.split()
-            ids[base64.b64decode(code, validate=True)] = int(number)
+            code, token_id = line.split()
+            ids[base64.b64decode(code, validate=True)] = int(token_id)
     except ValueError as error:
-        raise DataError(path, found=error, expected=expected, hint="give another file") from None
+        raise DataError(path, found=error, expected=expected, hint="give another --vocab") from None
     check(sorted(ids.values()) == list(range(len(ids))) and ids.keys() >= set(ALL_BYTES), path,
-          found=f"{len(ids):,} pieces", expected="all 256 bytes among them and ids from 0 without a gap",
-          hint="give another file")
+          found=f"{len(ids):,} pieces", expected="pieces that include all 256 bytes, and ids from 0 without a gap",
+          hint="give another --vocab")
     return ids
 
-def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[bytes], Any]]:
-    """Return GPT-2's pieces, from a file, else from where tiktoken gets them, and its encoder. Raises DataError."""
+def make_gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Encoder]:
+    """Return the ids of GPT-2's pieces, and its encoder.
+
+    The pieces are read from the file `ranks`, or without one from tiktoken's cache or the network. Raises DataError.
+    """
     try:
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2") if not ranks else None
     except (ImportError, OSError) as error:
         raise DataError("--tokenizer=gpt2", found=repr(f"{error}".split(";")[0]),
                         expected="tiktoken, and its ranks from the network",
-                        hint="python -m pip install tiktoken, or give --vocab=FILE") from None
+                        hint="run python -m pip install tiktoken, or give --vocab=FILE") from None
     if ranks:
         ids = read_pieces(ranks)
         encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
-        check(len(ids) == GPT2_PIECES and encoding.encode_ordinary("Hello world") == [15496, 995], ranks,
-              found=f"{len(ids):,} other pieces", expected=f"GPT-2's {GPT2_PIECES:,}", hint="give another file")
+        check(len(ids) == GPT2_NUM_PIECES and encoding.encode_ordinary("Hello world") == [15496, 995], ranks,
+              found=f"{len(ids):,} pieces that are not GPT-2's",
+              expected=f"GPT-2's {GPT2_NUM_PIECES:,} pieces", hint="give another --vocab")
     else:
-        ids = {encoding.decode_single_token_bytes(n): n for n in range(GPT2_PIECES)}
+        ids = {encoding.decode_single_token_bytes(n): n for n in range(GPT2_NUM_PIECES)}
 
     def encode(text: bytes) -> list[int]:
         return encoding.encode_ordinary(text.decode())
     return ids, encode
 
-def tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[bytes, int], Callable[[bytes], Any]]:
-    """Return the pieces that the flags ask for, and their encoder; learned ones come from the first 16 MB of `docs`."""
+def make_tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[bytes, int], Encoder]:
+    """Build the tokenizer of the flags. Returns the ids of its pieces, and its encoder.
+
+    A vocabulary is learned from the first 16 MiB of the training documents in `docs`. Raises DataError.
+    """
     if args.tokenizer == "gpt2":
-        return gpt2_tokenizer(args.vocab)
+        return make_gpt2_tokenizer(args.vocab)
     if args.tokenizer == "bytes":
         ids = make_vocabulary(Counter(), len(ALL_BYTES))
         return ids, functools.partial(np.frombuffer, dtype=np.uint8)
     if args.vocab:
         ids = read_pieces(args.vocab)
     else:
-        counts = Counter()
-        seen = 0
+        counts: Counter[bytes] = Counter()
+        num_bytes = 0
         for text in (text for split, text in docs if split == TRAIN):
-            counts.update(piece for piece in PIECE.findall(text) if len(piece) > 1)
-            seen += len(text)
-            if seen >= LEARN_BYTES:
+            counts.update(piece for piece in PIECE_RE.findall(text) if len(piece) > 1)
+            num_bytes += len(text)
+            if num_bytes >= VOCAB_TEXT_BYTES:
                 break
         ids = make_vocabulary(counts, args.vocab_size - 1)
-    return ids, functools.partial(spell, ids=ids)
+    return ids, functools.partial(encode_pieces, ids=ids)
 
-def plain_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield what stands between separators, in pieces of at most 16 KiB. Raises DataError."""
+def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
+    """Yield the text between separators, in documents of at most 16 KiB. Raises DataError if it is not UTF-8."""
     separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t").encode()
-    done = 0                                 # bytes
+    done = 0                                 # bytes of the documents so far
     with path.open("rb") as file:
-        ahead = file.read(PLAIN_BYTES + len(separator) + 1)
+        ahead = file.read(MAX_PLAIN_DOC_BYTES + len(separator) + 1)
         while ahead:
             text, found, _ = ahead.partition(separator) if separator else (ahead, b"", b"")
-            if not found and len(ahead) > PLAIN_BYTES:
-                text = text[:cut_near(text, PLAIN_BYTES)]
+            if not found and len(ahead) > MAX_PLAIN_DOC_BYTES:
+                text = text[:find_cut(text, MAX_PLAIN_DOC_BYTES)]
             try:
                 text.decode()
             except UnicodeDecodeError as error:
                 raise DataError(path, found=f"byte 0x{text[error.start]:02x} at byte {done + error.start:,}",
                                 expected="UTF-8",
-                                hint="convert it (iconv -f LATIN1 -t UTF-8) or leave it out") from None
+                                hint="convert it (iconv -f LATIN1 -t UTF-8), or omit it") from None
             yield text
             size = len(text) + len(found)
             done += size
             ahead = ahead[size:] + file.read(size)
 
-def cut_near(text: bytes, at: int) -> int:
-    """Return a place to cut at or before `at`: a line's end if one is near, a word's, a character's."""
+def find_cut(text: bytes, at: int) -> int:
+    """Return an index at or before `at` to cut at: after a line if one ends after at / 2, a word, or a character."""
     for sign in (b"\n", b" "):
         end = text.rfind(sign, at // 2, at)
         if end >= 0 and text[:end].strip():
@@ -195,62 +216,65 @@ def cut_near(text: bytes, at: int) -> int:
         at -= 1
     return at
 
-def text_of(record: Any, key: str, place: str) -> bytes:
-    """Return a record's text. null is blank; half a surrogate pair, which JSON can write, a "?". Raises DataError."""
+def record_text(record: Any, key: str, place: str) -> bytes:
+    """Return the text of a JSON or Parquet record. null is an empty text.
+
+    An unpaired surrogate, which JSON can contain, becomes "?". Raises DataError without a string or null under `key`.
+    """
     value = record.get(key, record) if isinstance(record, dict) else record
     if not isinstance(record, dict) or not isinstance(value, str | None):
-        raise DataError(place, found=reprlib.repr(record), expected=f"text under {key!r}",
+        raise DataError(place, found=reprlib.repr(record), expected=f"a string or null under {key!r}",
                         hint="give another --text_key")
     return (value or "").encode(errors="replace")
 
-def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield the text of each line that is not blank. Raises DataError."""
+def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
+    """Yield the text of every line that is not blank. Raises DataError."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            place = f"{path}: line {number:,}"
+            place = f"{path}, line {number:,}"
             try:
                 record = json.loads(line)
-            except (ValueError, RecursionError) as error:     # no UTF-8, nested too deeply, a number of 5,000 digits
-                raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="an object",
-                                hint="mend the line, or leave it out") from None
-            yield text_of(record, args.text_key, place)
+            except (ValueError, RecursionError) as error:     # not UTF-8, too deeply nested, or 5,000 digits
+                raise DataError(place, found=repr(f"{error}".split(";")[0]), expected="a JSON object",
+                                hint="fix the line, or remove it") from None
+            yield record_text(record, args.text_key, place)
 
-def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
-    """Yield the text of each row. Raises DataError."""
+def read_parquet(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
+    """Yield the text of every row. Raises DataError."""
     try:
         from pyarrow import parquet
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(256, columns=[args.text_key]):
                 for row in batch.to_pylist():
-                    yield text_of(row, args.text_key, f"{path}: a row")
-    except (ImportError, OSError, ValueError) as error:       # a damaged column may be any of the latter two
+                    yield record_text(row, args.text_key, f"{path}, a row")
+    except (ImportError, OSError, ValueError) as error:       # a damaged column raises OSError or ValueError
         raise DataError(path, found=repr(f"{error}".split(";")[0]), expected="a Parquet file, and pyarrow to read it",
-                        hint="write it again, or python -m pip install pyarrow") from None
+                        hint="write the file again, or run python -m pip install pyarrow") from None
 
-def drawn_split(text: bytes, val_share: float) -> str:
-    """Draw by a hash of the text alone, so that neither order nor other documents change it."""
+def draw_split(text: bytes, val_share: float) -> str:
+    """Assign a document to TRAIN or VAL by a hash of its text, independently of order and other documents."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return VAL if int.from_bytes(digest, "big") < val_share * 2**64 else TRAIN
 
-def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
-    """Yield all that are not blank, in order. files: with their split if fixed.
+def read_documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
+    """Yield all documents that are not blank, in order. files: {path: split, or "" if the hash decides}.
 
-    Where the hash leaves a part empty, the last document is cut and serves both.
+    If the hash leaves a split empty, the last document is cut into one document for each split. Raises DataError.
     """
-    readers = {".jsonl": json_documents, ".ndjson": json_documents, ".parquet": parquet_documents}
-    last = None
-    splits = set()
+    readers = {".jsonl": read_jsonl, ".ndjson": read_jsonl, ".parquet": read_parquet}
+    last: Document | None = None
+    splits: set[str] = set()
     size = 0
     for path, fixed in files.items():
-        read = readers.get(path.suffix, plain_documents)
+        read = readers.get(path.suffix, read_plain)
         for text in read(path, args):
             text = text.removeprefix(BYTE_ORDER_MARK)
             if text.strip():
                 if last:
                     yield last
-                last = fixed or drawn_split(text, args.val_share), text
+                last = fixed or draw_split(text, args.val_share), text
                 splits.add(last[0])
                 size += len(text)
     if last and (len(splits) == 2 or not args.val_share or args.val_files):
@@ -259,125 +283,135 @@ def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Docu
         text = last[1]
         wanted = max(size * args.val_share, SHORT_VAL_BYTES)
         for_validation = int(min(wanted, len(text.strip()) / 2))
-        at = cut_near(text, len(text.rstrip()) - for_validation)
+        at = find_cut(text, len(text.rstrip()) - for_validation)
         if text[:at].strip():
             yield TRAIN, text[:at]
         yield VAL, text[at:]
 
 @dataclass
 class Shards:
-    """One split's shards; every one begins with a document."""
-    folder: Path                             # where they are written
-    stem: Path                               # their path later, without number and ending
+    """Writer of the shards of one split. Every shard begins with a document."""
+    folder: Path                             # folder to write to
+    stem: Path                               # final path of the shards, without number and suffix
     vocab_size: int
-    sizes: list[int] = field(default_factory=list)            # tokens of the shards written
-    usable: int = 0                          # tokens that the trainer reads of the shard where these are most
-    waiting: list[np.ndarray] = field(default_factory=list)   # documents for the next shard
-    totals: Counter = field(default_factory=Counter)          # documents, bytes of text, tokens waiting
+    sizes: list[int] = field(default_factory=list)            # tokens of each written shard
+    usable: int = 0                          # tokens that the trainer uses of the shard where they are most
+    pending: list[np.ndarray] = field(default_factory=list)   # documents of the next shard
+    totals: Counter[str] = field(default_factory=Counter)     # documents, bytes of text, pending tokens
 
     def add(self, size: int, tokens: np.ndarray) -> None:
-        """Add a document. size: bytes of its text. tokens: (n,) u16, each piece with its document start."""
-        if self.totals["waiting"] + len(tokens) > SHARD_TOKENS:
+        """Add the tokens of one text, (n,) u16. Every document in it begins with BOS. size: bytes of the text."""
+        if self.totals["pending"] + len(tokens) > SHARD_TOKENS:
             self.flush()
-        self.waiting.append(tokens)
-        self.totals.update(documents=1, bytes=size, waiting=len(tokens))
+        self.pending.append(tokens)
+        self.totals.update(documents=1, bytes=size, pending=len(tokens))
 
     def flush(self) -> None:
-        if self.waiting:
-            tokens = np.concatenate(self.waiting)
+        """Write the pending documents as one shard. Raises DataError."""
+        if self.pending:
+            tokens = np.concatenate(self.pending)
             starts = np.flatnonzero(tokens == self.vocab_size - 1)
             lengths = np.diff(starts, append=len(tokens))
             self.usable = max(self.usable, int(lengths.clip(max=MAX_DOC_LEN).sum()))
             name = f"{self.stem.name}_{len(self.sizes):06d}.bin"
             write_shard(self.folder / name, tokens.tobytes(), self.vocab_size)
             self.sizes.append(len(tokens))
-            self.waiting.clear()
-            self.totals["waiting"] = 0
+            self.pending.clear()
+            self.totals["pending"] = 0
 
     def summary(self) -> str:
+        """Return a line with the counts of the written shards."""
         tokens = sum(self.sizes)
         size = self.totals["bytes"]
         return (f"{self.stem}_*.bin: {len(self.sizes)} shards, {self.totals['documents']:,} documents, {tokens:,} "
                 f"tokens, {size:,} bytes, {size / tokens:.3f} bytes per token")
 
     def pattern(self) -> str:
-        """Return what the trainer's flag wants, as a shell reads it; brackets of a name are no pattern."""
+        """Return the glob pattern of the shards, quoted for the shell. Brackets in names are escaped."""
         return shlex.quote(f"{glob.escape(str(self.stem))}_*.bin")
 
-def training_line(train: Shards, val: Shards) -> str:
-    """Return the ./run.sh line that trains on just this text, or words if it is too short."""
+def training_command(train: Shards, val: Shards) -> str:
+    """Return the ./run.sh command that trains on this text. For a short text, return the necessary size instead."""
     tokens = sum(train.sizes)
     val_tokens = sum(val.sizes)
-    if train.usable < MIN_TOKENS or max(val.sizes, default=0) < VAL_UNIT + 2:
+    if train.usable < MIN_TOKENS or max(val.sizes, default=0) < VAL_BATCH_MULTIPLE + 2:
         return (f"too short for ./run.sh: found {tokens:,} training and {val_tokens:,} validation tokens, expected "
-                f"{MIN_TOKENS:,} and {VAL_UNIT + 2:,} or more; add text, or try --tokenizer=bytes, which gives more "
-                "tokens; --force replaces what is in --out")
+                f"at least {MIN_TOKENS:,} and {VAL_BATCH_MULTIPLE + 2:,}; add text, or use --tokenizer=bytes, which "
+                "yields more tokens; --force replaces the data set in --out")
     flags = ["--preset=pocket", f"--train_files={train.pattern()}", f"--val_files={val.pattern()}"]
-    if tokens < POCKET_TOKENS:
+    if tokens < POCKET_TRAIN_TOKENS:
         flags.append("--epochs=0")
-    block = min(POCKET_VAL_BATCH, (max(val.sizes) - 2) // VAL_UNIT * VAL_UNIT)
+    block = min(POCKET_VAL_BATCH, (max(val.sizes) - 2) // VAL_BATCH_MULTIPLE * VAL_BATCH_MULTIPLE)
     whole = sum((size - 2) // block * block for size in val.sizes)
     if whole < POCKET_VAL_TOKENS:
         flags += [f"--val_tokens={whole}", f"--val_batch_tokens={block}"]
     return " ".join(["./run.sh", *flags])
 
 def write_shards(folder: Path, args: argparse.Namespace, files: dict[Path, str]) -> list[str]:
-    """Read, encode and write. files: as `input_files` returns them. Returns the lines to print. Raises DataError."""
-    ids, encode = tokenizer(args, documents(files, args))
-    start = len(ids)
-    check(start < MAX_VOCAB, args.vocab, found=f"{start:,} pieces", expected=f"at most {MAX_VOCAB - 1:,}",
+    """Read, encode and write all documents. files: the result of `input_files`. Returns the lines to print.
+
+    Raises DataError, also if a split has no documents.
+    """
+    ids, encode = make_tokenizer(args, read_documents(files, args))
+    bos_id = len(ids)
+    check(bos_id < MAX_VOCAB, args.vocab, found=f"{bos_id:,} pieces", expected=f"at most {MAX_VOCAB - 1:,} pieces",
           hint="give a smaller vocabulary")
     write_vocabulary(folder, ids)
-    shards = {split: Shards(folder, args.out / f"{args.out.name}_{split}", start + 1) for split in (TRAIN, VAL)}
+    shards = {split: Shards(folder, args.out / f"{args.out.name}_{split}", bos_id + 1) for split in (TRAIN, VAL)}
     with tqdm(unit="B", unit_scale=True, disable=None) as bar:
-        for split, text in documents(files, args):
+        for split, text in read_documents(files, args):
             tokens = np.asarray(encode(text), "<u2")
             room = args.max_doc_tokens - 1 if args.max_doc_tokens else len(tokens)
             starts = np.arange(0, len(tokens), room)
-            shards[split].add(len(text), np.insert(tokens, starts, start))
+            shards[split].add(len(text), np.insert(tokens, starts, bos_id))
             bar.update(len(text))
 
     splits = [TRAIN, VAL] if args.val_files or args.val_share else [TRAIN]
     size = sum(shards[split].totals["bytes"] for split in shards)
     for split in splits:
         shards[split].flush()
-        check(shards[split].sizes, "text", found=f"no {split} document in {size:,} bytes", expected="one",
+        check(shards[split].sizes, "text", found=f"no {split} document in {size:,} bytes", expected="at least one",
               hint="give more or smaller documents (--document_separator), --val_files, or --val_share=0")
-    return [*(shards[split].summary() for split in splits), training_line(shards[TRAIN], shards[VAL])]
+    return [*(shards[split].summary() for split in splits), training_command(shards[TRAIN], shards[VAL])]
 
-@errors_in_words()
+@exit_on_error()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("inputs", nargs="+", help="files (text, .jsonl, .ndjson, .parquet), folders, patterns ('notes/**/*.md')")
-    add("--out", type=folder_name, required=True, help="folder of the data set, whose name its shards have too")
-    add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket", help="default pocket")
-    add("--vocab", type=Path, help="pocket: an existing vocab.txt, else one is learned; gpt2: tiktoken's ranks")
-    add("--vocab_size", type=int, default=2048, help="pocket: largest learned vocabulary, document start included")
-    add("--text_key", default="text", help="field of .jsonl, column of .parquet")
-    add("--document_separator", default="", help=r"of plain text, for instance '\n\n' or '<|endoftext|>'")
-    add("--max_doc_tokens", type=int, help=f"document start included, 0: no limit; default {MAX_DOC_LEN}, and "
-        f"{GPT2_MAX_DOC_LEN:,} with gpt2, as --max_doc_len of the presets pocket and record")
-    add("--val_share", type=float, default=0.05, help="of the documents; default 0.05")
-    add("--val_files", nargs="+", default=[], help="these for validation, all others for training")
-    add("--force", action="store_true", help="replace a data set of this name")
+    add("inputs", nargs="+", help="files (text, .jsonl, .ndjson, .parquet), folders, or patterns ('notes/**/*.md')")
+    add("--out", type=parse_folder, required=True,
+        help="folder to create; its name is also the prefix of the shard names")
+    add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket",
+        help="how to split text into tokens [pocket]")
+    add("--vocab", type=Path,
+        help="pocket: existing vocab.txt, instead of learning one; gpt2: file of tiktoken's ranks")
+    add("--vocab_size", type=int, default=2048, help="pocket: maximum size of the learned vocabulary, with BOS [2048]")
+    add("--text_key", default="text", help="field of .jsonl or column of .parquet that has the text [text]")
+    add("--document_separator", default="",
+        help=r"between the documents of a text file, for example '\n\n' or '<|endoftext|>'")
+    add("--max_doc_tokens", type=int, help=f"split longer documents, BOS included; 0: no limit "
+        f"[{MAX_DOC_LEN}; with gpt2 {GPT2_MAX_DOC_LEN:,}: --max_doc_len of the presets pocket and record]")
+    add("--val_share", type=float, default=0.05, help="fraction of the documents that are for validation [0.05]")
+    add("--val_files", nargs="+", default=[], help="files for validation; all others are for training")
+    add("--force", action="store_true", help="replace an existing data set of this name")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
         args.max_doc_tokens = GPT2_MAX_DOC_LEN if args.tokenizer == "gpt2" else MAX_DOC_LEN
     if args.max_doc_tokens != 0 and args.max_doc_tokens < 2:
-        parser.error(f"found --max_doc_tokens={args.max_doc_tokens}, expected 0 or at least 2")
+        parser.error(f"--max_doc_tokens: found {args.max_doc_tokens}, expected 0 or at least 2")
     if not MIN_VOCAB <= args.vocab_size <= MAX_VOCAB:
-        parser.error(f"found --vocab_size={args.vocab_size}, expected {MIN_VOCAB} to {MAX_VOCAB:,}")
+        parser.error(f"--vocab_size: found {args.vocab_size}, expected {MIN_VOCAB} to {MAX_VOCAB:,}")
     if not 0 <= args.val_share < 1:
-        parser.error(f"found --val_share={args.val_share}, expected 0 or more, but below 1")
+        parser.error(f"--val_share: found {args.val_share}, expected at least 0 and below 1")
     if args.vocab and args.tokenizer == "bytes":
-        parser.error("found --vocab with --tokenizer=bytes, expected pocket or gpt2")
-    args.unfinished = unfinished(args.out)
-    files, counts = input_files(args)        # before anything is created or removed
+        parser.error("--vocab: found --tokenizer=bytes, expected pocket or gpt2")
+    args.unfinished = find_unfinished(args.out)
+    # Check the inputs before anything is created or removed.
+    files, counts = input_files(args)
     with locked(args.out.parent), new_data_set(args.out, args.out.name, args.force) as folder:
         lines = write_shards(folder, args, files)
-    say(counts, *lines)
+    print_result(counts, *lines)
 
 
 if __name__ == "__main__":
-    sys.exit(as_program(main))
+    sys.exit(run_main(main))

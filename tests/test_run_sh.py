@@ -1,4 +1,4 @@
-"""run.sh: what it starts, and its errors, with an interpreter that only repeats its arguments; what follows a run."""
+"""run.sh: the commands it starts, with an interpreter that only prints its arguments; its errors; its signals."""
 import contextlib
 import json
 import os
@@ -11,23 +11,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from common import ROOT
 
 import train_gpt as tg
 
-# LACKS=packages: none are installed. LACKS=extras: neither faster attention nor pytest. pip does as PIP says.
-PARROT = """#!/usr/bin/env bash
+# A fake interpreter. LACKS=packages: no packages are installed. LACKS=extras: no faster attention and no pytest.
+# PIP=works: pip succeeds, except for packages in BROKEN.
+FAKE_PYTHON = """#!/usr/bin/env bash
 here=$(dirname "$0")
 case $1:$2 in
-    -:*)                                 # the packages that run.sh asks for
+    -:*)                                 # has_packages
         [[ ${LACKS-} != packages || -e $here/installed ]] && exec echo "${TORCH-2.13.0} 3.12.0"
         exit 1 ;;
     -c:*torch.cuda.init*) exec echo "${CUDA-13.0 9} 2" ;;
     -c:*sysconfig*) exec echo "$HEADERS" ;;
-    -c:*importlib.metadata*)             # one package, and its version
+    -c:*importlib.metadata*)             # has_package: a package and its version
         [[ ${LACKS-} != extras || -e $here/$3${4:+==}$4 ]]
         exit ;;
     -c:*) exit ;;
@@ -45,18 +48,18 @@ elif [[ $2 == pip && $* != *" -r "* ]]; then
 fi
 true
 """
-PATIENCE = """#!/usr/bin/env bash
+FAKE_TIMEOUT = """#!/usr/bin/env bash
 echo "at most $1 s"
-[[ ${PIP-} != hangs ]] || exit 124       # as a program that was ended says
+[[ ${PIP-} != hangs ]] || exit 124       # exit status of timeout(1)
 shift
 exec "$@"
 """
-GPUS = """#!/usr/bin/env bash
+FAKE_NVIDIA_SMI = """#!/usr/bin/env bash
 [[ ${GPUS-} != hang ]] || exec sleep 55
 [[ -n ${GPUS-} ]] || exit 9
 echo GPU 0: x; echo GPU 1: y
 """
-COMPILER = """#!/usr/bin/env bash
+FAKE_COMPILER = """#!/usr/bin/env bash
 [[ $1 != -E ]] || exec test -e "$5/Python.h"                  # -E -x c -I FOLDER -
 """
 LAUNCHER = "-m torch.distributed.run --standalone --nproc_per_node=2"
@@ -66,8 +69,8 @@ IN_TWO = f"{PYTEST} -n 2 --dist=loadfile --no-loadscope-reorder tests"
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
 @pytest.fixture
-def run_sh(tmp_path: Path):
-    """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
+def run_sh(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Call a copy of run.sh, in a folder with a space in its name, with flags and environment variables."""
     home, programs, headers = tmp_path / "a clone", tmp_path / "programs", tmp_path / "include/python3.12"
     for name in ("run.sh", "train_gpt.py", "requirements.txt", "requirements-gpu.txt", "tests/requirements.txt"):
         (home / name).parent.mkdir(parents=True, exist_ok=True)
@@ -75,12 +78,14 @@ def run_sh(tmp_path: Path):
     for folder in (programs, headers):
         folder.mkdir(parents=True)
     (headers / "Python.h").touch()
-    for name, text in (("parrot", PARROT), ("nvidia-smi", GPUS), ("timeout", PATIENCE), ("gcc", COMPILER)):
+    for name, text in (("python-fake", FAKE_PYTHON), ("nvidia-smi", FAKE_NVIDIA_SMI), ("timeout", FAKE_TIMEOUT),
+                       ("gcc", FAKE_COMPILER)):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
-    def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
-        environment = dict(PYTHON=str(programs / "parrot"), PATH=f"{programs}:{os.environ['PATH']}",
+    def call(*flags: str, script: tuple[str | Path, ...] = (home / "run.sh",),
+             **variables: str) -> subprocess.CompletedProcess:
+        environment = dict(PYTHON=str(programs / "python-fake"), PATH=f"{programs}:{os.environ['PATH']}",
                            HOME=str(tmp_path / "user"), HEADERS=str(headers))
         return subprocess.run([*script, *flags], env=environment | variables, cwd=tmp_path, capture_output=True,
                               text=True, timeout=60)
@@ -88,7 +93,7 @@ def run_sh(tmp_path: Path):
     return call
 
 def started(done: subprocess.CompletedProcess) -> str:
-    """Return the last command that the parrot was asked to run."""
+    """Return the arguments of the last command of the fake interpreter."""
     assert done.returncode == 0, done.stderr
     return re.findall(r"^\S* \d*: (.*)$", done.stdout, re.MULTILINE)[-1]
 
@@ -97,15 +102,37 @@ def started(done: subprocess.CompletedProcess) -> str:
     ([], dict(PYTHON="python-of-nowhere"), ("python-of-nowhere", "Python 3.11 or later", "PYTHON=")),
     (["--preset", "pocket"], {}, ("--preset", "--preset=VALUE")),
     (["--run_dir", "logs/x"], {}, ("--run_dir", "--run_dir=VALUE")),
-    (["--savee=w"], {}, ("unknown flag", "--savee", "./run.sh --help")), (["-x"], {}, ("unknown flag", "-x")),
     (["--seed=1", "fox"], {}, ("fox", "--sample=DIR")), (["--seed=1", "--resume=logs/x", "fox"], {}, ("fox",))])
-def test_die__found_expected_do(run_sh, flags, variables, parts):
+def test_die__four_lines(run_sh, flags, variables, parts) -> None:
     done = run_sh(*flags, **variables)
     title, *lines = done.stderr.splitlines()
     assert done.returncode == 2 and not done.stdout, "before data are prepared"
     assert title.startswith("error: ")
     assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
+
+@pytest.mark.parametrize("flags, refused", [
+    (["--sede=1"], "--sede=1"), (["--seed=1", "--num_slots=8", "--x"], "--num_slots=8"), (["-x"], "-x"),
+    (["--sample=w", "--savee=w", "--help"], "--savee=w")])
+def test_read_flags__the_trainer_gets_an_unknown_flag(run_sh, flags, refused) -> None:
+    """It gets nothing else, before data are downloaded and GPUs are prepared, but after packages are installed."""
+    done = run_sh(*flags, GPUS="2", LACKS="extras")
+    assert started(done) == f"train_gpt.py {refused}" and len(done.stdout.splitlines()) == 1, done.stdout
+    done = run_sh(*flags, LACKS="packages")
+    assert started(done) == f"train_gpt.py {refused}" and "-r requirements.txt" in done.stdout
+    assert "data:" not in done.stdout and "training:" not in done.stdout
+
+@pytest.mark.parametrize("flag, hint", [("--sede=1", "--seed"), ("--num_slots=8", "renamed to --seqs_per_step")])
+def test_read_flags__an_unknown_flag_is_refused_with_the_right_name(run_sh, tmp_path, flag, hint) -> None:
+    """With the trainer itself; nothing is downloaded, trained or written."""
+    home = tmp_path / "a clone"
+    before = sorted(home.rglob("*"))
+    done = run_sh(flag, GPUS="2", PYTHON=sys.executable)
+    assert done.returncode == 2, done.stderr
+    assert "unknown flag" in done.stderr and flag in done.stderr
+    assert hint in done.stderr.splitlines()[-1], done.stderr
+    assert "data:" not in done.stdout and "training:" not in done.stdout
+    assert [path for path in sorted(home.rglob("*")) if "__pycache__" not in path.parts] == before
 
 @pytest.mark.parametrize("flags, command", [
     (["--seed=1"], "train_gpt.py --preset=pocket --seed=1"),
@@ -119,18 +146,18 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     (["test", "-v", "-k", "x"], f"{PYTEST} tests -v -k x"),
     (["test", "-k", "x y"], f"{PYTEST} tests -k x y"), (["test", "run.sh"], f"{PYTEST} run.sh"),
     (["--help"], "train_gpt.py --preset=pocket --help")])
-def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command):
-    """A save or an earlier run knows its preset; tests that the user names are the only ones."""
+def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, command) -> None:
+    """--sample and --resume use the preset of the earlier run; if the user names test files, only these run."""
     done = run_sh(*flags, LACKS="extras")
     assert started(done) == command
     assert ": data/" not in done.stdout, "the data of pocket are here: nothing makes or fetches any"
     assert "flash-attn" not in done.stdout, "a CPU gets no faster attention"
     assert all(part in done.stdout for part in ("./run.sh test", "./run.sh day", "NPROC=")) == (flags == ["--help"])
 
-@pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
-def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
-    done = run_sh("--preset=tiny", f"--seqs_per_step={slots}", GPUS="2")
-    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --seqs_per_step={slots}"
+@pytest.mark.parametrize("seqs, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
+def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, seqs, processes) -> None:
+    done = run_sh("--preset=tiny", f"--seqs_per_step={seqs}", GPUS="2")
+    assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --seqs_per_step={seqs}"
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: " in done.stdout.splitlines()[-1], "cores are shared"
 
@@ -140,11 +167,11 @@ def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_
     (dict(GPUS="2", PYTORCH_ALLOC_CONF="backend:native"), "allocator: backend:native,"),
     (dict(GPUS="2", PYTORCH_CUDA_ALLOC_CONF="backend:native"), "allocator: ,"),
     (dict(TORCHINDUCTOR_CACHE_DIR="{}/mine"), "compiled: {}/mine,"), (dict(HOME="/proc/nowhere"), "compiled: ,")])
-def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said):
+def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said) -> None:
     done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
     assert said.format(tmp_path) in done.stderr
 
-def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
+def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
     done = run_sh("--seed=1", script=("sh", "./link"))
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
@@ -157,7 +184,7 @@ FA4_OF_CUDA_12 = [line.replace("[cu13]", "") for line in FA4]
 FA3 = "--no-deps --index-url https://download.pytorch.org/whl/{} flash-attn-3"
 
 def installed(done: subprocess.CompletedProcess) -> list[str]:
-    """Return what pip was asked for in the time limit, for .venv."""
+    """Return the arguments of every pip call that installs into .venv with the time limit."""
     return re.findall(rf"^at most 600 s\n\.venv \d*: {QUIET_PIP} (.*)$", done.stdout, re.MULTILINE)
 
 @pytest.mark.parametrize("variables, packages", [
@@ -166,14 +193,14 @@ def installed(done: subprocess.CompletedProcess) -> list[str]:
     (dict(CUDA="12.6 9"), [" ".join(FA4_OF_CUDA_12), FA3.format("cu126")]),
     (dict(TORCH="2.11.0"), [FA3.format("cu130")]), (dict(TORCH="2.16.0"), [FA3.format("cu130")]),
     (dict(TORCH="2.11.0", CUDA="13.0 10"), []), (dict(CUDA="13.0 8"), []), (dict(CUDA="13.0 12"), [])])
-def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages):
-    """On top of the user's interpreter, and once."""
+def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, packages) -> None:
+    """It is installed into a .venv on top of the user's interpreter, and only once."""
     given = dict(GPUS="2", LACKS="extras", PIP="works") | variables
     done = run_sh(*WITH_GPUS, **given)
     assert installed(done) == packages, done.stdout
     assert started(done).startswith(LAUNCHER)
     assert done.stdout.splitlines()[-1].startswith(".venv") == (packages != []), "with the interpreter that has it now"
-    assert ("NO FlashAttention 4" in done.stdout) == (given.get("TORCH") in ("2.11.0", "2.16.0"))
+    assert ("no FlashAttention 4" in done.stdout) == (given.get("TORCH") in ("2.11.0", "2.16.0"))
     assert ("-m venv --system-site-packages .venv" in done.stdout) == (packages != [])
     again = run_sh(*WITH_GPUS, **given)
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
@@ -182,18 +209,18 @@ def test_add_fast_attention__what_the_card_and_torch_can_use(run_sh, variables, 
 @pytest.mark.parametrize("variables, missing", [
     (dict(PIP="fails"), "43"), (dict(PIP="hangs"), "43"), (dict(PIP="works", BROKEN="flash-attn-3"), "3"),
     (dict(PIP="works", BROKEN="flash-attn-4"), "4")])
-def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing):
+def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, variables, missing) -> None:
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", **variables)
     assert started(done).startswith(LAUNCHER)
-    told = re.findall(r"NO FlashAttention (\d): that failed.*; by hand: \S+ -m pip install", done.stdout)
-    assert told == [*missing], done.stdout
+    failed = re.findall(r"warning: installing FlashAttention (\d) failed;.*; to retry: \S+ -m pip install", done.stdout)
+    assert failed == [*missing], done.stdout
     assert done.stdout.splitlines()[-1].startswith(".venv") == (missing != "43"), "else the interpreter of before"
 
-def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path):
-    """Whatever its packages: attention for another torch is none for the one that is to train."""
+def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) -> None:
+    """Its packages do not matter: attention that was built for another torch does not work with this one."""
     other = tmp_path / "a clone/.venv/bin/python"
     other.parent.mkdir(parents=True)
-    other.write_text(PARROT.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
+    other.write_text(FAKE_PYTHON.replace("${TORCH-2.13.0}", "2.13.0+cpu"))
     other.chmod(0o755)
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="extras", PIP="works")
     assert installed(done) == [" ".join(FA4), FA3.format("cu130")], "a .venv made anew"
@@ -202,7 +229,7 @@ def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path):
     (WITH_GPUS, "", []), (["--help"], "extras", []), (["test", "-k", "x"], "extras", []),
     (["--preset=tiny"], "packages", ["requirements.txt"]),
     (["test"], "packages", ["requirements.txt", "tests/requirements.txt"])])
-def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages):
+def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages) -> None:
     done = run_sh(*flags, GPUS="2" * (lacks != "packages"), LACKS=lacks, PIP="works")
     assert done.returncode == 0, done.stderr
     assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
@@ -212,43 +239,43 @@ def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, package
     (["--device=cpu"], dict(GPUS="2"), []), (["--device=cpu", "--parts=steps"], dict(LACKS="extras"), ["pytest"]),
     (["--device", "cpu"], dict(GPUS="2", LACKS="extras"), ["pytest"]), (["--full"], dict(GPUS="2"), []),
     (["--full"], dict(GPUS="2", LACKS="extras"), ["flash-attn-4", "flash-attn-3", "pytest"])])
-def test_run_day__what_it_needs_and_its_arguments(run_sh, flags, variables, packages):
+def test_run_day__what_it_needs_and_its_arguments(run_sh, flags, variables, packages) -> None:
     done = run_sh("day", *flags, PIP="works", **variables)
     assert started(done) == " ".join(["tests/gpu/day.py", *flags]), done.stdout
     found = installed(done)
     assert len(found) == len(packages) and all(map(str.__contains__, found, packages))
     assert ("allocator: expandable_segments:True" in done.stderr) == ("--full" in flags)
 
-def test_run_day__goes_on_without_pytest(run_sh):
+def test_run_day__goes_on_without_pytest(run_sh) -> None:
     done = run_sh("day", "--device=cpu", LACKS="extras", PIP="fails")
-    assert started(done) == "tests/gpu/day.py --device=cpu" and "NO pytest" in done.stdout
+    assert started(done) == "tests/gpu/day.py --device=cpu" and "installing pytest failed" in done.stdout
 
 
-# ---- GPUs that cannot train, and interpreters that may
+# ---- GPUs that cannot train, and suitable interpreters
 def shorten(script: Path, limit: str) -> None:
-    """Make one of its time limits 1 s."""
+    """Replace a time limit in the script by 1 s."""
     text, count = re.subn(rf"\b{limit}\b", "limit_s=1", script.read_text())
     assert count == 1
     script.write_text(text)
 
-def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path):
-    """And torch is told not to call it."""
+def test_count_gpus__a_driver_that_hangs_means_the_cpu_aloud(run_sh, tmp_path) -> None:
+    """The environment also prevents torch from calling the driver."""
     script = tmp_path / "a clone/run.sh"
     shorten(script, "limit_s=20")
     done = run_sh("--seed=1", GPUS="hang")
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
-    assert "nvidia-smi does not answer within 1 s" in done.stdout and "on the CPU" in done.stdout
+    assert "nvidia-smi did not return within 1 s" in done.stdout and "on the CPU" in done.stdout
     assert "GPUs  by NVML 1: train_gpt.py" in (tmp_path / "programs/commands").read_text()
 
 @pytest.mark.parametrize("flags, variables", [
     (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="")), (["--preset=pocket"], dict(CUDA_VISIBLE_DEVICES="-1")),
     (["--preset=pocket", "--device=cpu"], {})])
-def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables):
+def test_count_gpus__the_user_may_want_the_cpu(run_sh, flags, variables) -> None:
     done = run_sh(*flags, GPUS="2", LACKS="extras", CUDA="none 0", **variables)
     assert started(done) == " ".join(["train_gpt.py", *flags]) and "on the CPU" in done.stdout
 
-# In the place of torch: GPUs that cannot be used, each in its own way.
-TORCH = """
+# A fake torch, whose GPUs fail in the given way.
+FAKE_TORCH = """
 import os, time
 class version:
     cuda = {cuda!r}
@@ -263,8 +290,8 @@ class cuda:
 OLD_DRIVER = ("The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver\\n"
               "by downloading and installing a new version")
 HAS_HEADERS = "import sysconfig\nsysconfig.get_paths = lambda scheme: dict(include={!r})\n"
-# Runs what run.sh asks of Python, and repeats everything else.
-PYTHON = """#!/usr/bin/env bash
+# Runs the checks of run.sh in a real interpreter, and only prints all other commands.
+CHECKING_PYTHON = """#!/usr/bin/env bash
 case "$*" in
     *train_gpt.py* | *fineweb* | "-m "*) echo "started: $*" ;;
     *) exec {} "$@" ;;
@@ -272,14 +299,14 @@ esac
 """
 
 @pytest.fixture
-def run_with_torch(run_sh, tmp_path):
-    """Call run.sh with this interpreter, two GPUs, and a torch that has a version and these answers about its GPUs."""
+def run_with_torch(run_sh, tmp_path: Path) -> Callable[..., subprocess.CompletedProcess]:
+    """Call run.sh with this interpreter, two GPUs, and a fake torch of a given version, whose GPUs behave as given."""
     def call(version: str, *flags: str, cuda: str | None = "13.0", count: int = 2, init: str = "pass",
              headers: Path = tmp_path / "include/python3.12", attention: str = FA4[0].split("==")[1],
              **variables: str) -> subprocess.CompletedProcess:
         packages, python = tmp_path / "packages", tmp_path / "programs/python"
         (packages / "torch").mkdir(parents=True)
-        (packages / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, count=count, init=init))
+        (packages / "torch/__init__.py").write_text(FAKE_TORCH.format(cuda=cuda, count=count, init=init))
         for name in ("numpy", "huggingface_hub", "tqdm"):
             (packages / f"{name}.py").touch()
         for name, release in (("torch", version), ("flash_attn_4", attention), ("flash_attn_3", "3.0.0")):
@@ -287,7 +314,7 @@ def run_with_torch(run_sh, tmp_path):
             folder.mkdir()
             (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {release}\n")
         (packages / "sitecustomize.py").write_text(HAS_HEADERS.format(str(headers)))
-        python.write_text(PYTHON.format(sys.executable))
+        python.write_text(CHECKING_PYTHON.format(sys.executable))
         python.chmod(0o755)
         variables = dict(PYTHONPATH=str(packages), PYTHON=str(python), GPUS="2") | variables
         return run_sh(*flags, **variables)
@@ -306,7 +333,7 @@ def run_with_torch(run_sh, tmp_path):
     (dict(headers=Path("/nowhere/python3.12")), {}, ("/nowhere/python3.12", "apt install python3.12-dev")),
     ({}, dict(CC="/nowhere/cc"), ("C compiler", "/nowhere/cc", "apt install gcc"))],
     ids=["CPU build", "old driver", "unknown", "none visible", "crash", "hang", "no headers", "no compiler"])
-def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torch, tmp_path, gpus, variables, parts):
+def test_check_gpus__exits_with_a_hint_before_fetching(run_with_torch, tmp_path, gpus, variables, parts) -> None:
     script = tmp_path / "a clone/run.sh"
     if "sleep" in gpus.get("init", ""):
         shorten(script, "limit_s=120")
@@ -315,23 +342,23 @@ def test_check_gpus__ends_with_the_cure_before_anything_is_fetched(run_with_torc
     assert [line.split(":")[0].strip() for line in done.stderr.splitlines()[1:]] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
 
-def test_check_headers__before_torch_is_fetched(run_sh):
+def test_check_headers__before_torch_is_fetched(run_sh) -> None:
     done = run_sh("--preset=record", GPUS="2", LACKS="packages", HEADERS="/nowhere/python3.12")
     assert done.returncode == 2 and done.stdout == "" and "apt install python3.12-dev" in done.stderr
 
 @pytest.mark.parametrize("attention, fits", [("4.0.0b18", True), ("4.0.0b19", False)])
-def test_check_gpus__usable_ones_train(run_with_torch, attention, fits):
-    """With the release of FlashAttention 4 that fits; another is replaced, in .venv."""
+def test_check_gpus__usable_ones_train(run_with_torch, attention, fits) -> None:
+    """The installed release of FlashAttention 4 is used if it is the required one, and else replaced in .venv."""
     done = run_with_torch("2.13.0", "--preset=record", "--train_files=x", attention=attention)
     assert done.returncode == 0, done.stderr
     assert f"started: {LAUNCHER} train_gpt.py --preset=record" in done.stdout
-    assert ("flash-attn-4, into .venv" in done.stdout) != fits and "flash-attn-3" not in done.stdout
+    assert ("installing flash-attn-4 into .venv" in done.stdout) != fits and "flash-attn-3" not in done.stdout
 
 @pytest.mark.parametrize("version, taken, line", [
     ("2.11.0+cu130", True, True), ("2.12.1", True, True), ("2.13.0+cpu", True, False), ("2.13.0", True, False),
     ("2.13.1", True, True), ("2.14.1", True, True), ("2.15.0", True, True), ("2.10.0", False, False),
     ("2.1.0", False, False), ("3.0.0", False, False), ("3.11.0", False, False)])
-def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
+def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line) -> None:
     done = run_with_torch(version, "--preset=tiny", GPUS="")
     assert ("started: train_gpt.py --preset=tiny" in done.stdout) == taken, done.stdout
     assert ("started: -m venv" in done.stdout) != taken
@@ -339,8 +366,8 @@ def test_has_packages__torch_of_the_user(run_with_torch, version, taken, line):
     assert said == [(version, platform.python_version())] * line
 
 @pytest.mark.parametrize("streams", [">&-", ">/dev/full", "<&- >&- 2>&-"])
-def test_print0__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams):
-    """Whether it is closed or full. Nothing but the console gets what is said."""
+def test_print_status__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, streams) -> None:
+    """The console may be closed or full. Its messages are not written anywhere else."""
     script = ("bash", "-c", f'"{tmp_path}/a clone/run.sh" "$@" {streams}', "bash")
     done = run_sh("--seed=1", script=script, LACKS="packages")
     assert done.returncode == 0 and not done.stdout, done.stderr
@@ -349,9 +376,9 @@ def test_print0__a_console_that_is_gone_does_not_end_a_run(run_sh, tmp_path, str
     assert commands[-1].endswith(": train_gpt.py --preset=pocket --seed=1")
 
 
-# ---- What follows a run
-# Writes the log of a run of record 10, and ends or waits; says of which signals it was told.
-TRAINER = '''"""
+# ---- Signals, and the report after a run
+# A fake trainer: copies the log of a run of record 10, then exits or waits. Prints the signals that it receives.
+FAKE_TRAINER = '''"""
     seed: 0
     runs: 1
     sleep: seconds before the end
@@ -359,11 +386,11 @@ TRAINER = '''"""
 """
 import json, os, shutil, signal, sys, time
 flags = dict(word[2:].partition("=")[::2] for word in sys.argv[1:])
-told = []
-def end(number, _):
-    told.append(int(number))
+received = []
+def end(number: int, _: object) -> None:
+    received.append(int(number))
     time.sleep(0.3)
-    os.write(1, f"told {told}\\n".encode())                   # a print may be under way
+    os.write(1, f"received {received}\\n".encode())           # not print, which a signal may interrupt
     os._exit(128 + number)
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, end)
@@ -377,14 +404,14 @@ if os.environ.get("RANK", "0") == "0":
 sys.exit(int(flags.get("fail", 0)))
 '''
 
-def read(descriptor: int, pattern: str = "") -> str:
-    """Read until the pattern has come, or without one to the end. Fails with what was said if that takes too long."""
+def read_until(descriptor: int, pattern: str = "") -> str:
+    """Read until the pattern matches, or without a pattern to the end. Fails after 60 s, with the text so far."""
     said, deadline = "", time.monotonic() + 60
     while not (pattern and re.search(pattern, said)):
         ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
         assert ready, f"neither an end nor {pattern!r} within 60 s: {said!r}"
         piece = b""
-        with contextlib.suppress(OSError):                    # a terminal that nobody writes to any more
+        with contextlib.suppress(OSError):                    # a terminal without writers
             piece = os.read(descriptor, 1000)
         if not piece:
             assert not pattern, f"it ended before {pattern!r}: {said!r}"
@@ -393,20 +420,20 @@ def read(descriptor: int, pattern: str = "") -> str:
     return said
 
 MISSING = "raise ImportError('not installed')\n"
-PLACE = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.028: inside its spread, 2.02 to 2.30"
+REPORT = "2.192 nats per token: a trigram model has 2.806, record 10 2.161 +- 0.028: inside its spread, 2.02 to 2.30"
 
 @pytest.fixture
-def follow(tmp_path: Path):
-    """Start run.sh beside a trainer that does not train, with this interpreter, where scipy and `lacking` miss."""
+def follow(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen]]:
+    """Start run.sh with a fake trainer and this interpreter, in which the packages `lacking` cannot be imported."""
     for name in ("run.sh", "requirements.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "records").symlink_to(ROOT / "records")
-    (tmp_path / "train_gpt.py").write_text(TRAINER)
+    (tmp_path / "train_gpt.py").write_text(FAKE_TRAINER)
     (tmp_path / "lacking").mkdir()
 
     processes = []
 
-    def start(*flags: str, lacking=("scipy",), **given) -> subprocess.Popen:
+    def start(*flags: str, lacking: tuple[str, ...] = ("scipy",), **given: Any) -> subprocess.Popen:
         for name in lacking:
             (tmp_path / f"lacking/{name}.py").write_text(MISSING)
         environment = os.environ | dict(PYTHON=sys.executable, PYTHONPATH=str(tmp_path / "lacking"), NPROC="1")
@@ -416,34 +443,34 @@ def follow(tmp_path: Path):
         return processes[-1]
 
     yield start
-    for process in processes:                                 # those of a test that failed
+    for process in processes:                                 # processes that a failed test left
         process.kill()
         process.wait(20)
 
 @pytest.mark.parametrize("flags, processes, words", [
-    ([], 1, PLACE), (["--run_dir=my run"], 1, PLACE), (["--seed=0"], 2, PLACE),
+    ([], 1, REPORT), (["--run_dir=my run"], 1, REPORT), (["--seed=0"], 2, REPORT),
     (["--runs=2"], 1, "2.164 nats per token, mean of 2 runs: a trigram model has 2.806, record 10 2.161")])
-def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words):
-    """On stderr, with the packages of the trainer, and only then is there a picture."""
+def test_print_follower__says_where_a_run_stands(follow, tmp_path, flags, processes, words) -> None:
+    """The report on stderr needs only the packages of the trainer, and matplotlib for the picture."""
     out, err = follow(*flags, env=dict(NPROC=str(processes))).communicate(timeout=60)
     assert words in err and json.loads(out.splitlines()[-1]) == dict(type="result"), err
     assert re.fullmatch(r"begun \d+", out.splitlines()[-2]), "nothing else on stdout"
     picture, = tmp_path.glob("*run/loss.png" if "my" in str(flags) else "logs/*-tiny-????????/loss.png")
     assert f"picture: {picture.relative_to(tmp_path)}" in err
 
-def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_path):
+def test_print_follower__a_terminal_without_matplotlib_gets_a_curve(follow, tmp_path) -> None:
     ours, theirs = pty.openpty()
     process = follow(lacking=("scipy", "matplotlib"), stderr=theirs)
     process.communicate(timeout=60)
     os.close(theirs)
-    shown = read(ours)
-    assert process.returncode == 0 and PLACE in shown and not list(tmp_path.glob("logs/*/loss.png"))
+    shown = read_until(ours)
+    assert process.returncode == 0 and REPORT in shown and not list(tmp_path.glob("logs/*/loss.png"))
     assert len(re.findall(r"^ +\d\.\d{3} \|[ o]{60}\s*$", shown, re.M)) == 10, shown
 
 @pytest.mark.parametrize("main, status", [
     ("", 3), ("raise SystemExit(5)", 0), ("import os; os.kill(os.getpid(), 9)", 0), ("(", 0)])
-def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, status):
-    """Whatever becomes of the record tools; and of a run that failed nothing is said."""
+def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, status) -> None:
+    """A failure of the record tools does not change it. A failed run gets no report."""
     if main:
         (tmp_path / "records").unlink()
         shutil.copytree(ROOT / "records/2026-11-23_10_Pocket", tmp_path / "records/2026-11-23_10_Pocket")
@@ -456,29 +483,31 @@ def test_print_follower__the_status_is_the_trainers(follow, tmp_path, main, stat
 @pytest.mark.parametrize("number, to, status", [
     (signal.SIGTERM, "run.sh", 143), (signal.SIGHUP, "run.sh", 129), (signal.SIGINT, "run.sh", 130),
     (signal.SIGINT, "terminal", 130), (signal.SIGKILL, "trainer", 137), (signal.SIGKILL, "run.sh", -9)])
-def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, status):
-    """A terminal tells both itself; a parent that is killed leaves no trainer."""
+def test_print_follower__a_signal_reaches_the_trainer_once(follow, number, to, status) -> None:
+    """A terminal signals both processes itself. If the parent is killed, the trainer ends too."""
     ours, theirs = pty.openpty()
     given = dict(preexec_fn=lambda: os.login_tty(theirs), stdout=None, stderr=None) if to == "terminal" else {}
     process = follow("--sleep=50", **given)
     os.close(theirs)
     console = process.stdout.fileno() if process.stdout else ours
-    said = read(console, r"begun \d+\s")
+    said = read_until(console, r"begun \d+\s")
     if to == "terminal":
         os.write(ours, b"\x03")
     else:
         trainer = int(re.search(r"begun (\d+)", said)[1])
         os.kill(trainer if to == "trainer" else process.pid, number)
     assert process.wait(20) == status
-    rest = read(console)
-    assert rest.count("told") == (number != signal.SIGKILL)
+    rest = read_until(console)
+    assert rest.count("received") == (number != signal.SIGKILL)
     assert "result" not in rest and "nats per token" not in rest
-    assert number == signal.SIGKILL or f"told [{int(number)}]" in rest
+    assert number == signal.SIGKILL or f"received [{int(number)}]" in rest
 
-def test_what_the_script_has_to_know_before_there_is_a_trainer():
-    """Facts of other files that it repeats, since it cannot import anything yet."""
+def test_what_the_script_has_to_know_before_there_is_a_trainer() -> None:
+    """run.sh repeats facts of other files, because it runs before packages are installed."""
     script = (ROOT / "run.sh").read_text()
-    assert re.search(r" slots=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)
+    assert re.search(r" seqs=(\d+)$", script, re.M)[1] == str(tg.Config().seqs_per_step)
+    trainer = (ROOT / "train_gpt.py").read_text()
+    assert all(f"    {name}: " in trainer for name in tg.Config.__dataclass_fields__), "how run.sh finds flags"
     requirements = (ROOT / "requirements.txt").read_text()
     pinned = dict(line.split("==") for line in requirements.splitlines())
     needs = re.search(r"^needs = \[(.*)\]$", script, re.M)[1]

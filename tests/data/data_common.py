@@ -1,37 +1,40 @@
-"""What the tests of data tools share: the tools, how a call ends, and documents as the trainer reads them."""
+"""Helpers for the tests of the data tools: import path, failed calls, and documents as the trainer reads them."""
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from common import ROOT, preset
 
 import train_gpt as tg
 
-sys.path.insert(0, str(ROOT / "data"))                        # the tools import shard_files.py beside them
+sys.path.insert(0, str(ROOT / "data"))                        # where the tools import shard_files.py from
 
 TEXT = "".join(f"line {number} of a short text\n" for number in range(200))
 
 def contents(folder: Path) -> dict[str, bytes]:
+    """Read all files of a folder: {name: content}."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
-def failure(tool, *arguments: object) -> str:
-    """The message of a call that ends with one: found, expected, what to do."""
+def failure(tool: ModuleType, *arguments: object) -> str:
+    """Return the message of a call that fails, as `what / found / expected / hint`."""
     with pytest.raises(SystemExit) as caught:
         tool.main([str(argument) for argument in arguments])
     message = str(caught.value)
-    assert message.startswith("error: ")
-    places = [message.find(word) for word in ("found", "expected", ";")]
-    assert -1 not in places and places == sorted(places), message
-    return message
+    match = re.fullmatch(r"error: (.+)\n  found:    (.+)\n  expected: (.+)\n  hint:     (.+)", message)
+    assert match, message
+    return " / ".join(match.groups())
 
-def wrong_flag(tool, capsys, *arguments: object) -> str:
+def wrong_flag(tool: ModuleType, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+    """Return the stderr of a call that argparse refuses."""
     with pytest.raises(SystemExit) as caught:
         tool.main([str(argument) for argument in arguments])
     assert caught.value.code == 2, arguments
     return capsys.readouterr().err
 
 def decode(out: Path, split: str = "train") -> list[str]:
-    """Documents of a data set as the trainer reads it: checked headers, tokens, hashes and vocabulary."""
+    """Decode the documents of a data set with the trainer, which checks headers, hashes and vocabulary."""
     texts = []
     headers = tg.read_shard_headers(tg.glob.escape(str(out)) + f"/*_{split}_*.bin")
     tg.verify_shards(headers)

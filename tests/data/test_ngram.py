@@ -1,4 +1,4 @@
-"""data/ngram.py against counting in plain Python, and its messages about shards that cannot be read."""
+"""data/ngram.py compared with counts in plain Python, and its errors for shards that cannot be read."""
 import json
 import math
 from collections import Counter
@@ -11,7 +11,7 @@ from data_common import failure
 import ngram                                                  # noqa: E402
 
 def slow_probability(train: list[int], history: tuple, token: int, vocab_size: int) -> float:
-    """Witten-Bell from its definition: looks through all of `train` for every history."""
+    """Compute a Witten-Bell probability from its definition, with one pass over `train` per history."""
     n = len(history)
     lower = slow_probability(train, history[1:], token, vocab_size) if n else 1 / vocab_size
     after = Counter(train[i + n] for i in range(len(train) - n) if tuple(train[i:i + n]) == history)
@@ -19,15 +19,15 @@ def slow_probability(train: list[int], history: tuple, token: int, vocab_size: i
     return (after[token] + kinds * lower) / (total + kinds) if total else lower
 
 @pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
-def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
+def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size) -> None:
     rng = np.random.default_rng(train_len)
-    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed; the last id occurs
+    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed, and the last id occurs
     train, val = np.split(np.minimum(steps, vocab_size) - 1, [train_len])
     slow = [slow_probability(train.tolist(), tuple(val[max(0, t - 2):t].tolist()), int(val[t]), vocab_size)
             for t in range(1, val_len)]
-    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # float64 both
+    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # both are f64
 
-def test_main__a_stream_over_shards(tmp_path, capsys):
+def test_main__a_stream_over_shards(tmp_path, capsys) -> None:
     rng = np.random.default_rng(1)
     train, val = rng.integers(0, 7, 90), rng.integers(0, 7, 50)
     for i, part in enumerate(np.split(train, [20, 60])):
@@ -42,21 +42,23 @@ def test_main__a_stream_over_shards(tmp_path, capsys):
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
 @pytest.mark.parametrize("change, message", [
-    (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
-    (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
-    (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6")])
-def test_read_stream__a_bad_shard(tmp_path, change, message):
+    (dict(magic=1), "bad.bin / magic number 1, version 1 / magic number 20240520, version 1 /"),
+    (dict(version=2), "/ magic number 20240520, version 2 /"),
+    (dict(count=11), "/ 1,044 bytes / 1,046 bytes, for the 11 tokens"),
+    (dict(count=0), "/ 1,044 bytes / 1,024 bytes"), (dict(vocab_size=6), "/ token id 6 / ids below 6 /")])
+def test_read_stream__a_bad_shard(tmp_path, change, message) -> None:
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
     assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
 
-def test_read_stream__wrong_requests(tmp_path):
+def test_read_stream__wrong_requests(tmp_path) -> None:
     good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
-    for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
+    for val, count, message in ((good, 4, "/ 3 tokens, of which 5 are requested / at least 2 requested tokens, and "
+                                           "that many in the shards / request 2 to 3 tokens"),
                                 (tmp_path / "none.bin", 1, "or a pattern in quotes"),
-                                (tmp_path / "short.bin", 1, "words 0"),
-                                (other, 1, "found vocabulary size 9, expected 7 as in --train"),
-                                (gpt2, 1, "found vocabulary size 50257"),
-                                (tmp_path / "[79].bin", 1, "found vocabulary sizes [7, 9], expected one")):
+                                (tmp_path / "short.bin", 1, "/ magic number 0"),
+                                (other, 1, "/ vocabulary size 9 / 7, as in --train /"),
+                                (gpt2, 1, "/ vocabulary size 50257 /"),
+                                (tmp_path / "[79].bin", 1, "/ vocabulary sizes [7, 9] / one vocabulary size")):
         assert message in failure(ngram, f"--train={good}", f"--val={val}", f"--val_tokens={count}")

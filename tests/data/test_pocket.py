@@ -1,4 +1,4 @@
-"""data/pocket.py on the standard library of the Python that runs the tests."""
+"""data/pocket.py with the standard library of the Python that runs the tests."""
 import base64
 import json
 import os
@@ -21,8 +21,8 @@ import shard_files                                            # noqa: E402
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compressed                                  # noqa: E402
 
-def test_shipped_data__are_those_of_the_records():
-    """Every byte that a run of preset pocket reads, as the trainer hashes it, as the logs of the records have it."""
+def test_shipped_data__is_the_data_of_the_records() -> None:
+    """The trainer's hash of all bytes that preset pocket reads equals the hash in the logs of the records."""
     headers = []
     for field in ("train_files", "val_files"):
         headers += tg.read_shard_headers(str(ROOT / tg.PRESETS["pocket"][field]))
@@ -34,8 +34,8 @@ def test_shipped_data__are_those_of_the_records():
     assert len(runs) == 6 and stated == {shipped}
     assert len(tg.read_token_bytes(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048
 
-def test_shipped_data__come_with_their_licence():
-    """In full: what its second clause wants retained, and a summary of the changes, as its third wants."""
+def test_shipped_data__has_its_license() -> None:
+    """The license is complete, as its second clause requires; the page summarizes the changes (third clause)."""
     licence = (ROOT / "data/pocket/LICENSE").read_text()
     for part in ("PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "2022, 2023 Python Software Foundation",
                  "BEOPEN.COM LICENSE AGREEMENT FOR PYTHON 2.0", "CNRI LICENSE AGREEMENT FOR PYTHON 1.6.1",
@@ -52,8 +52,8 @@ def out(tmp_path_factory) -> Path:
     return folder
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_documents__spell_the_source_files(out, split):
-    """Put the shuffled documents back in order, decode them, and compare with the files one after another."""
+def test_make_documents__spell_the_source_files(out, split) -> None:
+    """The documents, in the original order and decoded, equal the source files."""
     pairs = [line.split(" ") for line in (out / "vocab.txt").read_text().splitlines()]
     vocabulary = [base64.b64decode(code, validate=True) for code, _ in pairs]
     assert [int(number) for _, number in pairs] == list(range(2047))
@@ -71,43 +71,43 @@ def test_documents__spell_the_source_files(out, split):
     docs = dict(zip(order, shuffled))
     spelled = b"".join(vocabulary[token] for k in range(len(docs)) for token in docs[k][1:].tolist())
     sources = pocket.read_sources(Path(sysconfig.get_path("stdlib")))
-    texts = {name: text for name, text in sources.items() if pocket.split_of(name) == split}
+    texts = {name: text for name, text in sources.items() if pocket.choose_split(name) == split}
     assert spelled == b"".join(texts.values())
     assert list(sources) == sorted(sources) and {"os.py", "json/decoder.py"} <= set(sources)
     share = len(texts) / len(sources)
     assert 1 / 20 < min(share, 1 - share) < 1 / 6, "one in twelve"
 
-def test_cut__keeps_decorators_with_their_definition():
+def test_split_definitions__keeps_decorators_with_their_definition() -> None:
     parts = [b"import os\n\n", b"@a\n@b(\n)\n# why\nclass C:\n    def f(self): pass\n\n", b"async def g(): pass\n",
              b"@c\ndef h(): pass\nx = 1\n", b"def i(): pass"]
-    assert pocket.cut(b"".join(parts)) == parts
-    assert pocket.cut(b"def f(): pass\n") == [b"def f(): pass\n"] and pocket.cut(b"") == []
+    assert pocket.split_definitions(b"".join(parts)) == parts
+    assert pocket.split_definitions(b"def f(): pass\n") == [b"def f(): pass\n"] and pocket.split_definitions(b"") == []
 
-def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(out):
+def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(out) -> None:
     before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
     command = [sys.executable, str(ROOT / "data/pocket.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     made, shipped = (contents(folder) for folder in (out, ROOT / "data/pocket"))
     same = all(made[name] == shipped[name] for name in made if name.endswith((".bin", ".txt")))
     assert "nothing to do" in done.stdout
-    assert ("the same bytes as" in done.stdout, "NOT the bytes" in done.stdout) == (same, not same)
+    assert ("\nidentical to" in done.stdout, "\nNOT identical" in done.stdout) == (same, not same)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == times
     subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
     assert contents(out) == before
 
-DAMAGES = {                                  # name of a file -> what it then holds; None: it is gone
+DAMAGES = {                                  # case: file name and its new content; None: the file is deleted
     "no vocabulary": ("vocab.txt", None), "cut shard": ("pocket_val_000000.bin", bytes(1024 + 2 * 2)),
     "flipped bit": ("pocket_train_000000.bin", bytes(1033) + b"\1"), "broken report": ("pocket.json", b'{"python": "'),
     "another python": ("pocket.json", b'{"python": "p 2"}'), "no manifest": ("manifest.json", None)}
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_made_before__incomplete_output(tmp_path, damage):
+def test_made_before__incomplete_output(tmp_path, damage) -> None:
     shards = {f"pocket_{split}_000000.bin": bytes(1024 + 2 * count) for split, count in (("train", 5), ("val", 3))}
     files = shards | {"vocab.txt": b"", "pocket.json": b'{"python": "p 1", "train": {"tokens": 5}}'}
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
     assert not pocket.made_before(tmp_path, {"python": "p 1"}), "as an older version left it"
-    shard_files.write_manifest(tmp_path, {name: shard_files.describe(tmp_path / name) for name in files})
+    shard_files.write_manifest(tmp_path, {name: shard_files.manifest_entry(tmp_path / name) for name in files})
     assert pocket.made_before(tmp_path, {"python": "p 1"})
     name, content = DAMAGES[damage]
     (tmp_path / name).unlink()
@@ -115,18 +115,19 @@ def test_made_before__incomplete_output(tmp_path, damage):
         (tmp_path / name).write_bytes(content)
     assert not pocket.made_before(tmp_path, {"python": "p 1"})
 
-def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
+def test_make_data_set__a_missing_or_small_library(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "found no os.py, expected" in failure(pocket, "--out", tmp_path / "out")
+    assert "/ no os.py /" in failure(pocket, "--out", tmp_path / "out")
     (tmp_path / "os.py").write_text("import sys\n")
-    assert "different pieces, expected 2,047; use a complete Python" in failure(pocket, "--out", tmp_path / "out")
+    too_small = failure(pocket, "--out", tmp_path / "out")
+    assert "different pieces / 2,047 pieces / run this with a complete Python" in too_small
     assert not (tmp_path / "out").exists()
 
 @pytest.mark.parametrize("below", ["", "deeper"])
-def test_main__never_writes_into_the_shipped_folder(tmp_path, below):
-    """Not through a link either, and not with --force."""
+def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:
+    """A link to the folder and --force do not change that."""
     (tmp_path / "link").symlink_to(ROOT / "data/pocket")
     before = contents(ROOT / "data/pocket")
-    assert "found the shipped data, expected a folder of its own" in failure(
+    assert "/ the shipped data / another folder /" in failure(
         pocket, f"--out={tmp_path}/link/{below}", "--force")
     assert contents(ROOT / "data/pocket") == before

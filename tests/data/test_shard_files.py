@@ -1,4 +1,4 @@
-"""What the data tools promise together: output whole or untouched, nothing opened blindly, results that are seen."""
+"""All data tools: they replace output completely or not at all, open only regular files, and report lost results."""
 import contextlib
 import errno
 import io
@@ -38,7 +38,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def library(monkeypatch) -> None:
-    """A standard library that pocket.py reads in a moment."""
+    """Replace the standard library with a small one, which pocket.py reads faster."""
     sources = {}
     for number in range(60):
         words = [f"word{number}of{count}" for count in range(40)]
@@ -52,10 +52,10 @@ def link_to(target: str) -> Callable[[Path], None]:
 @pytest.mark.parametrize("make, kind", [
     (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to("/dev/zero"), "a pipe or a device"),
     (link_to("nowhere"), "a link that leads nowhere"), (link_to("odd.bin"), "a link that leads nowhere")])
-def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make, kind):
-    odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin: found {kind}, expected"
+def test_check_regular_file__every_tool_names_the_irregular_file(tmp_path, source, make, kind) -> None:
+    odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin / {kind} /"
     make(odd)
-    if kind != "a directory":                                 # of which the tokenizer reads what is below
+    if kind != "a directory":                                 # the tokenizer accepts a directory
         assert found in failure(tokenize_text, odd, f"--out={out}")
         assert found in failure(tokenize_text, source, f"--out={out}", "--val_files", odd)
     assert found in failure(tokenize_text, source, f"--out={out}", f"--vocab={odd}")
@@ -64,20 +64,20 @@ def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make,
     (tmp_path / "fetched").mkdir()
     odd.rename(tmp_path / "fetched/fineweb_val_000000.bin")
     message = failure(cached_fineweb10B, 0, f"--out={tmp_path}/fetched")
-    assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
+    assert "fineweb_val_000000.bin / " in message and " / a shard / remove it" in message
 
-def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys):
+def test_parse_folder__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     for tool, arguments in ((pocket, []), (tokenize_text, [source]), (cached_fineweb10B, [0])):
-        assert "source.txt: found " in failure(tool, *arguments, f"--out={source}")
-        assert "found 'Not a directory'" in failure(tool, *arguments, f"--out={source}/below/it")
+        assert "source.txt / " in failure(tool, *arguments, f"--out={source}")
+        assert "/ 'Not a directory' /" in failure(tool, *arguments, f"--out={source}/below/it")
         for empty in ("", "/"):
             assert "expected the name of a folder" in wrong_flag(tool, capsys, *arguments, f"--out={empty}")
     assert contents(tmp_path) == {"source.txt": TEXT.encode()}
 
 @pytest.mark.parametrize("when", ["writing", "flushing", "naming", "a signal"])
 @pytest.mark.parametrize("old", [False, True])
-def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source, library, monkeypatch, when, old):
+def test_new_data_set__a_failed_call_changes_nothing(tmp_path, source, library, monkeypatch, when, old) -> None:
     for tool, arguments in ((tokenize_text, [source, "--tokenizer=bytes"]), (pocket, [])):
         out = tmp_path / tool.__name__
         if old:
@@ -97,72 +97,72 @@ def test_new_data_set__a_call_that_fails_leaves_what_was_there(tmp_path, source,
             if when in ("naming", "a signal"):
                 patch.setattr(os, "replace", fail)
             tool.main([*map(str, arguments), f"--out={out}", "--force"])
-        assert when in ("naming", "a signal") or "make room" in str(ended.value)
+        assert when in ("naming", "a signal") or "free disk space" in str(ended.value)
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part*"))
 
-def test_new_data_set__what_a_killed_call_left_goes_with_the_next(tmp_path, source):
+def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, source) -> None:
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
     left = tmp_path / "set.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
-    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
+    (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     out.rename(left / "old")
-    assert "set: found ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
+    assert "set / ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
     assert contents(out) == before and not left.exists()
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
 
-def test_unfinished__only_folders_that_a_killed_call_has_left(tmp_path, source):
-    """Folders with the same names, a copy of a mark, a mark of a renamed folder and a link to a marked folder stay."""
+def test_find_unfinished__only_folders_of_killed_calls(tmp_path, source) -> None:
+    """Other folders stay: similar names, a copied marker, a renamed folder, and a link to a folder with a marker."""
     marked = tmp_path / "elsewhere/set.part-00000000"
     marked.mkdir(parents=True)
-    (marked / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    (marked / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(marked))
     for name in ("set.part", "set.part-11111111", "set.part-22222222", ".unfinished"):
         (tmp_path / name / "new").mkdir(parents=True)
         (tmp_path / name / "new/notes.txt").write_text("mine\n")
-    (tmp_path / "set.part-11111111" / shard_files.MARK).write_bytes(shard_files.mark_of(marked))
+    (tmp_path / "set.part-11111111" / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(marked))
     (tmp_path / "set.part-00000000").symlink_to(marked)
     before = sorted(tmp_path.rglob("*"))
-    assert shard_files.unfinished(tmp_path / "set") == []
-    assert "nope.txt: found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
-    assert "found no file" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
+    assert shard_files.find_unfinished(tmp_path / "set") == []
+    assert "nope.txt / no file /" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/set")
+    assert "/ no file /" in failure(tokenize_text, tmp_path / "nope.txt", f"--out={tmp_path}/new/set", "--force")
     assert sorted(tmp_path.rglob("*")) == before, "a misspelt input creates and removes nothing"
     tokenize(source, tmp_path / "set")
     shutil.rmtree(tmp_path / "set")
     assert sorted(tmp_path.rglob("*")) == before
 
-def test_named_files__text_of_a_killed_call_is_not_read(tmp_path, source, capsys):
+def test_named_files__skips_the_output_of_a_killed_call(tmp_path, source, capsys) -> None:
     left = tmp_path / "set.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
-    (left / shard_files.MARK).write_bytes(shard_files.mark_of(left))
+    (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     tokenize(tmp_path, tmp_path / "set")
-    assert "1 files read, 2 files passed over: 2 of a killed call" in capsys.readouterr().out and not left.exists()
+    assert "1 files read, 2 files skipped: 2 from a killed call" in capsys.readouterr().out and not left.exists()
 
-def test_write_file__a_name_that_is_taken(tmp_path):
+def test_write_file__an_existing_name(tmp_path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "link").symlink_to("mine")
     for name in ("mine", "link"):
-        with pytest.raises(shard_files.DataError, match="File exists.*expected a free name.*move away"):
+        with pytest.raises(shard_files.DataError, match="(?s)File exists.*expected: a new file.*move the existing"):
             shard_files.write_file(tmp_path / name, b"x")
     assert (tmp_path / "mine").read_text() == "mine" and (tmp_path / "link").is_symlink()
 
-def test_pocket__files_of_others_are_not_taken_for_an_earlier_version(tmp_path, library):
+def test_pocket__foreign_files_are_not_taken_for_an_earlier_version(tmp_path, library) -> None:
     out = tmp_path / "pocket_made"
     out.mkdir()
     for name in ("pocket.json", "vocab.txt"):
         (out / name).write_text("mine\n")
-    assert "expected a new folder or an empty one" in failure(pocket, f"--out={out}")
+    assert "/ a new or empty folder /" in failure(pocket, f"--out={out}")
     assert contents(out) == {"pocket.json": b"mine\n", "vocab.txt": b"mine\n"}
 
-def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+def test_new_data_set__is_flushed_before_it_gets_its_name(tmp_path, monkeypatch) -> None:
     calls = recorded_writes(monkeypatch)
     out = tmp_path / "set"
     with shard_files.new_data_set(out, "set", replace=False) as new:
-        mark = (new.parent / shard_files.MARK).stat().st_ino
+        mark = (new.parent / shard_files.MARKER_FILE).stat().st_ino
         for name in ("vocab.txt", "set.bin"):
             shard_files.write_file(new / name, b"x")
     vocabulary, shard, manifest = [(out / name).stat().st_ino for name in ("vocab.txt", "set.bin", "manifest.json")]
@@ -170,7 +170,7 @@ def test_new_data_set__all_is_on_the_disk_before_it_has_its_name(tmp_path, monke
                      tmp_path.stat().st_ino]
 
 @pytest.mark.parametrize("name, flipped", [("x_train_000000.bin", 0), ("vocab.txt", 0), ("x_train_000000.bin", 1)])
-def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped):
+def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipped) -> None:
     one = tmp_path / "one/x"
     two = tmp_path / "two/x"
     tokenize(source, one, "--vocab_size=300")
@@ -180,8 +180,8 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
         content = bytearray((one / name).read_bytes())
         content[1027] ^= 1
     (one / name).write_bytes(content)
-    if name != "vocab.txt":                                   # ngram.py needs no vocabulary
-        assert f"{name}: found other content than manifest.json names" in ngram_failure(f"{one}/x_train_*.bin")
+    if name != "vocab.txt":                                   # ngram.py reads no vocabulary
+        assert f"{name} / content that differs from manifest.json /" in ngram_failure(f"{one}/x_train_*.bin")
     with pytest.raises(tg.DataError, match=name):
         header = tg.read_shard_headers(f"{one}/x_val_*.bin")[0]
         tg.read_token_bytes(one, preset("tiny", header.vocab_size, header.bos_id))
@@ -189,53 +189,53 @@ def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name, flipp
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])
-def test_read_manifest__one_that_is_none(tmp_path, source, content):
+def test_read_manifest__invalid_manifests(tmp_path, source, content) -> None:
     out = tmp_path / "set"
     out.mkdir()
     (out / "manifest.json").write_bytes(content)
     write_shard(out / "x.bin", [0, 1, 2])
-    assert "manifest.json: found nothing" in ngram_failure(out / "x.bin")
+    assert "manifest.json / not a manifest of a data tool /" in ngram_failure(out / "x.bin")
     (out / "x.bin").unlink()
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
 
-def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
+def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, library) -> None:
     out = tmp_path / "set"
     tokenize(source, out)
     before = contents(out)
-    assert "or --force to replace" in failure(tokenize_text, source, f"--out={out}")
-    assert "found set_train_000000.bin" in failure(pocket, f"--out={out}", "--force")
+    assert "or replace the data set with --force" in failure(tokenize_text, source, f"--out={out}")
+    assert "/ set_train_000000.bin /" in failure(pocket, f"--out={out}", "--force")
     os.mkfifo(out / "set_train_000001.bin")
-    assert "found set_train_000001.bin, expected a new" in failure(tokenize_text, source, f"--out={out}", "--force")
+    assert "/ set_train_000001.bin / a new folder" in failure(tokenize_text, source, f"--out={out}", "--force")
     (out / "set_train_000001.bin").unlink()
     (out / "notes.txt").write_text("mine\n")
-    assert "found notes.txt, expected a new folder, or one with nothing but a data set named set" in failure(
+    assert "/ notes.txt / a new folder, or one that contains only a data set named set /" in failure(
         tokenize_text, source, f"--out={out}", "--force")
     assert contents(out) == before | {"notes.txt": b"mine\n"}
     other = tmp_path / "other"
     other.mkdir()
     (other / "vocab.txt").write_text("mine\n")
     for tool, arguments in ((tokenize_text, [source]), (pocket, [])):
-        assert "found ['vocab.txt'], expected a new folder" in failure(tool, *arguments, f"--out={other}")
+        assert "/ ['vocab.txt'] / a new or empty folder" in failure(tool, *arguments, f"--out={other}")
     assert contents(other) == {"vocab.txt": b"mine\n"}
 
-def test_say__a_console_that_cannot_encode(tmp_path, source, monkeypatch):
+def test_print_result__a_console_that_cannot_encode(tmp_path, source, monkeypatch) -> None:
     console = io.TextIOWrapper(io.BytesIO(), "latin-1")
     monkeypatch.setattr(sys, "stdout", console)
     tokenize(source, tmp_path / "zażółć", "--tokenizer=bytes")
     assert b"za\\u017c\xf3\\u0142\\u0107_train_*.bin: 1 shards" in console.buffer.getvalue()
 
 @pytest.mark.parametrize("stdout, found", [("/dev/full", "No space left on device"), (None, "'NoneType' object")])
-def test_say__a_lost_result_is_an_error_after_the_data_are_whole(tmp_path, source, library, monkeypatch, stdout, found):
+def test_print_result__a_lost_result_is_an_error(tmp_path, source, library, monkeypatch, stdout, found) -> None:
     for tool, arguments in ((tokenize_text, [source]), (pocket, []), (pocket, [])):
         out = tmp_path / tool.__name__
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stdout", stdout and open(stdout, "w"))
             message = failure(tool, *arguments, f"--out={out}")
-        assert "stdout: found " in message and found in message and "print the result there" in message
+        assert message.startswith("stdout / ") and found in message and "accepts the result" in message
         assert len(shard_files.read_manifest(out)) >= 3
 
-def test_as_program__status_and_no_stack_trace(tmp_path):
+def test_run_main__status_and_no_stack_trace(tmp_path) -> None:
     write_shard(tmp_path / "shard.bin", [0, 1, 2, 1, 2])
     program = f"{sys.executable} {ROOT}/data/ngram.py --train=shard.bin --val"
     script = f"{program}=shard.bin >/dev/full; echo $?; {program}=none; echo $?; {program}=shard.bin 2>&- | tail -n 1"
@@ -245,7 +245,7 @@ def test_as_program__status_and_no_stack_trace(tmp_path):
     assert done.stderr.count("error: ") == 2 and "Traceback" not in done.stderr and "ignored" not in done.stderr
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):
+def test_run_main__a_signal_leaves_no_output(tmp_path, number, status) -> None:
     (tmp_path / "long.txt").write_text("some text, more text and so on\n" * 1_000_000)
     out = tmp_path / "out"
     command = [sys.executable, ROOT / "data/tokenize_text.py", tmp_path / "long.txt", f"--out={out}"]
@@ -256,6 +256,6 @@ def test_as_program__a_signal_leaves_no_output(tmp_path, number, status):
     process.send_signal(number)
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == status and "Traceback" not in errors, errors
-    left = shard_files.unfinished(out)
+    left = shard_files.find_unfinished(out)
     assert not out.exists() and left == list(tmp_path.glob("out.part*")) and len(left) == (number == signal.SIGKILL)
     assert ("interrupted" in errors) == (number != signal.SIGKILL)
