@@ -43,6 +43,9 @@ DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
 LOSS_RANGE = 1.0, 4.0                  # of lists in a README
 BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "save", "checkpoints"
+# Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
+RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
+RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_every"}
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
 # A log against itself
 RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
@@ -74,7 +77,8 @@ class Run:
     val: list[Point] = field(default_factory=list)
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
     seed: int | None = None
-    facts: Facts = field(default_factory=dict)   # ours: the header
+    facts: Facts = field(default_factory=dict)   # ours: the header, its settings under their current names
+    logged_config: Facts = field(default_factory=dict)    # ours: the settings under the names that the log has
     phases: list[Facts] = field(default_factory=list)
     result: Facts = field(default_factory=dict)
     aborted: str | None = None                            # cause
@@ -266,23 +270,34 @@ def take_header(run: Run, event: Facts) -> None:
     """Take the facts of a header, and what follows from them."""
     config = event["config"]
     whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
-    run.facts = event
+    run.logged_config = config
+    run.facts = event | {"config": current_names(config), "changed": current_names(event.get("changed") or {})}
     run.seed = event.get("seed")
     if whole:
         run.total = min(config.get("max_steps") or whole, whole)
 
 def take_resumed(run: Run, event: Facts) -> None:
     """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
-    before = run.facts
+    before = run.facts | {"config": run.logged_config}
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
     differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
     for key, (then, now) in differs.items():
-        run.notes.append(f"resumed with another {key}")
+        run.notes.append(f"resumed with another {RENAMED.get(key, key)}")
         where = after["config"] if key in after["config"] else after
         if key != "seed":
             where[key] = f"{then}, then {now}"
     take_header(run, before | after | {"started": before.get("started")})
+
+def current_names(settings: Facts) -> Facts:
+    """Rename the settings of an older log or record, so that they compare with those of the trainer as it is now.
+
+    The key `rounding` of a table is removed if it says `nearest`: updates always round to nearest now."""
+    renamed = {RENAMED.get(key, key): value for key, value in settings.items()}
+    if isinstance(renamed.get("tables"), list):
+        renamed["tables"] = [{RENAMED_IN_TABLES.get(key, key): value for key, value in table.items()
+                              if (key, value) != ("rounding", "nearest")} for table in renamed["tables"]]
+    return renamed
 
 def seconds_of(text: str, form: str) -> float | None:
     """Seconds of a date without a time zone: differences are right on one machine. None if it is no date."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from tools import compressed, plot, report, statistics
 from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
-from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
+from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -159,6 +159,12 @@ def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
     """[old, new] of each key that differs; None for what is not there."""
     keys = sorted({*old, *new})
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
+    """Return [old, new] of each setting that differs; current names are used unless both have older ones."""
+    if old == current_names(old) or new == current_names(new):
+        old, new = current_names(old), current_names(new)
+    return changes(old, new)
 
 def value(run: Run, key: str) -> Any:
     """A fact of a run, wherever its log states it."""
@@ -336,9 +342,9 @@ def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
     for name in stated["bench"]:                                             # of an earlier form, with its verdict
         result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
-    result["config"] = config(first)
+    result["config"] = config(first, as_logged=True)
     parent = load(parent_of(folder, stated)) if stated["parent"] else {}
-    result["changed"] = changes(parent.get("config", result["config"]), result["config"])
+    result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
         result["in_turn"] = in_turn(sides, stated, rivals(folder.parent, stated))
@@ -494,7 +500,7 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         program = run.facts["source_sha256"], rounded(config(run))
         label = ""
         for its in opponents.values():
-            if program == (main_pool(its)["source_sha256"], its["config"]):
+            if program == (main_pool(its)["source_sha256"], current_names(its["config"])):
                 label = its["stated"]["number"]
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = inside(staged, f"logs/{name}")

@@ -72,9 +72,11 @@ class Side:
         """All values of a setting or fact that are known, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
-def config(run: Run) -> Facts:
-    """Settings that may change a result; ours only."""
-    return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
+def config(run: Run, as_logged: bool = False) -> Facts:
+    """Return the settings that may change a result, under their current names or as the log has them; {} for a log of
+    another trainer."""
+    settings = run.logged_config if as_logged else run.facts.get("config", {})
+    return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
     return run.facts.get("source_sha256"), config(run)

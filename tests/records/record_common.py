@@ -55,6 +55,12 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     write_text_log(folder)
     return folder
 
+# The same settings in logs from before and after the renames of 2026-11-26.
+OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[
+    dict(label="trigram_embed", rows=5000, place=None, home="host", cadence=2, rounding="nearest", beta2=0.95)])
+NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[
+    dict(label="trigram_embed", rows=5000, layer=None, location="host", update_every=2, beta2=0.95)])
+
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 

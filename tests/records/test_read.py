@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from record_common import GOLDEN, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run, sha256, write_events
+from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run,
+                           sha256, write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -173,6 +174,25 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs):
     assert run.facts["source_sha256"] == both and run.seed == (4 if differs == "seed" else 3)
     assert "resumed at step 5" in run.notes
     assert any(differs in note for note in run.notes) == bool(changed)
+
+def test_take_header__settings_that_were_renamed(tmp_path) -> None:
+    """The run has the current names, and remembers those of its log, also if another part resumed it."""
+    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES, changed=dict(num_slots="8"))
+    run = only(old)
+    assert NEW_NAMES.items() <= run.facts["config"].items() and OLD_NAMES.items() <= run.logged_config.items()
+    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.facts["config"].keys()
+    assert run.facts["changed"] == dict(seqs_per_step="8")
+    header, *events = events_of(old / "log.jsonl")
+    later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
+    write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
+    run = only(old)
+    assert run.facts["config"]["seqs_per_step"] == run.logged_config["num_slots"] == "8, then 4"
+    assert "resumed with another seqs_per_step" in run.notes
+
+def test_current_names__keeps_what_has_no_current_name() -> None:
+    tables = [dict(label="trigram_embed", rounding="stochastic")]
+    assert read.current_names(dict(lr=0.1, tables=tables)) == dict(lr=0.1, tables=tables), "nothing computes this now"
+    assert read.current_names(NEW_NAMES) == NEW_NAMES == read.current_names(OLD_NAMES)
 
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not one of a log.jsonl"),

@@ -15,8 +15,8 @@ from scipy import stats
 
 from common import full_disk, run
 
-from record_common import (NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, text_of, write_events,
-                           write_text)
+from record_common import (NEW_NAMES, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run,
+                           text_of, write_events, write_text)
 
 from tools import compressed, files, record                         # noqa: E402
 
@@ -395,10 +395,33 @@ def test_findings__a_sealed_record(root):
 
 @pytest.mark.parametrize("settings, expected", [
     (dict(vocab_size=100, bigram_rows=1000), "plain"), (dict(vocab_size=100, bigram_rows=1001), "table"),
-    (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table"), (dict(vocab_size=100), None)])
+    (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table"), (dict(vocab_size=100), None),
+    (dict(vocab_size=100, **OLD_NAMES), "table"), (dict(vocab_size=500, **OLD_NAMES), "plain"),
+    (dict(vocab_size=100, **NEW_NAMES), "table"), (dict(vocab_size=500, **NEW_NAMES), "plain")])
 def test_class_of__from_the_configuration(settings, expected):
     """Fault 7: it was taken from the header's table rows, which can be empty."""
     assert record.class_of(settings) == expected
+
+def new_names_with(**settings: object) -> dict:
+    """NEW_NAMES, changed; the first table is replaced if `table` has columns."""
+    table = settings.pop("table", {})
+    return NEW_NAMES | dict(tables=[NEW_NAMES["tables"][0] | table]) | settings
+
+@pytest.mark.parametrize("parent, child, changed", [
+    (OLD_NAMES, NEW_NAMES, {}), (OLD_NAMES, OLD_NAMES, {}), (NEW_NAMES, OLD_NAMES, {}),
+    (OLD_NAMES, new_names_with(seqs_per_step=4), dict(seqs_per_step=[8, 4])),
+    (OLD_NAMES, new_names_with(table=dict(update_every=4)),
+     dict(tables=[NEW_NAMES["tables"], [NEW_NAMES["tables"][0] | dict(update_every=4)]])),
+    (OLD_NAMES, OLD_NAMES | dict(num_slots=4), dict(num_slots=[8, 4]))])
+def test_build__settings_have_the_names_of_their_logs(tmp_path, parent, child, changed) -> None:
+    """A record states the names of its logs, which older records keep. A rename is no change from the parent."""
+    root = tmp_path / "records"
+    root.mkdir()
+    new(root, "Parent", make_runs(tmp_path / "parent", config=parent), "--kind=comparison", "--date=2026-01-01")
+    runs = make_runs(tmp_path / "child", config=child)
+    result = result_of(new(root, "Child", runs, "--kind=comparison", "--date=2026-01-02", "--parent=01"))
+    assert child.items() <= result["config"].items() and result["changed"] == changed
+    assert check(root) == ""
 
 POOLS = [                                    # name, loss, seconds, rows of the bigram table
     ("Base", 3.278, 90.0, 500), ("Fast", 3.279, 80.0, 500), ("Unproven", 3.281, 70.0, 500),
