@@ -1,14 +1,17 @@
-"""Verbs `bench` and `try`: run trainers in turn on this machine until it is decided which takes less time or loss.
+"""Verbs `bench` and `try`: run trainers interleaved on this machine until a difference in time or loss is decided.
 
-    python records bench A.py B.py [-- flags of both]            two trainers; 'B.py --seed=1' has flags of its own
+    python records bench A.py B.py [-- flags of both]            two trainers; quote a side with flags: 'B.py --seed=1'
     python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
-    python records try idea.patch [-- flags]                     the trainer here, with and without a patch, on `pocket`
-An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
-A B, B A, ..., in fresh processes with one seed a pair, so that a drift hits both sides alike. A bench looks after 4, 6,
-10, 16, ... pairs and at --pairs, and stops at a look that decides; the level of all looks together is 1 %
-(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. `new` takes OUT;
-its manifest.jsonl has a line when a run starts, and one when it ends, whatever became of it.
-Exit status: that of `compare`; several arms 0; 1 a run failed twice; 2 bad input; 130 interrupted."""
+    python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
+
+An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. Pairs run
+as A B, B A, ... in fresh processes, with one seed per pair, so that a drift affects both sides equally. A bench tests
+after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides; all tests together have a
+level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue. `new` takes
+the output directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
+
+Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
+"""
 from __future__ import annotations
 
 import argparse
@@ -31,25 +34,25 @@ from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER = "train_gpt.py"               # the name that patches know
-GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
+TRAINER = "train_gpt.py"               # file name in patches
+GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
 UNDECIDED = 7                          # exit status
-SHOWN_LINES = 12                       # of the stderr of a failed run
-CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
-# A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
+SHOWN_LINES = 12                       # lines of stderr that are printed when a run failed
+CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
+# A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
 
 class Trainer(NamedTuple):
-    """One side: a script, and its flags, in which {seed} is replaced by the pair's number."""
+    """One side of a bench: a script and its flags. `{seed}` in a flag is replaced by the number of the pair."""
     script: Path
     flags: list[str]
 
     def plan(self) -> Facts:
-        """As the manifest has it."""
+        """Return what the manifest states of this side."""
         return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
 def trainer(script: Path, flags: list[str]) -> Trainer:
-    """A side, with a seed where the script takes one and no flag names it."""
+    """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""
     if not script.is_file():
         raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
     takes_seed = SEED_FLAG.search(script.read_text("utf-8", errors="replace"))
@@ -58,7 +61,7 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
     return Trainer(script, flags)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
-    """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
+    """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
     began = time.monotonic()
@@ -75,7 +78,7 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
             wall_s = round(time.monotonic() - began, 3)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # the second Ctrl-C: at once
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # a second Ctrl-C kills at once
                 child.wait(GRACE_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -83,7 +86,8 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
     return {"cause": cause, "wall_s": wall_s}
 
 def finished(folder: Path) -> list[Run]:
-    """The runs in the logs that a trainer wrote, else in its console, which repeats a log."""
+    """Return the completed runs in the logs that a trainer wrote, or else in its console output, which repeats a log.
+    """
     written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
     for paths in (written, [folder / CONSOLE]):
         runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
@@ -92,7 +96,10 @@ def finished(folder: Path) -> list[Run]:
     return []
 
 class Bench:
-    """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
+    """A bench in an output directory; it continues what earlier calls have done there.
+
+    Raises ToolError if the directory belongs to another bench.
+    """
 
     def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
         self.args = args
@@ -115,10 +122,11 @@ class Bench:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
     def lines(self, kind: str) -> list[Facts]:
+        """Return the lines of one type in the manifest."""
         return manifest_lines(self.manifest, kind)
 
     def add(self, kind: str, **facts: Any) -> None:
-        """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
+        """Append a line to the manifest, and wait until it is on disk. An incomplete last line is removed first."""
         with files.open_to_append(self.manifest) as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -127,7 +135,10 @@ class Bench:
             os.fsync(file.fileno())
 
     def run(self, name: str, pair: int) -> bool:
-        """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
+        """Run one side once, with a line in the manifest before and after it; return whether it succeeded.
+
+        Raises ToolError if the source was edited since the bench started.
+        """
         side = self.sides[name]
         if side.plan() != self.plan["sides"][name]:
             raise ToolError(f"source of {name}, {side.script}", found="edited meanwhile",
@@ -153,7 +164,7 @@ class Bench:
         return ended["outcome"] == "done"
 
     def outcome(self, command: list[str], folder: Path) -> Facts:
-        """Run a command; returns what the manifest says of its end, printed."""
+        """Run a command; print and return how it ended, as the manifest states it."""
         ended = run_once(command, folder, self.args.ranks, self.args.limit)
         runs = [] if ended["cause"] else finished(folder)
         if not runs:
@@ -168,7 +179,7 @@ class Bench:
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
     def complete(self) -> list[int]:
-        """Pairs of which every side is done."""
+        """Return the pairs in which every side succeeded."""
         done: dict[int, set[str]] = {}
         for line in self.lines("end"):
             if line["outcome"] == "done":
@@ -176,7 +187,7 @@ class Bench:
         return sorted(pair for pair, names in done.items() if names >= set(self.sides))
 
     def side(self, name: str) -> Side:
-        """The runs of complete pairs."""
+        """Return the runs of one side in complete pairs."""
         pairs = self.complete()
         paths = []
         for line in self.lines("end"):
@@ -185,7 +196,10 @@ class Bench:
         return side_of(name, paths)
 
     def race(self) -> int:
-        """Pairs until it is decided, one seed each; a broken pair's number is not used again. Returns the status."""
+        """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status.
+
+        The number of a pair with a failed run is not used again.
+        """
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
@@ -212,19 +226,19 @@ class Bench:
         return status_of(found)
 
     def compared(self) -> dict[str, Facts]:
-        """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
+        """Compare every other side with the first, in complete pairs; {} without such a pair."""
         base, *others = self.sides
         if not self.complete():
             return {}
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
 def status_of(found: dict[str, Facts]) -> int:
-    """The exit status of two sides; there are no words for more."""
+    """Return the exit status for two sides; more than two get no verdict."""
     words = [report_of_b["verdict"] for report_of_b in found.values()]
     return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
 
 def told(found: dict[str, Facts]) -> list[str]:
-    """A line for each side: its difference from A."""
+    """Return one line per side, with its difference from A."""
     lines = []
     for name, its in found.items():
         seconds = test_in_words(its["time"], "+.3f", "s")
@@ -234,20 +248,20 @@ def told(found: dict[str, Facts]) -> list[str]:
     return lines
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
-    """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
+    """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
     done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
 
 def copied(script: Path, folder: Path) -> Path:
-    """Copy a trainer into a folder, under the name that patches know. Returns the path of the copy."""
+    """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(folder / TRAINER, script.read_bytes())
     return folder / TRAINER
 
 def patched(script: Path, patch: Path, folder: Path) -> Path:
-    """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
+    """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
         raise ToolError("patch", found=patch, expected=f"a file, or an arm of {known}", hint="check the spelling")
@@ -261,10 +275,10 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
-    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
+    """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     base, of_base = args.scripts[0]
     sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
-    of_arms = [*args.both, *of_base]     # but a trainer of its own has its own settings
+    of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
         name, _, what = text.partition("=")
         script, own = side_as_typed(what)
@@ -280,7 +294,10 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
-    """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
+    """Return this trainer without (A) and with (B) a patch.
+
+    If it contains the patch already, the patch is reversed for A.
+    """
     homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
     scripts = {"A": copied(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
@@ -294,12 +311,12 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     return {name: trainer(script, flags) for name, script in scripts.items()}
 
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
-    """A trainer, and the flags that follow it in quotes."""
+    """Split a side into the trainer and the flags that follow it in the same quotes."""
     words = [text] if Path(text).is_file() else shlex.split(text)
     return Path(*words[:1]), words[1:]
 
 def parsed(argv: list[str]) -> argparse.Namespace:
-    """argv: the verb and its arguments; flags of all runs after `--`."""
+    """Parse the arguments. argv: the verb and its arguments; flags of all runs follow `--`."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -326,8 +343,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     return args
 
 def main(argv: list[str]) -> int:
+    """Run `bench` or `try`; return the exit status. argv: the verb and its arguments."""
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
+    signal.signal(signal.SIGTERM, signal.default_int_handler)               # end the run and log it, as Ctrl-C does
     if argv[0] == "try":
         home = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
