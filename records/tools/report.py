@@ -1,9 +1,11 @@
-"""Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
+"""Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
-A word on time is spoken for sides that ran in turn on one machine, and for no others. Against a target B must prove its
-mean loss (p < 0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
-Exit status: 0 faster, lower loss, proven, inside, or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
-record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 bad input."""
+Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
+0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
+
+Exit status: 0 faster, lower loss, proven, inside, systems or no target; 3 slower, higher loss; 4 same; 5 same program;
+6 no record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+"""
 from __future__ import annotations
 
 import argparse
@@ -31,26 +33,29 @@ MACHINE = "hardware", "world_size", "driver", "buses"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
 NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
-             "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that change no result
-RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
-MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
-OF_RUNS = "start", "end"               # types of lines that have the folder of a run
-SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
+             "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that do not affect results
+RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
+MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
+OF_RUNS = "start", "end"               # types of lines that state the directory of a run
+SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
 @dataclass
 class Side:
-    """The runs of one side: those that count, and what became of the others."""
+    """The runs of one side: those that count, and why the others do not."""
     name: str
     runs: list[Run]
-    left: list[str]                    # path and reason of what does not count
+    left: list[str]                    # paths of runs that do not count, and reasons
     reading: Reading
-    started: int                       # runs of these programs, however they ended
+    started: int                       # number of runs of these programs, failed ones included
 
     def losses(self) -> list[float]:
-        """One finite final loss per program and seed, the mean of its runs; without a known seed each stands alone."""
+        """Return one finite final loss per program and seed: the mean of its runs.
+
+        A run without a known seed counts as a seed.
+        """
         by_seed: dict[str, list[float]] = {}
         for run in self.runs:
             known = run.seed, run.facts.get("source_sha256"), config(run)
@@ -61,45 +66,51 @@ class Side:
 
     @property
     def timed(self) -> list[Run]:
+        """The runs whose times count."""
         return [run for run in self.runs if run.seconds is not None]
 
     def memory(self) -> list[float]:
-        """Peak memory by run, MiB."""
+        """Return the peak memory of each run that states it, in MiB."""
         peaks = [run.result.get("peak_memory_mib") for run in self.runs]
         return [max(peak.values()) for peak in peaks if peak]
 
     def values(self, key: str) -> list[str]:
-        """All values of a setting or fact that are known, as text."""
+        """Return all known values of a setting or fact, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
 def config(run: Run, as_logged: bool = False) -> Facts:
-    """Return the settings that may change a result, under their current names or as the log has them; {} for a log of
-    another trainer."""
+    """Return the settings that may change a result, under their current names or as logged.
+
+    Only logs of this trainer have settings.
+    """
     settings = run.logged_config if as_logged else run.facts.get("config", {})
     return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
+    """Return what identifies the program of a run: its source hash and its settings."""
     return run.facts.get("source_sha256"), config(run)
 
 def fact(run: Run, key: str) -> Any:
+    """Return a setting or fact of a run; None if unknown."""
     return config(run).get(key, run.facts.get(key))
 
 def settings_of(*sides: Side) -> list[str]:
+    """Return the names of all settings of some sides."""
     return sorted({key for side in sides for run in side.runs for key in config(run)})
 
 def as_text(value: Any) -> str:
-    """A value in words; of a hash the first eight digits."""
+    """Format a value; hashes are cut to eight digits."""
     said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return HASH.sub(r"\1", said)
 
 def shown(path: Path) -> str:
-    """A path from here, where it is below; else as it was given."""
+    """Return a path relative to the working directory if it is below it, or else as given."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
 
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
-    """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
+    """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
     paths = list(map(Path, paths))
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
@@ -110,8 +121,11 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     return side
 
 def sorted_out(name: str, reading: Reading) -> Side:
-    """The runs that count. Public logs may all stop early on purpose; then that is their end. Started: all runs of
-    these sources, and those of their manifests that have no log."""
+    """Choose the runs that count.
+
+    If all logs of a public pool stop early, that is taken as their end. `started` counts all runs of these sources,
+    including those without a log in the manifests of these runs.
+    """
     some_ended = any(run.finished for run in reading.runs)
     runs = []
     left = []
@@ -134,8 +148,10 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """The lines of one type; none without a manifest. The last line may be torn. Raises ToolError, also for a run whose
-    folder is not below that of the manifest."""
+    """Return the lines of one type; [] without a manifest. The last line may be incomplete.
+
+    Raises ToolError for a damaged line, and for a run whose directory is not below the manifest.
+    """
     lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
     try:
         events = [json.loads(line) for line in lines if line.endswith("}")]
@@ -149,7 +165,7 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     return found
 
 def noted(run: Run) -> tuple[Path | None, Facts]:
-    """The manifest above a run, and its line that tells how the run ended."""
+    """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
     above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
     for folder in above:
         for line in manifest_lines(folder / MANIFEST, "end"):
@@ -158,15 +174,18 @@ def noted(run: Run) -> tuple[Path | None, Facts]:
     return None, {}
 
 class Turns(NamedTuple):
-    """Runs of both sides in the order of time, and why they are not in turn ("" if they are)."""
+    """Interleaved runs of both sides in order of time, or the reason why they are not interleaved ("" if they are)."""
     runs: list[Run]
     is_b: list[bool]
     why_not: str = ""
-    looks: bool = False                # a bench that stopped when it was decided
-    planned: int | None = None         # pairs at which it was to end
+    looks: bool = False                # they are of a bench, which may have stopped at any test
+    planned: int | None = None         # number of pairs at which the bench ends
 
 def turns_of(a: Side, b: Side) -> Turns:
-    """The runs with times of both sides: complete pairs of a bench up to its last look, else by their start."""
+    """Order the timed runs of both sides.
+
+    Runs of one bench are its complete pairs, up to the last test; other runs are ordered by their start.
+    """
     both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
     lines = {id(run): noted(run) for run, _ in both}
     manifests = {manifest for manifest, _ in lines.values()}
@@ -203,7 +222,7 @@ def turns_of(a: Side, b: Side) -> Turns:
     return Turns([both[place][0] for place in paired], [both[place][1] for place in paired])
 
 def apart(a: Side, b: Side) -> str:
-    """Why the sides are of different machines or days; "" if nothing says so."""
+    """Return how machines or days of the sides differ; "" if the logs do not show a difference."""
     said = []
     for key in MACHINE:
         before, after = a.values(key), b.values(key)
@@ -218,13 +237,16 @@ def apart(a: Side, b: Side) -> str:
     return ", ".join(said)
 
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
-    """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
+    """Compare two sides; return what `compare --json` prints.
+
+    Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
+    """
     target = target or target_of(a, b)
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
     loss = difference(report["a"]["losses"], report["b"]["losses"])
     by_seed = {run.seed: run.loss for run in a.runs}
     if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
-        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
+        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # bitwise equal
     turns = turns_of(a, b)
     pairs = len(turns.runs) // 2
     level = time_level(pairs, turns.planned, turns.looks)
@@ -249,7 +271,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     return {"verdict": said[0], "reason": said[1], **report}
 
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
-    """The word and its reason, by the rule at the top of this file."""
+    """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
     given = "no difference of losses shows"
@@ -273,6 +295,7 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
 
 def time_in_words(report: Facts) -> str:
+    """Return the result on time as a phrase."""
     share = report["share"]
     level = report["level"]
     pairs = f"{report['pairs']} pairs in turn"
@@ -287,7 +310,10 @@ def time_in_words(report: Facts) -> str:
     return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
 
 def proof(side: Side, target: float) -> tuple[str, str]:
-    """proven, not proven or no record, and the words: by how many of the runs that were started."""
+    """Test the target; return proven, not proven or no record, and the reason.
+
+    The reason states how many of the started runs prove it.
+    """
     losses = side.losses()
     n, mean, sd = summary(losses)
     if not n:
@@ -309,12 +335,12 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     return "not proven", said
 
 def target_of(*sides: Side) -> float | None:
-    """The target that all logs state; None if there is none."""
+    """Return the target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
-    return stated.pop() or None if len(stated) == 1 else None               # 0: a preset without a target
+    return stated.pop() or None if len(stated) == 1 else None               # 0: the preset has no target
 
 def refusals(a: Side, b: Side) -> list[str]:
-    """Why the sides cannot be compared; first what a maintainer would say first."""
+    """Return why the sides cannot be compared, most important reason first."""
     found = []
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
@@ -331,7 +357,10 @@ def refusals(a: Side, b: Side) -> list[str]:
     return list(dict.fromkeys(found))
 
 def mixtures(side: Side) -> list[str]:
-    """What runs of one side must have in common, and have not; with a time budget each has its own number of steps."""
+    """Return which facts differ within one side but must not.
+
+    With a time budget, each run has its own last step.
+    """
     found = []
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
@@ -344,7 +373,10 @@ def mixtures(side: Side) -> list[str]:
     return found
 
 def same_program(a: Side, b: Side) -> bool:
-    """True if source, settings, steps and software are equal and said (in a text log settings are not)."""
+    """Whether source, settings, last step and software are known and equal.
+
+    Text logs do not state settings, so they never are.
+    """
     runs = a.runs + b.runs
     sources = {run.facts.get("source_sha256") for run in runs}
     settings = settings_of(a, b)
@@ -353,7 +385,8 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing(a: Side, b: Side) -> list[str]:
-    """Last steps, settings and facts that both sides state, and differently; of tables the rows that differ."""
+    """List the last steps, settings and facts that both sides state and that differ; of lists, the entries that differ.
+    """
     ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
     found = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
@@ -373,7 +406,7 @@ def differing(a: Side, b: Side) -> list[str]:
     return found
 
 def numbers_of(side: Side, target: float | None) -> Facts:
-    """The numbers of one side."""
+    """Return the statistics of one side."""
     losses = side.losses()
     times = [run.seconds for run in side.timed]
     found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
@@ -381,13 +414,13 @@ def numbers_of(side: Side, target: float | None) -> Facts:
     return found | {"p": target and below(losses, target)}
 
 def facts_of(side: Side, target: float | None) -> Facts:
-    """The numbers of one side, where it is and when it began."""
+    """Return the statistics of one side, where its runs are, and when the first one started."""
     starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
     where = os.path.commonpath([shown(run.path) for run in side.runs])
     return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
 
 def notes_of(side: Side, name: str = "") -> list[str]:
-    """Remarks on what was read and what was not."""
+    """Return remarks on which runs do not count and which files were not read."""
     found = []
     if side.left:
         found.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
@@ -404,7 +437,7 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     return [f"{name}{note}" for note in (*found, unread) if note]
 
 def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
-    """All that `show --json` prints."""
+    """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
     said = "no target", "none was named (--target), and the logs state none"
@@ -421,7 +454,7 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
     return report
 
 class Placed(NamedTuple):
-    """A number of a run beside the band of a pool."""
+    """A value of a run next to the band of a pool."""
     step: int
     value: float
     mean: float
@@ -430,7 +463,10 @@ class Placed(NamedTuple):
     inside: bool
 
 def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
-    """By step, where three of the pool have a value. Loss and time share 1 % at the last; so do all earlier ones."""
+    """Compare values of a run with the bands of a pool, at each step that at least three runs of the pool have.
+
+    The bands of the last step have a level of 1 % for loss and time together; those of all earlier steps also.
+    """
     steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
     found = []
     for step in steps:
@@ -441,8 +477,11 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     return found
 
 def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
-    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one).
-    With `end` only the last, as if at that step."""
+    """Return losses of validations, or seconds of all lines, by step.
+
+    Times of step 0 are left out, and the time of a validation replaces that of a training line. With `end`, only the
+    last value is returned, as that of step `end`.
+    """
     found: dict[int, float] = {}
     if what == "loss":
         found = {point.step: point.loss for point in run.val}
@@ -455,7 +494,7 @@ def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
     return found
 
 def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
-    """Those to place a run beside: not itself, and of a record with several programs the runs of its own."""
+    """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
     others = [other for other in runs if other.identity() != run.identity()]
     own = [other for other in others if program(other) == program(run)]
     if own:
@@ -463,13 +502,17 @@ def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
     return others
 
 def place(run: Run, pool: Side) -> Facts:
-    """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
+    """Compare one run with a pool; return what `place --json` prints.
+
+    The last loss and the last time decide. Earlier points only become remarks.
+    """
     alone = Side("run", [run], [], Reading([run]), 1)
     elsewhere = apart(pool, alone)
     shown_steps = {point.step for point in run.val} | {run.reached}
     end = None
     if config(run).get("time_budget"):
-        end = run.reached              # equal steps are different places in the plans of such runs: only ends compare
+        # With a time budget, equal steps of two runs have different progress, so only their ends compare.
+        end = run.reached
     points = {}
     remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
     said: dict[bool, list[str]] = {True: [], False: []}
@@ -480,7 +523,7 @@ def place(run: Run, pool: Side) -> Facts:
         away = [str(point.step) for point in points[what] if not point.inside]
         if away:
             remarks.append(f"{what} is outside its band at steps {listed(away)}")
-        if points[what] and points[what][-1].step:                            # else nothing was trained
+        if points[what] and points[what][-1].step:                            # step 0 is before training
             last = points[what][-1]
             off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)
@@ -496,15 +539,20 @@ def place(run: Run, pool: Side) -> Facts:
     return report | {"notes": [*remarks, *run.notes, *mixed]}
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
+    """Join at most `most` items, and say how many more there are."""
     items = list(items)
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 
 def clipped(values: Sequence[str]) -> str:
+    """Join values and cut the result to SHOWN_CHARACTERS."""
     return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
 
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
-    """A table that is readable as it is, numbers with five digits; "" without rows."""
+    """Format a Markdown table with aligned columns and five significant digits; "" without rows.
+
+    head: column titles, separated by " | ".
+    """
     cells = [head.split(" | ")]
     for row in rows:
         shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
@@ -518,7 +566,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) if rows else ""
 
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
-    """A difference with its interval; without a test it says so."""
+    """Format a difference with its interval and p, or with "(no test)"."""
     if test is None:
         return "not known"
     said = f"{test.mean:{form}} {unit}".strip()
@@ -527,7 +575,7 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
-    """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
+    """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
     lines = []
     target = report.get("target")
     rows = []
@@ -545,6 +593,7 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
 
 def compare_in_words(report: Facts) -> str:
+    """Format the report of `compare`."""
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
              f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
     if report["share"]:
@@ -554,10 +603,12 @@ def compare_in_words(report: Facts) -> str:
     return in_words(report, (report["a"], report["b"]), lines)
 
 def show_in_words(report: Facts) -> str:
+    """Format the report of `show`."""
     machine = listed(report["machine"], 5) or "not said"
     return in_words(report, [report], [f"machine: {machine}"])
 
 def place_in_words(report: Facts) -> str:
+    """Format the report of `place`."""
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
     for name in ("loss", "time"):
         rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
@@ -565,7 +616,7 @@ def place_in_words(report: Facts) -> str:
     return in_words(report, more=filter(None, lines))
 
 def jsonable(value: Any) -> Any:
-    """Without what JSON lacks: infinite numbers are null, tuples with names are objects."""
+    """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -575,7 +626,7 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 def main(argv: list[str]) -> int:
-    """argv: the verb and its arguments."""
+    """Run `show`, `compare` or `place`; return the exit status. argv: the verb and its arguments."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
