@@ -109,13 +109,15 @@ class Bench:
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
             if self.manifest.is_file() and self.manifest.stat().st_size:
-                raise ToolError(f"file {self.manifest}", found="one that no bench has written",
-                                expected="the manifest of a bench, or none", hint="move it away, or give another --out")
+                raise ToolError(f"file {self.manifest}", found="not written by a bench",
+                                expected="the manifest of a bench, or no file",
+                                hint="move the file, or choose another --out")
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
-            raise ToolError(f"bench in {args.out}", found="other sources, flags or ranks than it began with",
-                            expected="the same", hint="restore them to go on, or give another --out")
+            raise ToolError(f"bench in {args.out}", found="sources, flags or ranks differ from its manifest",
+                            expected="the same as at its start",
+                            hint="restore them to continue, or choose another --out")
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
@@ -141,9 +143,9 @@ class Bench:
         """
         side = self.sides[name]
         if side.plan() != self.plan["sides"][name]:
-            raise ToolError(f"source of {name}, {side.script}", found="edited meanwhile",
-                            expected="as the bench began with",
-                            hint="restore it to go on, or start anew with another --out")
+            raise ToolError(f"source of {name}, {side.script}", found="edited since the bench started",
+                            expected="the same source",
+                            hint="restore it to continue, or start a new bench with another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
         folder.mkdir(parents=True)
@@ -170,11 +172,11 @@ class Bench:
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            print(f"{folder.name}: FAILED, {cause}; its stderr.txt ends with", *errors, sep="\n    ", flush=True)
+            print(f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:", *errors, sep="\n    ", flush=True)
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
-        seconds = f"no time that counts ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
-        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s in all", flush=True)
+        seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
+        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time", flush=True)
         logs = [os.path.relpath(one.path, folder) for one in runs]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
@@ -209,7 +211,7 @@ class Bench:
                 order.reverse()
             failed = next((name for name in order if not self.run(name, number)), None)
             if failed in failures:
-                print(f"stopped: {failed} failed again; {self.manifest} lists all runs")
+                print(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
             if failed:
                 failures.append(failed)
@@ -264,14 +266,14 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
     """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError("patch", found=patch, expected=f"a file, or an arm of {known}", hint="check the spelling")
+        raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
     copy = copied(script, folder)
     wrong = git_apply(patch, folder)
     if not wrong and copy.read_bytes() == script.read_bytes():
-        wrong = f"it does not touch {TRAINER}"
+        wrong = f"it does not change {TRAINER}"
     if wrong:
-        raise ToolError(f"patch {patch.name}", found=wrong, expected=f"a change of {script.name} as it is here",
-                        hint=f"make it anew: git diff {TRAINER} > {patch.name}")
+        raise ToolError(f"patch {patch.name}", found=wrong, expected=f"a patch that applies to {script}",
+                        hint=f"create it again: git diff {TRAINER} > {patch.name}")
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -290,7 +292,8 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
             sides[name] = trainer(patched(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
-        raise ToolError("sides", found="one", expected="two trainers, or --arm", hint="python records bench --help")
+        raise ToolError("records bench", found="one trainer", expected="two trainers, or --arm",
+                        hint="python records bench --help")
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
@@ -303,7 +306,7 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     if args.patch.suffix == ".py":
         scripts["B"] = copied(args.patch, homes["B"])
     elif not git_apply(args.patch, homes["A"], "-R"):
-        print(f"{TRAINER} has {args.patch.name} already: A is without it")
+        print(f"{TRAINER} already contains {args.patch.name}: A runs without it")
         scripts["B"] = copied(ROOT / TRAINER, homes["B"])
     else:
         scripts["B"] = patched(ROOT / TRAINER, args.patch, homes["B"])
@@ -321,25 +324,28 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     if verb == "try":
-        parser.add_argument("patch", type=Path, help="a patch of train_gpt.py (git diff), or a whole trainer")
+        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), or a whole trainer")
     else:
         parser.add_argument("scripts", nargs="+", type=side_as_typed, metavar="TRAINER",
-                            help="A, and B unless there are arms; each may have flags of its own: 'A.py --flag=1'")
+                            help="A, and B unless there are arms; quote a side with flags: 'A.py --flag=1'")
         parser.add_argument("--arm", action="append", default=[],
-                            help="NAME, NAME=PATCH, NAME='TRAINER.py FLAGS', NAME=FLAGS")
-    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
-    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
-    parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
-    parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
-    parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer, else here]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves [try: OUT/curves.png]")
+                            help="another side: NAME, NAME=PATCH, NAME='TRAINER.py FLAGS' or NAME=FLAGS")
+    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10,
+                        help="largest number of pairs [%(default)s]")
+    parser.add_argument("--ranks", type=int, default=1, help="processes per run [1]")
+    parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
+    parser.add_argument("--limit", type=float, default=7200, help="s; a run that takes longer is killed [%(default)s]")
+    parser.add_argument("--out", type=Path, help="output directory; repeat a command with the same one to continue")
+    parser.add_argument("--data", type=Path,
+                        help="directory that the runs see as `data` [next to the trainer, or else here]")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png",
+                        help="file for a plot of the losses [try: OUT/curves.png]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
-        raise ToolError("settings", found=f"--pairs={args.pairs} --ranks={args.ranks}", expected="at least 1",
-                        hint="give larger ones")
+        raise ToolError("--pairs, --ranks", found=f"--pairs={args.pairs} --ranks={args.ranks}",
+                        expected="at least 1 for both", hint="use larger values")
     return args
 
 def main(argv: list[str]) -> int:
@@ -361,7 +367,7 @@ def main(argv: list[str]) -> int:
         bench = Bench(args, sides)
         status = bench.race()
     except KeyboardInterrupt:
-        print(f"interrupted; the same command with --out={args.out} continues")
+        print(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130
     if status == 1:
         return status
@@ -370,5 +376,5 @@ def main(argv: list[str]) -> int:
         print(f"picture: {args.plot}")
     if argv[0] == "try":
         name = re.sub(r"\W|_", "", args.patch.stem.title())
-        print(f"a record of it: python records new {name} {args.out} --kind=comparison")
+        print(f"to publish it: python records new {name} {args.out} --kind=comparison")
     return status

@@ -32,9 +32,9 @@ def inside(folder: Path, name: object) -> Path:
         path = folder / name
         if Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
             return path
-    raise ToolError(f"name in a file of {folder}", found=repr(name),
-                    expected="a path below this folder, without .. and without a link that leads out of it",
-                    hint="do not trust the file; restore it, or leave it out")
+    raise ToolError(f"path in a file of {folder}", found=repr(name),
+                    expected="a path below this directory, without .. and without links that lead out of it",
+                    hint="do not trust the file: restore it, or leave it out")
 
 def unfinished_name(folder: Path) -> Path:
     """Return a random path in `folder` for a file or directory that is renamed when it is complete."""
@@ -47,8 +47,8 @@ def write_bytes(path: Path, data: bytes) -> None:
     device.
     """
     if path.exists() and not path.is_file():
-        raise ToolError(f"file {path}", found="a folder, a pipe or a device", expected="a file, or no such name",
-                        hint="give another name")
+        raise ToolError(f"file {path}", found="a directory, a pipe or a device", expected="a file, or no file",
+                        hint="choose another name")
     beside = unfinished_name(path.parent)
     file = open(beside, "xb")
     try:
@@ -78,5 +78,5 @@ def open_to_append(path: Path) -> BinaryIO:
         if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
             return file
         file.close()
-    raise ToolError(f"file {path}", found="a link, a pipe or a device",
-                    expected="a regular file with one name, or none", hint="move it away, or give another folder")
+    raise ToolError(f"file {path}", found="a link, a pipe, a device, or a file with several names (hard links)",
+                    expected="a regular file with one name, or no file", hint="move it, or choose another directory")

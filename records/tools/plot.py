@@ -112,7 +112,7 @@ def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print(f"no picture: {sys.executable} -m pip install matplotlib", file=sys.stderr)
+        print(f"no plot without matplotlib; to install it: {sys.executable} -m pip install matplotlib", file=sys.stderr)
         return None, (None, None)
     figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", **how)
     figure.patch.set_alpha(0)

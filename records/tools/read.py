@@ -157,7 +157,7 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     if not logged:
         return Reading(runs, unread)
     kept = without_duplicates(logged)
-    unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
+    unread += [(run.path, "duplicate run") for run in logged if id(run) not in kept]
     return Reading([run for run in logged if id(run) in kept], unread, stated)
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
@@ -165,7 +165,8 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
     path = compressed.stored(path)
     if not path.is_dir():
         if not path.exists():
-            raise ToolError("path", found=path, expected="a file or a directory", hint="check the spelling")
+            raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
+                            hint="check the spelling")
         yield path, True
     for folder, inner, names in os.walk(path):
         inner.sort()
@@ -232,8 +233,8 @@ def read_ours(path: Path, data: bytes) -> Run:
             take(run, rows, json.loads(line))
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
             if place < len(lines):
-                raise NotALog(f"line {place} is not one of a log.jsonl") from None
-            run.notes.append("last line torn")
+                raise NotALog(f"line {place} is not valid in a log.jsonl") from None
+            run.notes.append("last line incomplete")
     if not run.facts:
         raise NotALog("no header line")
 
@@ -245,11 +246,11 @@ def read_ours(path: Path, data: bytes) -> Run:
         run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
     told = run.result.get("val_loss")
     if told is not None and run.final and str(told) != str(run.loss):
-        run.refused = f"the result says a loss of {told}, the last validation {run.loss}"
+        run.refused = f"the result states a loss of {told}, the last validation {run.loss}"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
-        run.notes.append(f"no result yet: still going, or killed, at step {run.reached}")
+        run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
 
 def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
@@ -271,7 +272,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
     elif kind == "result":
         run.result = event
     elif kind == "aborted":
-        run.aborted = str(event.get("cause", "not said"))
+        run.aborted = str(event.get("cause", "unknown cause"))
     elif kind == "resumed":
         # Steps after the checkpoint were repeated, so drop their first results.
         rows[:] = [row for row in rows if row[0] <= event["step"]]
@@ -406,7 +407,7 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
         if runs and run.val[0].step != runs[0].val[0].step:
             if set(run.val) <= set(runs[-1].val):
                 continue
-            run.refused = f"begins at step {run.val[0].step}, unlike the run before it in the file"
+            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
         runs.append(run)
     return runs
 
@@ -444,7 +445,7 @@ def averages_contradict(table: np.ndarray) -> str | None:
         rules.append(fits[known & (step > untimed)])
     if not known.any() or any(fits.all() for fits in rules):
         return None
-    return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
+    return "its times contradict its step_avg, both over all steps and over those after the first ten"
 
 def clock_contradicts(run: Run) -> str | None:
     """Return why the times of a run are wrong, or None.
@@ -456,7 +457,7 @@ def clock_contradicts(run: Run) -> str | None:
         return None
     clock = [point.seconds for point in run.val if point.seconds is not None]
     if not all(map(math.isfinite, clock)) or clock != sorted(clock):
-        return "the times of its validations fall, or are no numbers"
+        return "the times of its validations decrease or are not finite"
     timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
     if not len(timed):
         return None
@@ -464,7 +465,7 @@ def clock_contradicts(run: Run) -> str | None:
     latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
     if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
         return None
-    return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
+    return f"its final time is {final.seconds:.3f} s, but its training step {step:.0f} ended at {seconds:.3f} s"
 
 def read_readme(path: Path, data: bytes) -> list[Run]:
     """Read lists of losses from a README; each is a pool. Raises NotALog if there are none.
@@ -477,5 +478,5 @@ def read_readme(path: Path, data: bytes) -> list[Run]:
         if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
             runs += [Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}) for loss in losses]
     if not runs:
-        raise NotALog("a page without a list of losses")
+        raise NotALog("no list of losses")
     return runs

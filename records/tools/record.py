@@ -50,7 +50,7 @@ POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # ratio of times, with its 99 % interval
 LINK_OUT = "a link out of the record"
-NO_BENCH = "no bench with its source and settings"
+NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
@@ -88,8 +88,8 @@ def load(folder: Path) -> Facts:
     try:
         return json.loads(text(inside(folder, RESULT)))
     except ValueError as error:
-        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="the numbers of a record",
-                        hint="records new") from None
+        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
+                        hint="restore the file") from None
 
 def folders(root: Path) -> list[Path]:
     """Return the directories that look like a record, whatever their names."""
@@ -101,8 +101,8 @@ def find(root: Path, name: str) -> Path:
     wanted = Path(name).name
     fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
     if len(fits) != 1:
-        raise ToolError(f"record {name}", found=[path.name for path in fits], expected="one",
-                        hint="give its folder's name or its number")
+        raise ToolError(f"record {name}", found=[path.name for path in fits], expected="one record",
+                        hint="give its directory name or its number")
     return fits[0]
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -117,8 +117,8 @@ def hashes(folder: Path) -> dict[str, str]:
             continue
         name = compressed.uncompressed(path).relative_to(folder).as_posix()
         if name in found or folder / name in made:
-            raise ToolError(f"{name} in {folder.name}", found="compressed (.gz) and not", expected="one of them",
-                            hint="remove the other")
+            raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
+                            expected="one of the two", hint="remove one of them")
         found[name] = sha256(compressed.read_bytes(path))
     return dict(sorted(found.items()))
 
@@ -159,7 +159,7 @@ def rivals(root: Path, stated: Facts) -> Facts:
     before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
     named = {folder_name(entry): entry for entry in before}
     if before and stated["parent"] not in named:
-        raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="name it: --parent")
+        raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
     return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
 
 def folder_name(result: Facts) -> str:
@@ -235,12 +235,12 @@ def class_of(settings: Facts) -> str | None:
 def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     for name in links_out(folder):
-        yield name, LINK_OUT, "a file of its own"
+        yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
     taken = {line.get("side") for place, line in ended if place.exists()}    # others may be of other records
     for place, line in ended:
         if line["outcome"] == "done" and line.get("side") in taken and not place.exists():
-            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
+            yield "runs of the manifest", f"{line['folder']} succeeded and is left out", "all successful runs"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
@@ -253,15 +253,15 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if first != name:
             yield name, f"times and losses of {first}", "each run once"
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
-            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
+            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
         else:
             yield from unlike_text(name, run)
     for key in ALIKE:
         values = sorted({as_text(value(run, key)) for run in runs})
         if len(values) > 1:
-            yield f"mixed {key}", values, "one throughout a record"
+            yield f"mixed {key}", values, "one value in a record"
     for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
-        yield "a group", mixed, "runs of one program, to one end"
+        yield "group", mixed, "runs of one program, with one last step"
     if stated["kind"] == "entry":
         yield from misfits(folder, sides, stated)
 
@@ -271,7 +271,7 @@ def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
     if track and track.is_chain:
         yield from broken_links(sides, stated, rivals(folder.parent, stated))
     elif not track or len(sides) != (2 if stated["base"] else 1):
-        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group beside a baseline"
+        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group and a baseline"
         return
     for run in sides[stated["main"]].runs:
         name = run.path.parent.name
@@ -295,13 +295,13 @@ def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Prob
     if not 0 < len(stated.get("idea", "").split()) <= IDEA_WORDS:
         yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
     if class_of(main.runs[0].facts["config"]) is None:
-        yield "class", "a configuration that does not say how many rows its tables have", "plain or table"
+        yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
     raced = in_turn(sides, stated, opponents)
     for role, opponent in opponents.items():
         its = raced.get(role)
         if not its or its["word"] != "faster":
             found = f"{its['word']}: {RATIO.format_map(its)}, {its['pairs']} pairs" if its else NO_BENCH
-            yield f"time beside the {role}, {folder_name(opponent)}", found, "faster, in turn with it"
+            yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role.
@@ -335,7 +335,7 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     machine = str(value(run, "hardware")).partition(", then ")[0]            # hardware before a resume
     for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
         if fact not in printed.partition("\nstep:")[0]:
-            yield f"{name}, first lines of {TEXT_LOG}", "another seed or machine", f"{fact.strip()}, as {LOG} has it"
+            yield f"{name}, first lines of {TEXT_LOG}", "different seed or machine", f"{fact.strip()}, as {LOG} has it"
     lines = VALIDATION.findall(printed)
     if len(lines) != len(run.val):
         yield f"{name}, validations of {TEXT_LOG}", len(lines), f"{len(run.val)}, as {LOG} has them"
@@ -450,16 +450,17 @@ def new(args: argparse.Namespace, root: Path) -> int:
         folder = inside(root, find(root, args.update).name)
         result = load(folder)
         if "sealed" in result:
-            raise ToolError(f"record {folder.name}", found="a sealed one", expected="a record of runs",
-                            hint="leave it as it is")
+            raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
+                            hint="do not update it")
         write(folder, result["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
         folder = root / f"{args.date}_{number}_{args.name}"
         if not FOLDER.fullmatch(folder.name) or not args.runs:
-            raise ToolError("record", found=f"{folder.name}, runs {args.runs}", expected="YYYY-MM-DD_nn_NAME, RUNS",
-                            hint="new --help")
+            raise ToolError("record", found=f"{folder.name}, runs {args.runs}",
+                            expected="the name YYYY-MM-DD_nn_NAME, and at least one run",
+                            hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
@@ -478,8 +479,8 @@ def unfinished(root: Path) -> Iterator[Path]:
     Directories that other calls have left are listed on stderr and not changed.
     """
     for left in sorted(root.glob(f"{UNFINISHED}*")):
-        print(f"note: {shown(left)} is not removed. A call of `new` is using it, was killed, or has not created it; if "
-              "you do not need it, delete it", file=sys.stderr)
+        print(f"note: {shown(left)} is not removed: a call of `new` is using it or was killed, or another program "
+              "created it; delete it if you do not need it", file=sys.stderr)
     place = unfinished_name(root)
     place.mkdir()
     try:
@@ -497,8 +498,8 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             for log in logs_below(Path(path)) or [Path(path, LOG)]:
                 keep(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
-        raise ToolError("runs", found=items, expected="at least one that is done",
-                        hint="give run directories, or folders of them")
+        raise ToolError("runs", found=items, expected="at least one successful run",
+                        hint="give run directories, or directories of them")
     groups = list(stated["groups"])
     stated |= {"base": None, "main": "" if "" in groups else groups[0]}
     if len(groups) > 1 and not opponents:
@@ -537,8 +538,8 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = inside(staged, f"logs/{name}")
     if copy.exists():
-        raise ToolError("two runs of one name", found=run.path, expected=f"another name than {name}",
-                        hint="rename its folder")
+        raise ToolError(f"run {run.path}", found=f"another run has the name {name}",
+                        expected="a different name for each run", hint="rename its directory")
     copy.mkdir(parents=True)
     if manifest:
         home = copy.parents[len(Path(noted["folder"]).parts) - 1]
@@ -552,20 +553,20 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         if sha256(source.read_bytes()) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
-    raise ToolError(f"source of {run.path}", found="none with its source_sha256", expected="a trainer",
-                    hint="put it beside the log")
+    raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
+                    expected="the trainer that wrote the log", hint="copy it next to the log")
 
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
     sides = grouped(folder, stated)
     for problem in doubts(folder, stated, sides):
-        raise ToolError(*problem, "other groups or records of the runs, or more of them; rules: records/README.md")
+        raise ToolError(*problem, "group the runs differently, or add or remove some; rules: records/README.md")
     if stated["parent"]:
         diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
         write_bytes(folder / DIFF, diff.encode())
     result = build(folder, stated, sides)
     if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
-        raise ToolError(f"picture {PLOT}", found="no matplotlib", expected="a record with its picture",
+        raise ToolError(f"plot {PLOT}", found="no matplotlib", expected="a record with its plot",
                         hint="pip install matplotlib")
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
@@ -578,8 +579,8 @@ def check(args: argparse.Namespace, root: Path) -> int:
     """Check records; print a line for each finding, and return the exit status."""
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
-        raise ToolError(f"records in {shown(root)}", found="none", expected="at least one",
-                        hint="name their folder: --records")
+        raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
+                        hint="name their directory with --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
@@ -596,9 +597,9 @@ def findings(folder: Path) -> Iterator[str]:
         result = load(folder)
         stated = result["stated"]
         if folder.name != folder_name(result):
-            yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
+            yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
         if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
-            yield f"date {stated['date']}: expected no day to come"
+            yield f"date {stated['date']}: it is in the future"
         known = result["files"] | result.get("sealed", {})
         there = hashes(folder)
         if "sealed" in result:
@@ -606,12 +607,12 @@ def findings(folder: Path) -> Iterator[str]:
         else:
             yield from unlike_its_logs(folder, result)
         for name, (noted, found) in changes(known, there).items():
-            said = {(True, True): "edited: another sha256", (True, False): "missing", (False, True): "added"}
+            said = {(True, True): "edited: its sha256 differs", (True, False): "missing", (False, True): "added"}
             yield f"{name}: {said[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        yield f"not as `new` makes it: {type(error).__name__} {error}"
+        yield f"not as `new` writes it: {type(error).__name__} {error}"
 
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
     """Return the sha256 of the generated parts of a sealed record: numbers, page below the marker, diff."""
@@ -634,7 +635,7 @@ def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
         made[DIFF] = text(folder / DIFF), diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
-        unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
+        unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
             yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
@@ -662,7 +663,7 @@ def table(args: argparse.Namespace, root: Path) -> int:
     for title, rows in boards.items():
         columns = max(rows, key=len)                                         # the base lacks the ratios
         print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")
-    print("`check` tells whether these hold; rules: records/README.md")
+    print("to verify these: python records check; rules: records/README.md")
     return 0
 
 def links(root: Path, entries: list[Facts]) -> list[Facts]:
@@ -728,7 +729,8 @@ def stand(args: argparse.Namespace, root: Path) -> int:
     side = report.side_of("run", [args.folder])
     mixed = report.mixtures(side)
     if mixed:
-        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one kind", hint="name one of them")
+        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one program",
+                        hint="name one of them")
     mine = statistics.summary(side.losses())
     said = []
     beside = "no entry has this preset, these data and as many tokens"
@@ -763,23 +765,25 @@ def main(argv: list[str]) -> int:
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of all records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="directory of all records")
     if verb == "check":
         parser.add_argument("chosen", nargs="*", metavar="RECORD")
     elif verb == "table":
         parser.add_argument("--json", action="store_true")
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the chain of pocket_time")
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the chain of pocket_time")
     elif verb == "stand":
-        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a folder of several")
+        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
     else:
-        parser.add_argument("name", nargs="?", help="letters, digits, underscores")
-        parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
-        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="[entry]")
+        parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
+        parser.add_argument("runs", nargs="*",
+                            help="run directories, or directories of them; GROUP=PATH,... names a group")
+        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="kind of record [entry]")
         parser.add_argument("--track", choices=TRACKS)
-        parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-        parser.add_argument("--update", metavar="RECORD", help="make its pages again")
-        parser.add_argument("--parent", help="a record")
-        parser.add_argument("--idea", help=f"of an entry of pocket_time, at most {IDEA_WORDS} words")
-        parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
+        parser.add_argument("--systems", action="store_true",
+                            help="a systems change, the same mathematics: the loss needs no proof")
+        parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
+        parser.add_argument("--parent", help="record that the source was changed from")
+        parser.add_argument("--idea", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
+        parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, args.records.resolve())

@@ -117,7 +117,7 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
         raise ToolError(f"side {name}: {listed(map(shown, paths))}", found=listed(why) or "no file",
                         expected="at least one finished run",
-                        hint="give a run directory, a text log, or a folder of them")
+                        hint="give a run directory, a text log, or a directory of them")
     return side
 
 def sorted_out(name: str, reading: Reading) -> Side:
@@ -157,8 +157,8 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         found = [event for event in events if event["type"] == kind]
     except (ValueError, KeyError, TypeError):
-        raise ToolError(f"manifest {manifest}", found="a damaged line", expected="JSON with a type",
-                        hint="restore it") from None
+        raise ToolError(f"manifest {manifest}", found="a line that is not an event",
+                        expected="a JSON object with a type in each line", hint="restore the file") from None
     if kind in OF_RUNS:
         for event in found:
             inside(manifest.parent, event.get("folder"))
@@ -266,7 +266,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     if refused:
         said = "not comparable", refused[0]
     elif same_program(a, b):
-        said = "same program", "source, settings and software are equal: what differs is of machines or chance"
+        said = "same program", "source, settings and software are equal; any difference is due to the machine or chance"
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *refused[1:]]
     return {"verdict": said[0], "reason": said[1], **report}
 
@@ -317,7 +317,7 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     losses = side.losses()
     n, mean, sd = summary(losses)
     if not n:
-        return "not proven", "the losses are not said"
+        return "not proven", "the losses are unknown"
     p = below(losses, target)
     by = f"by {len(side.runs)} of {side.started} started"
     if side.runs[0].kind == "list":
@@ -331,7 +331,7 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     needed = seeds_needed(target - mean, sd)
     said = f"{against} not proven {by} {known}"
     if needed:
-        said += f"; at this mean and spread {max(1, needed - n)} more seeds prove it four times of five"
+        said += f"; at this mean and sd, {max(1, needed - n)} more seeds prove it with a probability of 80 %"
     return "not proven", said
 
 def target_of(*sides: Side) -> float | None:
@@ -348,12 +348,12 @@ def refusals(a: Side, b: Side) -> list[str]:
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            found.append(f"other {key}: {apart(a, b) or clipped([*before, *after])}")
+            found.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for side, other in ((a, b), (b, a)):
         found += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
             step = side.runs[0].final.step
-            found.append(f"{side.name}'s runs are cut short at step {step}; compare whole ones")
+            found.append(f"{side.name}'s runs stopped early, at step {step}; compare complete runs")
     return list(dict.fromkeys(found))
 
 def mixtures(side: Side) -> list[str]:
@@ -365,11 +365,11 @@ def mixtures(side: Side) -> list[str]:
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
-        found.append(f"{side.name} mixes ends at step {listed(ends)}; choose by paths")
+        found.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
-            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose by paths")
+            found.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
     return found
 
 def same_program(a: Side, b: Side) -> bool:
@@ -432,7 +432,7 @@ def notes_of(side: Side, name: str = "") -> list[str]:
         found.append(listed(resumed))
     n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
     if n:
-        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
+        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}; they are not counted")
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*found, unread) if note]
 
@@ -440,11 +440,11 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
     """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
-    said = "no target", "none was named (--target), and the logs state none"
+    said = "no target", "--target is not given, and the logs state no target"
     if mixed:
         said = "not comparable", mixed[0]
     elif systems:
-        said = "systems", "stated as a systems change: p is waived"
+        said = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
         said = proof(side, target)
     report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
@@ -514,7 +514,7 @@ def place(run: Run, pool: Side) -> Facts:
         # With a time budget, equal steps of two runs have different progress, so only their ends compare.
         end = run.reached
     points = {}
-    remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
+    remarks = [f"time is not compared: {elsewhere}"] * bool(elsewhere)
     said: dict[bool, list[str]] = {True: [], False: []}
     units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
@@ -527,10 +527,10 @@ def place(run: Run, pool: Side) -> Facts:
             last = points[what][-1]
             off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)
-    word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
+    word, reason = "undecided", "no step of the run is in at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
-        reason = f"no run there has its source and settings, and {mixed[0]}"
+        reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
     elif any(said.values()):
         word = "outside" if said[False] else "inside"
         reason = "; ".join(said[not said[False]])
@@ -546,7 +546,7 @@ def listed(items: Iterable[str], most: int = SHOWN) -> str:
 
 def clipped(values: Sequence[str]) -> str:
     """Join values and cut the result to SHOWN_CHARACTERS."""
-    return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
+    return " and ".join(values)[:SHOWN_CHARACTERS] or "unknown"
 
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """Format a Markdown table with aligned columns and five significant digits; "" without rows.
@@ -568,7 +568,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     """Format a difference with its interval and p, or with "(no test)"."""
     if test is None:
-        return "not known"
+        return "unknown"
     said = f"{test.mean:{form}} {unit}".strip()
     if test.p is None:
         return f"{said} (no test)"
@@ -604,12 +604,12 @@ def compare_in_words(report: Facts) -> str:
 
 def show_in_words(report: Facts) -> str:
     """Format the report of `show`."""
-    machine = listed(report["machine"], 5) or "not said"
+    machine = listed(report["machine"], 5) or "unknown"
     return in_words(report, [report], [f"machine: {machine}"])
 
 def place_in_words(report: Facts) -> str:
     """Format the report of `place`."""
-    lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
+    lines = [f"run {report['run']}, step {report['reached']}, compared with {report['pool_runs']} runs"]
     for name in ("loss", "time"):
         rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
         lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
@@ -631,23 +631,25 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     usage = {"show": "PATH ...", "compare": "A B, or A ... --against B ...", "place": "RUN POOL ..."}[verb]
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or folders")
-    parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
-    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
-    parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or directories")
+    parser.add_argument("--against", nargs="+", default=[], metavar="B",
+                        help="the other side of `compare`, if a side has several paths")
+    parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
+    parser.add_argument("--systems", action="store_true",
+                        help="a systems change, the same mathematics: the loss needs no proof")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the losses")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
         if not paths[1]:
-            raise ToolError("paths", found=args.paths, expected=usage, hint="name both")
+            raise ToolError(f"records {verb}", found=args.paths, expected=usage, hint="name both sides")
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if len(runs) != 1:
-            raise ToolError(f"run {paths[0]}", found=f"{len(runs)} runs", expected="the log of one",
-                            hint="give a log, or a run directory")
+            raise ToolError(f"run {listed(paths[0])}", found=f"{len(runs)} runs", expected="the log of one run",
+                            hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = beside(runs[-1], pool.runs)
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}

@@ -107,7 +107,7 @@ def test_bench__writes_to_no_file_of_others(tmp_path, out, kind):
     assert (status == 2) == (kind != "a summary"), error
     assert sorted(elsewhere.rglob("*")) == before and notes.read_text() == "mine"
     if kind == "notes":
-        assert (out / "manifest.jsonl").read_text() == "mine" and "one that no bench has written" in error
+        assert (out / "manifest.jsonl").read_text() == "mine" and "not written by a bench" in error
     if kind == "a summary":
         assert json.loads((out / "summary.json").read_text()) and not (out / "summary.json").is_symlink()
 
@@ -130,11 +130,11 @@ def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
     once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
     a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
     _, said, _ = call("bench", a, b, f"--out={out}", "--pairs=3")
-    assert "002_B: FAILED, exit status 1; its stderr.txt ends with\n    no memory left" in said
+    assert "002_B: FAILED, exit status 1; the last lines of its stderr.txt:\n    no memory left" in said
     assert [(end["pair"], end["outcome"]) for end in lines(out, "end")][:3] == [(1, "done"), (1, "failed"), (2, "done")]
     assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3, 4} and "by 3 of 4 started" not in said
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
-    assert status == 1 and "stopped: B failed again" in said
+    assert status == 1 and "stopped: B failed twice" in said
 
 @pytest.mark.parametrize("body, cause", [
     ("import time; time.sleep(60)", "still running after the limit of 0.5 s"), ("sys.exit(0)", "no log of a final"),
@@ -153,15 +153,16 @@ def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out):
     call(*flags, "--pairs=3")
     assert [end["pair"] for end in lines(out, "end")] == [1, 1, 2, 2, 3, 3]
     status, _, error = call("bench", a, "--arm=B=--lr=3", f"--out={out}")
-    assert status == 2 and "other sources, flags or ranks" in error
+    assert status == 2 and "sources, flags or ranks differ" in error
     trainer(tmp_path, body="ms += 1")
-    assert "other sources, flags or ranks" in call(*flags, "--pairs=4")[2]
+    assert "sources, flags or ranks differ" in call(*flags, "--pairs=4")[2]
 
 def test_run__a_source_that_is_edited_meanwhile(tmp_path, out):
     edits = "open('../../../b.py', 'a').write('# more')"
     a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")
     status, _, error = call("bench", a, b, f"--out={out}")
-    assert status == 2 and "source of B" in error and "edited meanwhile" in error and len(lines(out, "end")) == 1
+    assert status == 2 and "source of B" in error and "edited since the bench started" in error
+    assert len(lines(out, "end")) == 1
 
 @pytest.mark.parametrize("number, status, outcome", [
     (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 130, "interrupted"), (signal.SIGKILL, -9, "lost")])
@@ -181,7 +182,7 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     if number == signal.SIGKILL:
         os.kill(child, signal.SIGKILL)
     else:
-        assert f"the same command with --out={out} continues" in said
+        assert f"repeat the command with --out={out} to continue" in said
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
     trainer(tmp_path, body=wait)
@@ -207,11 +208,11 @@ def test_arm__patches_flags_and_trainers(tmp_path, out):
 def test_patched__says_what_is_wrong(tmp_path, out):
     a = trainer(tmp_path, name="train_gpt.py")
     status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
-    assert status == 2 and "a file, or an arm of" in error and "smear" in error
+    assert status == 2 and "a file, or one of the arms" in error and "smear" in error
     (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
     assert "patch does not apply" in call("bench", a, f"--arm=old={tmp_path}/old.patch", f"--out={out}2")[2]
     (tmp_path / "none.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
-    assert "does not touch train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
+    assert "does not change train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
 
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
 def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch):
@@ -231,7 +232,7 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case):
     monkeypatch.setattr(bench, "ROOT", here)
     status, said, _ = call("try", patch, f"--out={out}", "--", "--lr=3")
     assert status == 0 and "verdict: faster" in said and "-10." in said
-    assert ("has idea_one.patch already" in said) == (case == "applied already")
+    assert ("already contains idea_one.patch" in said) == (case == "applied already")
     assert all("--preset=pocket --sample_tokens=0 --lr=3" in end["command"] for end in lines(out, "end"))
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()

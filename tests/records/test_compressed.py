@@ -141,7 +141,7 @@ def test_check__a_file_in_both_forms(root, name) -> None:
     path.write_bytes(data)
     path.with_name(path.name + ".gz").write_bytes(gzip.compress(data))
     status, out, _ = call("check", "--records", root)
-    assert status == 1 and f"{name} in {folder.name}" in out and "remove the other" in out
+    assert status == 1 and f"{name} in {folder.name}" in out and "remove one of them" in out
 
 def test_check__a_log_that_is_no_gzip_file(root) -> None:
     folder, = record.folders(root)

@@ -39,7 +39,7 @@ def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 0 and "verdict: " in said
-    assert error == f"no picture: {sys.executable} -m pip install matplotlib\n"
+    assert error == f"no plot without matplotlib; to install it: {sys.executable} -m pip install matplotlib\n"
 
 def test_characters__the_validation_loss_falls_to_the_right(tmp_path):
     *rows, last = plot.characters(read_runs([make_side(tmp_path / "a")]).runs).splitlines()

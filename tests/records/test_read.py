@@ -68,7 +68,7 @@ def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path):
         for step, loss in points:
             log.write(f"step:{step}/20 val_loss:{loss} train_time:{100 * step}ms step_avg:100.00ms\n")
     first, second = read_runs([tmp_path]).runs
-    assert (first.loss, first.refused) == (4.0, None) and "begins at step 10" in second.refused
+    assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
 def test_read_readme__lists_are_stated_beside_logs():
     pools = {}
@@ -82,7 +82,7 @@ def test_read_readme__lists_are_stated_beside_logs():
 NO_LOGS = {
     "binary.log": "binary", "empty.txt": "empty", "manifest.jsonl": "no header line at the start",
     "metadata.txt": "no validation line", "only_source.txt": "no validation line",
-    "page.md": "a page without a list of losses", "pruning_data.json": "not a log by its name",
+    "page.md": "no list of losses", "pruning_data.json": "not a log by its name",
     "remote_manifest.txt": "no validation line", "stderr.txt": "no validation line",
     "trainer.py": "not a log by its name",
 }
@@ -108,7 +108,7 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
     make_run(tmp_path / "c/other", 1, 3.28000001, 80.0)
     reading = read_runs([tmp_path])
     assert sorted(run.seed for run in reading.runs) == [0, 1]
-    assert "3 the same run again" in reading.unread_in_words()
+    assert "3 duplicate run" in reading.unread_in_words()
 
 def test_read_runs__a_path_that_is_not_there(tmp_path):
     with pytest.raises(ToolError, match="a file or a directory"):
@@ -126,7 +126,7 @@ def test_read_ours__a_whole_log():
 
 def test_read_ours__torn_aborted_void_and_resumed():
     torn = only(GOLDEN / "ours/torn")
-    assert torn.notes == ["last line torn", "no result yet: still going, or killed, at step 4"]
+    assert torn.notes == ["last line incomplete", "no result yet: running or killed, at step 4"]
     aborted = only(GOLDEN / "ours/aborted")
     assert aborted.notes == ["interrupted at step 4: loss is nan at step 4"]
     assert not torn.finished and not aborted.finished
@@ -195,9 +195,9 @@ def test_current_names__keeps_what_has_no_current_name() -> None:
     assert read.current_names(NEW_NAMES) == NEW_NAMES == read.current_names(OLD_NAMES)
 
 @pytest.mark.parametrize("broken, why", [
-    ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not one of a log.jsonl"),
-    ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not one of a log.jsonl"),
-    ("[" * 100_000 + "\n", "line 1 is not one of a log.jsonl"), ('{"type": "head', "no header line")])
+    ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),
+    ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not valid in a log.jsonl"),
+    ("[" * 100_000 + "\n", "line 1 is not valid in a log.jsonl"), ('{"type": "head', "no header line")])
 def test_read_ours__what_is_none(tmp_path, broken, why):
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
@@ -207,7 +207,7 @@ def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path
     events = events_of(folder / "log.jsonl")
     events[-1]["val_loss"] = 3.27
     write_events(folder / "log.jsonl", events)
-    assert only(folder).refused == "the result says a loss of 3.27, the last validation 3.28"
+    assert only(folder).refused == "the result states a loss of 3.27, the last validation 3.28"
 
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])
@@ -218,7 +218,7 @@ def test_averages_contradict__all_lines(tmp_path, change, believed):
 
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
-    (2, 90_000, "the times of its validations fall"), (2, math.nan, "or are no numbers")])
+    (2, 90_000, "the times of its validations decrease"), (2, math.nan, "or are not finite")])
 def test_clock_contradicts(tmp_path, where, ms, why):
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")

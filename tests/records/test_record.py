@@ -109,8 +109,8 @@ def test_new__update_keeps_what_is_written_by_hand(root):
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
     (["X", "{root}"], "restore it, or leave it out"), (["X", "{runs}"], "track None"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
-    (["X", "{runs}", "{runs}", "--track=pocket"], "two runs of one name"),
-    (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its folder's name or its number"),
+    (["X", "{runs}", "{runs}", "--track=pocket"], "a different name for each run"),
+    (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its directory name or its number"),
     (["X", "{runs}", "{other}", "--track=pocket"], "source_sha256")])
 def test_new__what_is_no_record(root, tmp_path, argv, said):
     other = make_runs(tmp_path / "other", (2.2, 2.3, 2.4), source=OTHER_SOURCE)
@@ -146,7 +146,7 @@ def test_inside__refuses_what_is_not_below(tmp_path, name):
     for link in (folder / "link", folder / "runs/link"):
         link.symlink_to(tmp_path)
     (folder / "within").symlink_to("runs")
-    with pytest.raises(files.ToolError, match="a path below this folder"):
+    with pytest.raises(files.ToolError, match="a path below this directory"):
         files.inside(folder, name)
     for good in ("runs", "runs/001", "./runs/none/yet", "within/001", "..x/a..b"):
         assert files.inside(folder, good) == folder / good
@@ -165,7 +165,7 @@ def test_new__a_manifest_that_names_a_folder_elsewhere(tmp_path, name):
     for argv in (["show", bench], ["compare", bench, bench],
                  ["new", "--records", root, "X", bench, "--kind=comparison"]):           # last, because it writes
         status, _, error = call(*argv)
-        assert status == 2 and "expected: a path below this folder" in error, error
+        assert status == 2 and "expected: a path below this directory" in error, error
     assert sorted(tmp_path.rglob("*")) == before
 
 def test_new__a_manifest_whose_side_is_a_path(root, tmp_path):
@@ -188,7 +188,7 @@ def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, va
     shutil.copytree(root / FIRST, root.parent / "elsewhere")
     if value == ["out/seed0"]:
         (root / FIRST / "logs/out").symlink_to(root.parent / "runs")
-        with pytest.raises(files.ToolError, match="a path below this folder"):
+        with pytest.raises(files.ToolError, match="a path below this directory"):
             record.log_of(root / FIRST, "out/seed0")
     restate(root / which, value, *keys)
     opened = []
@@ -242,7 +242,7 @@ def test_write__never_through_a_link(root, tmp_path):
 def test_write_bytes__what_is_no_file_stays(tmp_path, make):
     make(tmp_path / "name")
     before = (tmp_path / "name").lstat()
-    with pytest.raises(files.ToolError, match="a folder, a pipe or a device"):
+    with pytest.raises(files.ToolError, match="a directory, a pipe or a device"):
         files.write_bytes(tmp_path / "name", b"x")
     assert (tmp_path / "name").lstat()[:3] == before[:3] and len(list(tmp_path.iterdir())) == 1
 
@@ -281,9 +281,9 @@ DAMAGES = {                                  # what is said, where in the folder
     "another source": ("not the source", "train_gpt.py", edit, "= 7", "= 6"),
     "a stranger's file": ("notes.txt: added", "logs/notes.txt", *ADD), "a hidden file": ("added", ".hidden", *ADD),
     "a picture": ("loss.png: edited", "loss.png", *ADD),
-    "a name": ("found this folder name", "", rename, "2026-01-01_01_Best"),
+    "a name": ("directory name: expected", "", rename, "2026-01-01_01_Best"),
     "a number twice": ("several records", "", rename, "2026-01-01_02_First"),
-    "a date": ("found this folder name", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
+    "a date": ("directory name: expected", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
 }
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -366,7 +366,7 @@ def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root):
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
     restate(root / SECOND, ["runs/002_B", "runs/003_B"], "groups", "B")
     status, _, error = call("new", "--records", root, "--update=02")
-    assert status == 2 and "runs/006_B is done and left out" in error
+    assert status == 2 and "runs/006_B succeeded and is left out" in error
 
 def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch):
     """Second round 9 of the hostile cases: `git log` there ran what its .git/config names."""
@@ -385,7 +385,7 @@ def test_findings__a_sealed_record(root):
     result["sealed"] = record.sealed(root / FIRST, result)
     (root / FIRST / "result.json").write_text(json.dumps(result))
     assert check(root, "01") == ""
-    assert "a sealed one" in call("new", "--records", root, "--update=01")[2]
+    assert "found:    sealed" in call("new", "--records", root, "--update=01")[2]
     for name, old, other in (("README.md", "2.159", "2.151"), ("logs/seed1/log.txt", "2.1440", "2.1340"),
                              ("result.json", '"class": "plain"', '"class": "table"')):
         path = root / FIRST / name
@@ -574,9 +574,10 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
     assert status == 2 and said in error, error
 
 @pytest.mark.parametrize("benches, parent, said", [
-    (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "beside the base, 2026-01-01_01_Base"),
-    (["third_with_base"], "02", "beside the parent, 2026-01-02_02_Eight"), (["with_base"], None, "name it: --parent"),
-    (["no_bench"], "01", "no bench")])
+    (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "relative to the base, 2026-01-01_01_Base"),
+    (["third_with_base"], "02", "relative to the parent, 2026-01-02_02_Eight"),
+    (["with_base"], None, "choose it with --parent"),
+    (["no_bench"], "01", "no bench contains")])
 def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said):
     root = shutil.copytree(chain / "records", tmp_path / "records")
     bench_runs(tmp_path / "slower", {"A": SOURCE, "B": THIRD_SOURCE}, {"A": 100.0, "B": 101.0}, {"A": 2.16, "B": 2.17})
@@ -596,7 +597,7 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path):
     own = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
     flags = ["--track=pocket_time", "--idea=x", "--parent=02", "--date=2026-01-03"]
     status, _, error = call("new", "--records", root, "X", *own[:-1], *flags)
-    assert status == 2 and "is done and left out" in error, error
+    assert status == 2 and "succeeded and is left out" in error, error
     folder = new(root, "X", *own, *flags)
     assert check(root) == ""
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}

@@ -79,7 +79,7 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason):
     found = compare(*make_sides(tmp_path, b=b), TARGET)
     assert (found["verdict"] == "not comparable") == bool(first_reason)
     if first_reason:
-        assert found["reason"].startswith("other ") and first_reason in found["reason"], found["reason"]
+        assert found["reason"].startswith("different ") and first_reason in found["reason"], found["reason"]
 
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path):
     a, b = make_sides(tmp_path)
@@ -205,7 +205,7 @@ def test_side_of__times_that_contradict_their_averages_do_not_count(tmp_path):
 def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path):
     pool = make_side(tmp_path / "a")
     make_run(pool / "longer", 8, 3.1, 160.0, steps=20)
-    assert "mixes ends" in show(pool)["reason"]
+    assert "mixes last steps" in show(pool)["reason"]
     log = make_run(tmp_path / "b/cut", 9, 3.1, 80.0) / "log.jsonl"
     write_events(log, events_of(log)[:9])
     with pytest.raises(ToolError, match="at least one finished run"):
@@ -240,7 +240,7 @@ def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path):
         file.write('{"type": "end", "run"')
     assert report.side_of("A", [tmp_path]).started == 2, "a kill may tear the last line"
     edit(tmp_path / "manifest.jsonl", '{"type": "start"', '{"type"; "start"')
-    with pytest.raises(ToolError, match="a damaged line"):
+    with pytest.raises(ToolError, match="a line that is not an event"):
         report.side_of("A", [tmp_path])
 
 def test_placed__false_alarms_by_draws():
@@ -275,9 +275,9 @@ def test_place__while_a_run_goes_on(tmp_path):
     write_events(log, events)
     found = place(log, pool)
     assert found["reached"] == 6 and not found["finished"] and found["verdict"] == "outside"
-    assert found["reason"].startswith("time at step 6 is +1.2") and "still going" in found["notes"][-1]
+    assert found["reason"].startswith("time at step 6 is +1.2") and "running or killed" in found["notes"][-1]
     found = place(log, make_side(tmp_path / "other", hardware="NVIDIA H200 x 8"))
-    assert found["verdict"] == "inside" and any("time is not judged" in note for note in found["notes"])
+    assert found["verdict"] == "inside" and any("time is not compared" in note for note in found["notes"])
 
 def budgeted(folder: Path, steps: int, loss: float, budget_s: float | None = 60.0) -> Path:
     """A run with a time budget, in which it came to so many steps; None: one that only stops as early."""
@@ -295,7 +295,7 @@ def test_place__with_a_time_budget_ends_are_compared(tmp_path, loss, word):
     found = place(budgeted(tmp_path / "run", 40, loss), tmp_path / "pool")
     assert found["verdict"] == word and [point.step for point in found["loss"]] == [40], found
 
-@pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes ends at step 10 of 10"])])
+@pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes last steps: 10 of 10"])])
 def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, budget_s, said):
     for steps in (10, 12, 14):
         budgeted(tmp_path / f"of{steps}", steps, 3.27, budget_s)
