@@ -86,7 +86,7 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
     return {"cause": cause, "wall_s": wall_s}
 
 def finished(folder: Path) -> list[Run]:
-    """Return the completed runs in the logs that a trainer wrote, or else in its console output, which repeats a log.
+    """Return the completed runs in the logs that a trainer wrote, or else in its console output (which repeats a log).
     """
     written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
     for paths in (written, [folder / CONSOLE]):

@@ -385,8 +385,7 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing(a: Side, b: Side) -> list[str]:
-    """List the last steps, settings and facts that both sides state and that differ; of lists, the entries that differ.
-    """
+    """List the last steps, settings and facts that both sides state and that differ; of lists, only the entries."""
     ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
     found = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):

@@ -71,8 +71,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     return Difference(apart, float(low), float(high), float(max(test.pvalue for test in tests)))
 
 def below(losses: Sequence[float], target: float) -> float:
-    """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan for n < 2 or sd 0.
-    """
+    """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
     from scipy import stats
     if len(set(losses)) < 2:
         return math.nan

@@ -1,4 +1,4 @@
-"""records/tools/read.py: made-up logs of every family (golden/), pitfalls of public logs, what is not believed."""
+"""records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
 import math
 import os
 import shutil
@@ -33,8 +33,8 @@ def only(path: Path) -> read.Run:
     ("f_extra_keys.txt", "text", 3000, [Point(125, 4.5, 21.25), Point(3000, 3.278, 517.25)], {}),
     ("h_console.stdout", "text", 3000, CONSOLE, {}),
     ("i_one/final_val_loss.txt", "text", 3000, [Point(3000, 3.279, 700.0)], {})])
-def test_read_file__each_family(name, kind, total, val, facts):
-    """Sources in these files hold lines that look like results."""
+def test_read_file__each_family(name, kind, total, val, facts) -> None:
+    """The sources in these files contain lines that look like results."""
     run = only(GOLDEN / name)
     assert (run.kind, run.total, run.val) == (kind, total, val)
     assert facts.items() <= run.facts.items()
@@ -45,7 +45,7 @@ def test_read_file__each_family(name, kind, total, val, facts):
     assert run.finished == (name != "e1_seconds.txt") and run.void is None
     assert ("timer restarts at step 11" in run.notes) == (name[0] in "bc")
 
-def test_read_text__steps_and_their_training_losses():
+def test_read_text__steps_and_their_training_losses() -> None:
     steps = only(GOLDEN / "b_train_loss.txt").steps
     assert np.isnan(steps[:10, 1]).all()
     assert steps[:10, 2] == pytest.approx([10 - n / 10 for n in range(1, 11)])
@@ -54,7 +54,7 @@ def test_read_text__steps_and_their_training_losses():
     assert run.steps[:, :2].tolist() == [[1, 0.061], [2, 0.118], [3, 0.18], [4, 0.24]]
     assert run.seconds == 0.331 and run.result["peak_memory_mib"] == {"allocated": 30573}
 
-def test_split__runs_of_one_file():
+def test_split__runs_of_one_file() -> None:
     first, second = read_runs([GOLDEN / "g_trials.txt"]).runs
     assert (first.seed, first.final) == (3, Point(3000, 3.2791, 521.5))
     assert (second.seed, second.final) == (4, Point(3000, 3.2802, 522.5))
@@ -62,7 +62,7 @@ def test_split__runs_of_one_file():
     assert [run.loss for run in repeated] == [3.276, 3.277, 3.278], "blocks that repeat the end of a run are left out"
     assert not any(run.refused for run in repeated)
 
-def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path):
+def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
     points = [(0, 7.0), (10, 5.0), (20, 4.0), (10, 4.9), (20, 3.0)]
     with open(tmp_path / "log.txt", "w") as log:
         for step, loss in points:
@@ -70,7 +70,7 @@ def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path):
     first, second = read_runs([tmp_path]).runs
     assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
-def test_read_readme__lists_are_stated_beside_logs():
+def test_read_readme__lists_are_stated_beside_logs() -> None:
     pools = {}
     for run in read_runs([GOLDEN / "r_readme"]).runs:
         pools.setdefault(run.facts["pool"], []).append(run.loss)
@@ -87,7 +87,7 @@ NO_LOGS = {
     "trainer.py": "not a log by its name",
 }
 
-def test_read_runs__what_is_no_log_is_counted_by_reason():
+def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     reading = read_runs([GOLDEN / "z_no_logs"])
     assert not reading.runs
     assert {path.name: why for path, why in reading.unread} == NO_LOGS
@@ -95,8 +95,11 @@ def test_read_runs__what_is_no_log_is_counted_by_reason():
     assert words.startswith("10 files not read: 4 no validation line, 2 not a log by its name")
     assert len(words) < 160
 
-def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
-    """A copy, the console of a run, and its final line alone; two seeds that print the same are two runs."""
+def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
+    """A copy, the console output and the final line of a run are duplicates.
+
+    Two seeds that print the same are two runs.
+    """
     run = make_run(tmp_path / "a/run", 0, 3.28, 80.0)
     (run / "checkpoints").mkdir()
     for beside in ("settings.json", "checkpoints/manifest.json"):
@@ -110,13 +113,13 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
     assert sorted(run.seed for run in reading.runs) == [0, 1]
     assert "3 duplicate run" in reading.unread_in_words()
 
-def test_read_runs__a_path_that_is_not_there(tmp_path):
+def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ToolError, match="a file or a directory"):
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
 
-def test_read_ours__a_whole_log():
+def test_read_ours__a_whole_log() -> None:
     run = only(GOLDEN / "ours/done")
     assert (run.kind, run.seed, run.total) == ("ours", 5, 12)
     assert (run.finished, run.void, run.notes) == (True, None, [])
@@ -124,7 +127,7 @@ def test_read_ours__a_whole_log():
     assert run.steps.tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
     assert run.phases[0] == {"name": "warm-up", "ms": 1500.5, "timed": False}
 
-def test_read_ours__torn_aborted_void_and_resumed():
+def test_read_ours__torn_aborted_void_and_resumed() -> None:
     torn = only(GOLDEN / "ours/torn")
     assert torn.notes == ["last line incomplete", "no result yet: running or killed, at step 4"]
     aborted = only(GOLDEN / "ours/aborted")
@@ -136,7 +139,7 @@ def test_read_ours__torn_aborted_void_and_resumed():
     assert resumed.finished and resumed.notes == ["resumed at step 6"]
     assert resumed.steps[:, 2].tolist() == [5 - n / 10 for n in range(1, 7)] + [1.0] * 6
 
-def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
+def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")[:-5]
     del events[-1]["train_loss"]
@@ -146,7 +149,7 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
 
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
-def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
+def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     budgets = [dict(type="budget", seconds=60.0, steps=steps) for steps in lines]
@@ -154,9 +157,11 @@ def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
     assert only(folder).total == lines[-1]
 
 @pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
-def test_take_resumed__facts_of_both_parts(tmp_path, differs):
-    """Second round 2 and 3 of the hostile cases: another source after a resume is no run of either program; a run
-    that was stopped with --max_steps and went on to its end is whole."""
+def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
+    """A run that was resumed with another source equals neither program.
+
+    A run that was stopped by --max_steps and resumed to its end is complete.
+    """
     folder = make_run(tmp_path / "run", 3, 3.28, 80.0)
     header, *events = events_of(folder / "log.jsonl")
     whole = header["config"] | dict(max_steps=0)
@@ -176,7 +181,7 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs):
     assert any(differs in note for note in run.notes) == bool(changed)
 
 def test_take_header__settings_that_were_renamed(tmp_path) -> None:
-    """The run has the current names, and remembers those of its log, also if another part resumed it."""
+    """A run has current names, and stores those of its log. The same is true if another call resumed it."""
     old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES, changed=dict(num_slots="8"))
     run = only(old)
     assert NEW_NAMES.items() <= run.facts["config"].items() and OLD_NAMES.items() <= run.logged_config.items()
@@ -198,11 +203,11 @@ def test_current_names__keeps_what_has_no_current_name() -> None:
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),
     ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not valid in a log.jsonl"),
     ("[" * 100_000 + "\n", "line 1 is not valid in a log.jsonl"), ('{"type": "head', "no header line")])
-def test_read_ours__what_is_none(tmp_path, broken, why):
+def test_read_ours__what_is_none(tmp_path, broken, why) -> None:
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
-def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path):
+def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     events[-1]["val_loss"] = 3.27
@@ -211,7 +216,7 @@ def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path
 
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])
-def test_averages_contradict__all_lines(tmp_path, change, believed):
+def test_averages_contradict__all_lines(tmp_path, change, believed) -> None:
     run = only(make_peer(tmp_path / "log.txt", 3.279, 80.0, **change))
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void
@@ -219,7 +224,7 @@ def test_averages_contradict__all_lines(tmp_path, change, believed):
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
     (2, 90_000, "the times of its validations decrease"), (2, math.nan, "or are not finite")])
-def test_clock_contradicts(tmp_path, where, ms, why):
+def test_clock_contradicts(tmp_path, where, ms, why) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     for event in events[-2:] if where == -1 else events[where:where + 1]:
@@ -228,7 +233,7 @@ def test_clock_contradicts(tmp_path, where, ms, why):
     run = only(folder)
     assert why in run.void and run.seconds is None and run.loss == 3.28
 
-def test_block__a_clock_that_is_set_back_late(tmp_path):
+def test_block__a_clock_that_is_set_back_late(tmp_path) -> None:
     path = make_peer(tmp_path / "log.txt", 3.279, 80.0)
     edit(path, "train_time:40000ms", "train_time:140000ms")
     assert only(path).void == "its clock was set back at step 875"
