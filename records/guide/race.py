@@ -88,10 +88,10 @@ def axes() -> list[str]:
 
 def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
     """Return the line of one run, with a dot at each validation but the first."""
-    places = [(across(seconds), down(nats)) for seconds, nats in points]
-    path = " ".join(f"{x},{y}" for x, y in places)
+    xys = [(across(seconds), down(nats)) for seconds, nats in points]
+    path = " ".join(f"{x},{y}" for x, y in xys)
     drawn = [f'<polyline class="{kind}" points="{path}" clip-path="url(#frame)"/>']
-    for x, y in places[1:]:
+    for x, y in xys[1:]:
         drawn.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"/>')
     return drawn
 

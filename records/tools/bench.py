@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
 UNDECIDED = 7                          # exit status
-SHOWN_LINES = 12                       # lines of stderr that are printed when a run failed
+STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 # A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
@@ -51,7 +51,7 @@ class Trainer(NamedTuple):
         """Return what the manifest states of this side."""
         return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
-def trainer(script: Path, flags: list[str]) -> Trainer:
+def make_trainer(script: Path, flags: list[str]) -> Trainer:
     """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""
     if not script.is_file():
         raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
@@ -171,7 +171,7 @@ class Bench:
         runs = [] if ended["cause"] else finished(folder)
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
-            errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
             print(f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:", *errors, sep="\n    ", flush=True)
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
@@ -205,11 +205,11 @@ class Bench:
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
-            number = 1 + max((line["pair"] for line in self.lines("start")), default=0)
+            pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             order = list(self.sides)
             if len(self.complete()) % 2:
                 order.reverse()
-            failed = next((name for name in order if not self.run(name, number)), None)
+            failed = next((name for name in order if not self.run(name, pair)), None)
             if failed in failures:
                 print(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
@@ -217,9 +217,10 @@ class Bench:
                 failures.append(failed)
                 continue
             found = self.compared()
-            print(f"pair {len(self.complete())} of {self.args.pairs}", *told(found), sep="\n    ", flush=True)
+            print(f"pair {len(self.complete())} of {self.args.pairs}", *difference_lines(found), sep="\n    ",
+                  flush=True)
         if len(found) > 1:
-            print(f"after {len(self.complete())} pairs", *told(found), sep="\n    ")
+            print(f"after {len(self.complete())} pairs", *difference_lines(found), sep="\n    ")
             return 0
         for report_of_b in found.values():
             print(report.compare_in_words(report_of_b))
@@ -239,58 +240,58 @@ def status_of(found: dict[str, Facts]) -> int:
     words = [report_of_b["verdict"] for report_of_b in found.values()]
     return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
 
-def told(found: dict[str, Facts]) -> list[str]:
+def difference_lines(found: dict[str, Facts]) -> list[str]:
     """Return one line per side, with its difference from A."""
     lines = []
-    for name, its in found.items():
-        seconds = test_in_words(its["time"], "+.3f", "s")
-        if its["share"]:
-            seconds = test_in_words(its["share"], "+.2%")
-        lines.append(f"{name} - A: loss {test_in_words(its['loss'], '+.4f')}; time {seconds}")
+    for name, comparison in found.items():
+        seconds = test_in_words(comparison["time"], "+.3f", "s")
+        if comparison["share"]:
+            seconds = test_in_words(comparison["share"], "+.2%")
+        lines.append(f"{name} - A: loss {test_in_words(comparison['loss'], '+.4f')}; time {seconds}")
     return lines
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
     """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
-    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
-    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
-    return done.stderr.strip() if done.returncode else ""
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return result.stderr.strip() if result.returncode else ""
 
-def copied(script: Path, folder: Path) -> Path:
+def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(folder / TRAINER, script.read_bytes())
     return folder / TRAINER
 
-def patched(script: Path, patch: Path, folder: Path) -> Path:
+def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
     """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
         raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
-    copy = copied(script, folder)
-    wrong = git_apply(patch, folder)
-    if not wrong and copy.read_bytes() == script.read_bytes():
-        wrong = f"it does not change {TRAINER}"
-    if wrong:
-        raise ToolError(f"patch {patch.name}", found=wrong, expected=f"a patch that applies to {script}",
+    copy = copy_trainer(script, folder)
+    error = git_apply(patch, folder)
+    if not error and copy.read_bytes() == script.read_bytes():
+        error = f"it does not change {TRAINER}"
+    if error:
+        raise ToolError(f"patch {patch.name}", found=error, expected=f"a patch that applies to {script}",
                         hint=f"create it again: git diff {TRAINER} > {patch.name}")
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     base, of_base = args.scripts[0]
-    sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
+    sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
     of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
         name, _, what = text.partition("=")
         script, own = side_as_typed(what)
         if what.startswith("-"):
-            sides[name] = trainer(base, [*of_arms, *shlex.split(what)])
+            sides[name] = make_trainer(base, [*of_arms, *shlex.split(what)])
         elif script.suffix == ".py":
-            sides[name] = trainer(script, [*args.both, *own])
+            sides[name] = make_trainer(script, [*args.both, *own])
         else:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            sides[name] = trainer(patched(base, patch, inside(args.out, f"sources/{name}")), of_arms)
+            sides[name] = make_trainer(patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
         raise ToolError("records bench", found="one trainer", expected="two trainers, or --arm",
                         hint="python records bench --help")
@@ -302,23 +303,23 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     If it contains the patch already, the patch is reversed for A.
     """
     homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
-    scripts = {"A": copied(ROOT / TRAINER, homes["A"])}
+    scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
-        scripts["B"] = copied(args.patch, homes["B"])
+        scripts["B"] = copy_trainer(args.patch, homes["B"])
     elif not git_apply(args.patch, homes["A"], "-R"):
         print(f"{TRAINER} already contains {args.patch.name}: A runs without it")
-        scripts["B"] = copied(ROOT / TRAINER, homes["B"])
+        scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:
-        scripts["B"] = patched(ROOT / TRAINER, args.patch, homes["B"])
+        scripts["B"] = patch_trainer(ROOT / TRAINER, args.patch, homes["B"])
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
-    return {name: trainer(script, flags) for name, script in scripts.items()}
+    return {name: make_trainer(script, flags) for name, script in scripts.items()}
 
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
     """Split a side into the trainer and the flags that follow it in the same quotes."""
     words = [text] if Path(text).is_file() else shlex.split(text)
     return Path(*words[:1]), words[1:]
 
-def parsed(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the arguments. argv: the verb and its arguments; flags of all runs follow `--`."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
@@ -350,19 +351,19 @@ def parsed(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     """Run `bench` or `try`; return the exit status. argv: the verb and its arguments."""
-    args = parsed(argv)
+    args = parse_args(argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)               # end the run and log it, as Ctrl-C does
     if argv[0] == "try":
-        home = ROOT
+        base_dir = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.out / "curves.png" if args.plot is None else args.plot
         sides = sides_to_try(args)
     else:
-        home = args.scripts[0][0].resolve().parent
+        base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
         sides = sides_to_bench(args)
     if args.data is None:
-        args.data = home / DATA if (home / DATA).is_dir() else ROOT / DATA
+        args.data = base_dir / DATA if (base_dir / DATA).is_dir() else ROOT / DATA
     try:
         bench = Bench(args, sides)
         status = bench.race()

@@ -36,24 +36,24 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         return False
     limits: list[float] = []
     for axes, column in zip(both, (0, 1)):
-        for number, (name, runs) in enumerate(groups.items()):
-            color = COLORS[number % len(COLORS)]
+        for index, (name, runs) in enumerate(groups.items()):
+            color = COLORS[index % len(COLORS)]
             for is_val in (False, True):
                 xs, losses = sampled(runs, is_val, column)
                 if not len(xs):
                     continue
                 if is_val:
                     axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
-                thin = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
-                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | thin)
-                seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
-                limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
+                style = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
+                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | style)
+                shown = losses[:, xs >= SHOWN_FROM * xs[-1]]
+                limits += [float(np.nanmin(shown)), float(np.nanmax(shown))]
             axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
         if target:
             axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
     if limits:
-        room = 0.05 * (max(limits) - min(limits)) + 1e-6
-        both[0].set_ylim(min(limits) - room, max(limits) + room)
+        margin = 0.05 * (max(limits) - min(limits)) + 1e-6
+        both[0].set_ylim(min(limits) - margin, max(limits) + margin)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
     if len(groups) <= MOST_NAMED:
         both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
@@ -72,22 +72,22 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
     from matplotlib.dates import AutoDateLocator
     lowest = 1.0
     for result, runs in zip(results, pools):
-        its = result["in_turn"].get("base", ITSELF)
-        ratio = its["ratio"]
+        against_base = result["in_turn"].get("base", ITSELF)
+        ratio = against_base["ratio"]
         color = COLORS[result["class"] == "table"]
         day = min(run.started or 0.0 for run in runs) / 86_400
-        bars = [[ratio - its["low"]], [its["high"] - ratio]]
+        bars = [[ratio - against_base["low"]], [against_base["high"] - ratio]]
         left.errorbar(day, ratio, bars, color=color, marker="o", capsize=6)
         finished = [run for run in runs if run.finished]
         points = [[(seconds / run.seconds, loss) for _, loss, seconds in run.val] for run in finished]
         shares, losses = np.mean(points, 0).T
         right.plot(ratio * shares, losses, color=color, linewidth=2, marker="o")
-        for axes, place, apart in ((left, (day, ratio), (9, -6)), (right, (ratio, losses[-1]), (-8, -22))):
+        for axes, point, offset in ((left, (day, ratio), (9, -6)), (right, (ratio, losses[-1]), (-8, -22))):
             number = result["stated"]["number"]
-            axes.annotate(number, place, apart, textcoords="offset points", color=color, fontsize=14)
+            axes.annotate(number, point, offset, textcoords="offset points", color=color, fontsize=14)
         right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
         right.set_ylim(result["target"] - 0.25, result["target"] + 1.25)      # cuts off the high first losses
-        lowest = min(lowest, its["low"])
+        lowest = min(lowest, against_base["low"])
     left.set_yscale("log")
     right.set_xscale("log")
     for axis in (left.yaxis, right.xaxis):
@@ -157,18 +157,18 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
         tables.append((table[:, column], losses))
     first = max(xs[0] for xs, _ in tables)
     last = min(xs[-1] for xs, _ in tables)
-    places = np.linspace(first, last, GRID)
-    curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
-    return places, np.array(curves_there)
+    grid = np.linspace(first, last, GRID)
+    interpolated = [np.interp(grid, xs, losses) for xs, losses in tables]
+    return grid, np.array(interpolated)
 
 def characters(runs: Sequence[Run]) -> str:
     """Draw the validation loss of our runs over steps with characters, for a terminal."""
     steps, losses = sampled(runs, True, 0)
-    places = np.linspace(SHOWN_FROM * GRID, GRID - 1, COLUMNS).astype(int)
-    curve = losses.mean(0)[places]
+    indices = np.linspace(SHOWN_FROM * GRID, GRID - 1, COLUMNS).astype(int)
+    curve = losses.mean(0)[indices]
     heights = np.linspace(curve.max(), curve.min(), ROWS)
     canvas = np.full((ROWS, COLUMNS), " ")
     canvas[np.abs(heights[:, None] - curve).argmin(0), np.arange(COLUMNS)] = "o"
     lines = [f"{height:7.3f} |{''.join(row)}" for height, row in zip(heights, canvas)]
-    lines.append(f"validation loss (nats per token), steps {steps[places[0]]:.0f} to {steps[-1]:.0f}")
+    lines.append(f"validation loss (nats per token), steps {steps[indices[0]]:.0f} to {steps[-1]:.0f}")
     return "\n".join(lines)

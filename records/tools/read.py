@@ -148,7 +148,7 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     runs: list[Run] = []
     unread = []
     for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in files(path)):
-        found, reason = attempt(path, by_name)
+        found, reason = read_or_reason(path, by_name)
         runs += found
         if reason is not None:
             unread.append((path, reason))
@@ -156,9 +156,9 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     logged = [run for run in runs if run.kind != "list"]
     if not logged:
         return Reading(runs, unread)
-    kept = without_duplicates(logged)
-    unread += [(run.path, "duplicate run") for run in logged if id(run) not in kept]
-    return Reading([run for run in logged if id(run) in kept], unread, stated)
+    run_ids = without_duplicates(logged)
+    unread += [(run.path, "duplicate run") for run in logged if id(run) not in run_ids]
+    return Reading([run for run in logged if id(run) in run_ids], unread, stated)
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
@@ -176,7 +176,7 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             yield Path(folder, name), False
 
-def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
+def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """Return the runs of one file, or the reason why there are none."""
     if not path.is_file():
         return [], "not a regular file"
@@ -205,17 +205,17 @@ def without_duplicates(runs: list[Run]) -> set[int]:
 
     A log of a single line is matched by its last validation.
     """
-    kept: dict[Any, int] = {}
+    run_ids: dict[Any, int] = {}
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
         if not any(point.step for point in run.val):
             key = ()                                      # first losses hardly differ between runs
-        if key and key in kept:
+        if key and key in run_ids:
             continue
-        for name in (key or id(run), printed[-3:], printed[-1:]):
-            kept.setdefault(name, id(run))
-    return set(kept.values())
+        for alias in (key or id(run), printed[-3:], printed[-1:]):
+            run_ids.setdefault(alias, id(run))
+    return set(run_ids.values())
 
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl; the log of a resumed run reads as one run.
@@ -226,14 +226,14 @@ def read_ours(path: Path, data: bytes) -> Run:
     run = Run(path, "ours")
     rows: list[tuple[float, float, float]] = []
     lines = data.split(b"\n")
-    for place, line in enumerate(lines, 1):
+    for line_num, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs before 2026-11-26
             continue
         try:
             take(run, rows, json.loads(line))
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
-            if place < len(lines):
-                raise NotALog(f"line {place} is not valid in a log.jsonl") from None
+            if line_num < len(lines):
+                raise NotALog(f"line {line_num} is not valid in a log.jsonl") from None
             run.notes.append("last line incomplete")
     if not run.facts:
         raise NotALog("no header line")
@@ -244,9 +244,9 @@ def read_ours(path: Path, data: bytes) -> Run:
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
         run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
-    told = run.result.get("val_loss")
-    if told is not None and run.final and str(told) != str(run.loss):
-        run.refused = f"the result states a loss of {told}, the last validation {run.loss}"
+    stated_loss = run.result.get("val_loss")
+    if stated_loss is not None and run.final and str(stated_loss) != str(run.loss):
+        run.refused = f"the result states a loss of {stated_loss}, the last validation {run.loss}"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
@@ -285,12 +285,12 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
 def take_header(run: Run, event: Facts) -> None:
     """Store the facts of a header, and what follows from them."""
     config = event["config"]
-    whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
+    planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
     run.logged_config = config
     run.facts = event | {"config": current_names(config), "changed": current_names(event.get("changed") or {})}
     run.seed = event.get("seed")
-    if whole:
-        run.total = min(config.get("max_steps") or whole, whole)
+    if planned:
+        run.total = min(config.get("max_steps") or planned, planned)
 
 def take_resumed(run: Run, event: Facts) -> None:
     """Store the facts of a resumed run. Those that changed get both values, so that the run equals neither program."""
@@ -386,16 +386,16 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     is_val = np.array([kind == b"val_loss" for kind in columns[2]])
     in_ms = columns[5][0] == b"ms"
     table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
-    for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
-        table[:, place] = [float(text or b"nan") for text in column]
+    for index, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
+        table[:, index] = [float(text or b"nan") for text in column]
     table[:, 1] /= 1000 if in_ms else 1
 
     # A new run begins where the step falls, and at a validation whose step is not after that of the one before.
     falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)
     validations = np.nonzero(is_val)[0]
-    for before, place in zip(validations, validations[1:]):
-        if table[place, 0] <= table[before, 0] and not any(before < fall <= place for fall in falls):
-            falls.add(place)
+    for before, index in zip(validations, validations[1:]):
+        if table[index, 0] <= table[before, 0] and not any(before < fall <= index for fall in falls):
+            falls.add(index)
     bounds = [0, *sorted(map(int, falls)), len(lines)]
     runs: list[Run] = []
     for start, end in zip(bounds, bounds[1:]):
@@ -418,9 +418,9 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
     after 10 steps. If it happens later, no time of the run counts.
     """
     run = Run(path, "text")
-    for place in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
-        step = int(table[place, 0])
-        table[:place, 1] = math.nan
+    for index in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
+        step = int(table[index, 0])
+        table[:index, 1] = math.nan
         run.notes.append(f"timer restarts at step {step}")
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
@@ -455,8 +455,8 @@ def clock_contradicts(run: Run) -> str | None:
     final = run.final
     if final is None or final.seconds is None:
         return None
-    clock = [point.seconds for point in run.val if point.seconds is not None]
-    if not all(map(math.isfinite, clock)) or clock != sorted(clock):
+    times = [point.seconds for point in run.val if point.seconds is not None]
+    if not all(map(math.isfinite, times)) or times != sorted(times):
         return "the times of its validations decrease or are not finite"
     timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
     if not len(timed):

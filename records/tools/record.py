@@ -149,7 +149,7 @@ def entries_of(root: Path, track: str) -> list[Facts]:
             found.append(result)
     return found
 
-def rivals(root: Path, stated: Facts) -> Facts:
+def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
 
     Raises ToolError if the parent is not an earlier entry.
@@ -237,9 +237,9 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     for name in links_out(folder):
         yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
-    taken = {line.get("side") for place, line in ended if place.exists()}    # others may be of other records
-    for place, line in ended:
-        if line["outcome"] == "done" and line.get("side") in taken and not place.exists():
+    taken = {line.get("side") for run_dir, line in ended if run_dir.exists()}    # others may be of other records
+    for run_dir, line in ended:
+        if line["outcome"] == "done" and line.get("side") in taken and not run_dir.exists():
             yield "runs of the manifest", f"{line['folder']} succeeded and is left out", "all successful runs"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
@@ -255,7 +255,7 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
         else:
-            yield from unlike_text(name, run)
+            yield from text_log_contradictions(name, run)
     for key in ALIKE:
         values = sorted({as_text(value(run, key)) for run in runs})
         if len(values) > 1:
@@ -263,13 +263,13 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
         yield "group", mixed, "runs of one program, with one last step"
     if stated["kind"] == "entry":
-        yield from misfits(folder, sides, stated)
+        yield from track_violations(folder, sides, stated)
 
-def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
+def track_violations(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
     """Yield the rules of its track that an entry breaks, as far as logs show it."""
     track = TRACKS.get(stated["track"])
     if track and track.is_chain:
-        yield from broken_links(sides, stated, rivals(folder.parent, stated))
+        yield from chain_violations(sides, stated, required_opponents(folder.parent, stated))
     elif not track or len(sides) != (2 if stated["base"] else 1):
         yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group and a baseline"
         return
@@ -285,7 +285,7 @@ def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
-def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+def chain_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
     """Yield the rules of a chain that an entry breaks."""
     track = TRACKS[stated["track"]]
     main = sides[stated["main"]]
@@ -296,11 +296,11 @@ def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Prob
         yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
     if class_of(main.runs[0].facts["config"]) is None:
         yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
-    raced = in_turn(sides, stated, opponents)
+    ratios = in_turn(sides, stated, opponents)
     for role, opponent in opponents.items():
-        its = raced.get(role)
-        if not its or its["word"] != "faster":
-            found = f"{its['word']}: {RATIO.format_map(its)}, {its['pairs']} pairs" if its else NO_BENCH
+        ratio = ratios.get(role)
+        if not ratio or ratio["word"] != "faster":
+            found = f"{ratio['word']}: {RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
             yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
@@ -308,22 +308,23 @@ def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
 
     Only benches with runs of both count.
     """
-    found = {}
+    ratios = {}
     for role, opponent in opponents.items():
         side = sides.get(opponent["stated"]["number"])
-        benches = {report.noted(run)[0] for run in side.runs} if side else ()
-        own = [run for run in sides[stated["main"]].runs if report.noted(run)[0] in benches]
+        benches = {report.manifest_of(run)[0] for run in side.runs} if side else ()
+        own = [run for run in sides[stated["main"]].runs if report.manifest_of(run)[0] in benches]
         if not own:
             continue
-        its = report.compare(side, Side("B", own, [], Reading(own), len(own)))
-        share = its["share"]
+        comparison = report.compare(side, Side("B", own, [], Reading(own), len(own)))
+        share = comparison["share"]
         if share:
-            word = statistics.time_word(share, its["level"])
-            found[role] = {"record": folder_name(opponent), "pairs": its["pairs"], "loss": its["loss"], "word": word}
-            found[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
-    return found
+            word = statistics.time_word(share, comparison["level"])
+            ratios[role] = {"record": folder_name(opponent), "pairs": comparison["pairs"],
+                            "loss": comparison["loss"], "word": word}
+            ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
+    return ratios
 
-def unlike_text(name: str, run: Run) -> Iterator[Problem]:
+def text_log_contradictions(name: str, run: Run) -> Iterator[Problem]:
     """Yield where log.jsonl contradicts its result, or log.txt (which is rounded) contradicts log.jsonl."""
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
@@ -368,7 +369,7 @@ def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
-        result["in_turn"] = in_turn(sides, stated, rivals(folder.parent, stated))
+        result["in_turn"] = in_turn(sides, stated, required_opponents(folder.parent, stated))
     return rounded(result)
 
 def numbers(run: Run) -> Facts:
@@ -403,14 +404,15 @@ def page(folder: Path, result: Facts) -> str:
     columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
     parts = [head, markdown(columns, rows)]
     rows = []
-    benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
-    for name, its in (result["verdicts"] | benches).items():
-        rows.append([name, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
-    beside = []
-    for role, its in result.get("in_turn", {}).items():
-        name = f"[{role} {its['record']}](../{its['record']}/{PAGE})"
-        beside.append([name, RATIO.format_map(its), its["pairs"], interval(its["loss"]), its["word"]])
-    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", beside))
+    benches = {f"[{name}]({name})": comparison for name, comparison in result["bench"].items()}
+    for name, comparison in (result["verdicts"] | benches).items():
+        rows.append([name, f"**{comparison['verdict']}**", interval(comparison["loss"]),
+                     interval(comparison["time"]), comparison["reason"]])
+    raced = []
+    for role, ratio in result.get("in_turn", {}).items():
+        name = f"[{role} {ratio['record']}](../{ratio['record']}/{PAGE})"
+        raced.append([name, RATIO.format_map(ratio), ratio["pairs"], interval(ratio["loss"]), ratio["word"]])
+    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", raced))
     columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
     parts.append(markdown(columns, rows))
     rows = []
@@ -465,10 +467,10 @@ def new(args: argparse.Namespace, root: Path) -> int:
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
         stated |= {"idea": args.idea} if args.idea is not None else {}
-        with unfinished(root) as place:
-            gather(args.runs, place, stated)
-            write(place, stated)
-            place.rename(folder)
+        with unfinished(root) as staged:
+            gather(args.runs, staged, stated)
+            write(staged, stated)
+            staged.rename(folder)
     print(shown(folder))
     return 0
 
@@ -478,25 +480,25 @@ def unfinished(root: Path) -> Iterator[Path]:
 
     Directories that other calls have left are listed on stderr and not changed.
     """
-    for left in sorted(root.glob(f"{UNFINISHED}*")):
-        print(f"note: {shown(left)} is not removed: a call of `new` is using it or was killed, or another program "
+    for leftover in sorted(root.glob(f"{UNFINISHED}*")):
+        print(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
               "created it; delete it if you do not need it", file=sys.stderr)
-    place = unfinished_name(root)
-    place.mkdir()
+    staged = unfinished_name(root)
+    staged.mkdir()
     try:
-        yield place
+        yield staged
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(staged, ignore_errors=True)
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
     """Copy logs, manifests and sources of the runs, and store their groups. items: PATH,... or GROUP=PATH,..."""
     sources: dict[str, Path] = {}
-    opponents = rivals(staged.parent, stated)
+    opponents = required_opponents(staged.parent, stated)
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
             for log in logs_below(Path(path)) or [Path(path, LOG)]:
-                keep(read_log(log), group, staged, stated, sources, opponents)
+                copy_logs(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
         raise ToolError("runs", found=items, expected="at least one successful run",
                         hint="give run directories, or directories of them")
@@ -514,14 +516,14 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, diff.encode())
 
-def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
+def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
          opponents: Facts) -> None:
     """Copy the logs of a run, add it to its group, and find its source, next to it or in a directory above.
 
     The group is the one that was named, or the side in its manifest. In a chain it is the opponent that made the run,
     or "".
     """
-    manifest, noted = report.noted(run)
+    manifest, noted = report.manifest_of(run)
     if noted.get("outcome", "done") != "done":
         return                                                              # the manifest lists it
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
@@ -532,9 +534,9 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
     if opponents:                                                           # one directory per bench
         program = run.facts["source_sha256"], rounded(config(run))
         label = ""
-        for its in opponents.values():
-            if program == (main_pool(its)["source_sha256"], current_names(its["config"])):
-                label = its["stated"]["number"]
+        for opponent in opponents.values():
+            if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
+                label = opponent["stated"]["number"]
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = inside(staged, f"logs/{name}")
     if copy.exists():
@@ -542,8 +544,8 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
                         expected="a different name for each run", hint="rename its directory")
     copy.mkdir(parents=True)
     if manifest:
-        home = copy.parents[len(Path(noted["folder"]).parts) - 1]
-        write_bytes(home / MANIFEST, manifest.read_bytes())
+        bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
+        write_bytes(bench_dir / MANIFEST, manifest.read_bytes())
     for log in (LOG, TEXT_LOG):
         if compressed.stored(run.path.with_name(log)).exists():
             compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
@@ -601,14 +603,14 @@ def findings(folder: Path) -> Iterator[str]:
         if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
             yield f"date {stated['date']}: it is in the future"
         known = result["files"] | result.get("sealed", {})
-        there = hashes(folder)
+        present = hashes(folder)
         if "sealed" in result:
-            there |= sealed(folder, result)
+            present |= sealed(folder, result)
         else:
-            yield from unlike_its_logs(folder, result)
-        for name, (noted, found) in changes(known, there).items():
-            said = {(True, True): "edited: its sha256 differs", (True, False): "missing", (False, True): "added"}
-            yield f"{name}: {said[bool(noted), bool(found)]}"
+            yield from log_contradictions(folder, result)
+        for name, (noted, found) in changes(known, present).items():
+            labels = {(True, True): "edited: its sha256 differs", (True, False): "missing", (False, True): "added"}
+            yield f"{name}: {labels[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -622,7 +624,7 @@ def sealed(folder: Path, result: Facts) -> dict[str, str]:
     _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
     return {name: sha256(part) for name, part in parts.items()}
 
-def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
+def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
     stated = result["stated"]
     sides = grouped(folder, stated)
@@ -675,9 +677,9 @@ def links(root: Path, entries: list[Facts]) -> list[Facts]:
         loss = main_pool(result)["loss"]
         row = {"record": f"{stated['number']} {stated['name']}", "class": result["class"], "idea": stated["idea"]}
         row |= {"loss": loss["mean"], "n": loss["n"]}
-        for role, its in result["in_turn"].items():
-            row[f"ratio_to_{role}"] = its["ratio"]
-            row[f"{role} 99 %"] = [round(its["low"], 4), round(its["high"], 4)]
+        for role, ratio in result["in_turn"].items():
+            row[f"ratio_to_{role}"] = ratio["ratio"]
+            row[f"{role} 99 %"] = [round(ratio["low"], 4), round(ratio["high"], 4)]
         if result["in_turn"]:
             diff = text(inside(root, f"{folder_name(result)}/{DIFF}")).splitlines()[2:]      # without file names
             row["diff_lines"] = sum(line[0] in "+-" for line in diff)
@@ -732,8 +734,8 @@ def stand(args: argparse.Namespace, root: Path) -> int:
         raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one program",
                         hint="name one of them")
     mine = statistics.summary(side.losses())
-    said = []
-    beside = "no entry has this preset, these data and as many tokens"
+    texts = []
+    comparison = "no entry has this preset, these data and as many tokens"
     groups = {}
     for folder in folders(root):
         result = load(folder)
@@ -743,17 +745,17 @@ def stand(args: argparse.Namespace, root: Path) -> int:
         facts = result["machine"] | result["entry"]
         alike = [facts[key] == value(side.runs[0], key) for key in SAME_RUN]
         if all(alike[:2]) and folder.name == TRIGRAM[0]:
-            said.append(f"a trigram model has {TRIGRAM[1]}")
+            texts.append(f"a trigram model has {TRIGRAM[1]}")
         n, mean, sd = main_pool(result)["loss"].values()
         if not all(alike) or n < 2:
             continue
         half = T_95[:n - 1][-1] * sd * math.sqrt(1 / n + 1 / mine.n)
         where = "inside" if abs(mine.mean - mean) <= half else "outside"
         name = f"record {stated['number']}"
-        beside = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
+        comparison = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
         groups = {name: grouped(folder, stated)[stated["main"]].runs}
     several = f", mean of {mine.n} runs" if mine.n > 1 else ""
-    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*said, beside])}")
+    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*texts, comparison])}")
     if plot.curves(groups | {"this run": side.runs}, args.folder / PLOT):
         print(f"picture: {args.folder / PLOT}")
     elif sys.stdout.isatty():

@@ -100,8 +100,8 @@ def settings_of(*sides: Side) -> list[str]:
 
 def as_text(value: Any) -> str:
     """Format a value; hashes are cut to eight digits."""
-    said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return HASH.sub(r"\1", said)
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return HASH.sub(r"\1", text)
 
 def shown(path: Path) -> str:
     """Return a path relative to the working directory if it is below it, or else as given."""
@@ -130,17 +130,17 @@ def sorted_out(name: str, reading: Reading) -> Side:
     runs = []
     left = []
     for run in reading.runs:
-        why = run.refused
+        reason = run.refused
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
-            why = next(filter(None, (why, *reversed(run.notes), "no validation")))
-        if why:
-            left.append(f"{shown(run.path)}: {why}")
+            reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
+        if reason:
+            left.append(f"{shown(run.path)}: {reason}")
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
-    known = {(manifest, line.get("side")) for manifest, line in map(noted, runs) if manifest}
+    known = {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}
     for manifest in {manifest for manifest, _ in known}:
         for line in manifest_lines(manifest, "start"):
             is_read = (manifest.parent / line["folder"]).resolve() in read
@@ -164,7 +164,7 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
             inside(manifest.parent, event.get("folder"))
     return found
 
-def noted(run: Run) -> tuple[Path | None, Facts]:
+def manifest_of(run: Run) -> tuple[Path | None, Facts]:
     """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
     above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
     for folder in above:
@@ -187,7 +187,7 @@ def turns_of(a: Side, b: Side) -> Turns:
     Runs of one bench are its complete pairs, up to the last test; other runs are ordered by their start.
     """
     both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
-    lines = {id(run): noted(run) for run, _ in both}
+    lines = {id(run): manifest_of(run) for run, _ in both}
     manifests = {manifest for manifest, _ in lines.values()}
     if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
         plan = manifest_lines(manifests.pop(), "bench")
@@ -219,22 +219,22 @@ def turns_of(a: Side, b: Side) -> Turns:
     paired = pairs_in_turn(letters)
     if why or paired is None:
         return Turns([], [], why or f"in the order of time they are {letters[:24]}")
-    return Turns([both[place][0] for place in paired], [both[place][1] for place in paired])
+    return Turns([both[index][0] for index in paired], [both[index][1] for index in paired])
 
 def apart(a: Side, b: Side) -> str:
     """Return how machines or days of the sides differ; "" if the logs do not show a difference."""
-    said = []
+    differences = []
     for key in MACHINE:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
-            said.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
+            differences.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
     starts = [run.started for run in a.timed if run.started is not None]
     others = [run.started for run in b.timed if run.started is not None]
     if starts and others:
         gap_s = max(min(others) - max(starts), min(starts) - max(others))
         if gap_s > RENTAL_PAUSE_S:
-            said.append(f"{gap_s / 86400:.1f} days apart")
-    return ", ".join(said)
+            differences.append(f"{gap_s / 86400:.1f} days apart")
+    return ", ".join(differences)
 
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
     """Compare two sides; return what `compare --json` prints.
@@ -261,38 +261,39 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
-    refused = refusals(a, b)
-    said = verdict(a, b, report, systems)
-    if refused:
-        said = "not comparable", refused[0]
+    reasons = refusals(a, b)
+    outcome = verdict(a, b, report, systems)
+    if reasons:
+        outcome = "not comparable", reasons[0]
     elif same_program(a, b):
-        said = "same program", "source, settings and software are equal; any difference is due to the machine or chance"
-    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *refused[1:]]
-    return {"verdict": said[0], "reason": said[1], **report}
+        outcome = ("same program",
+                   "source, settings and software are equal; any difference is due to the machine or chance")
+    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
+    return {"verdict": outcome[0], "reason": outcome[1], **report}
 
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
-    given = "no difference of losses shows"
+    reason = "no difference of losses shows"
     if p is None:
-        given = "no test of the losses: that takes two seeds a side"
+        reason = "no test of the losses: that takes two seeds a side"
     diverged = sum(not math.isfinite(run.loss) for run in b.runs)
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
     if systems:
-        given = "stated as a systems change, p is waived"
+        reason = "stated as a systems change, p is waived"
         if p is not None and p < ALPHA:
-            return "undecided", f"{given}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
+            return "undecided", f"{reason}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
     elif report["target"]:
-        word, given = proof(b, report["target"])
+        word, reason = proof(b, report["target"])
         if word != "proven":
-            return word, f"B: {given}"
+            return word, f"B: {reason}"
     elif p is not None and p < report["loss_level"]:
         return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     if report["why_not_in_turn"]:
-        return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
-    return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
+        return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
+    return time_word(report["share"], report["level"]), f"{reason}; {time_in_words(report)}"
 
 def time_in_words(report: Facts) -> str:
     """Return the result on time as a phrase."""
@@ -319,20 +320,20 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     if not n:
         return "not proven", "the losses are unknown"
     p = below(losses, target)
-    by = f"by {len(side.runs)} of {side.started} started"
+    started = f"by {len(side.runs)} of {side.started} started"
     if side.runs[0].kind == "list":
-        by = "by a list, as stated"
+        started = "by a list, as stated"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
-    against = f"mean loss {mean:.5f} against {target:g}:"
+    tested = f"mean loss {mean:.5f} against {target:g}:"
     if p < ALPHA:
-        return "proven", f"{against} proven {by} {known}"
+        return "proven", f"{tested} proven {started} {known}"
     if hopeless(losses, target):
-        return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
+        return "no record", f"{tested} not below it, {started} {known}, and more seeds would not help"
     needed = seeds_needed(target - mean, sd)
-    said = f"{against} not proven {by} {known}"
+    reason = f"{tested} not proven {started} {known}"
     if needed:
-        said += f"; at this mean and sd, {max(1, needed - n)} more seeds prove it with a probability of 80 %"
-    return "not proven", said
+        reason += f"; at this mean and sd, {max(1, needed - n)} more seeds prove it with a probability of 80 %"
+    return "not proven", reason
 
 def target_of(*sides: Side) -> float | None:
     """Return the target that all logs state; None if there is none."""
@@ -341,36 +342,36 @@ def target_of(*sides: Side) -> float | None:
 
 def refusals(a: Side, b: Side) -> list[str]:
     """Return why the sides cannot be compared, most important reason first."""
-    found = []
+    reasons = []
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
-        found.append(f"{len(twice)} runs are on both sides")
+        reasons.append(f"{len(twice)} runs are on both sides")
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            found.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
+            reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for side, other in ((a, b), (b, a)):
-        found += mixtures(side)
+        reasons += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
             step = side.runs[0].final.step
-            found.append(f"{side.name}'s runs stopped early, at step {step}; compare complete runs")
-    return list(dict.fromkeys(found))
+            reasons.append(f"{side.name}'s runs stopped early, at step {step}; compare complete runs")
+    return list(dict.fromkeys(reasons))
 
 def mixtures(side: Side) -> list[str]:
     """Return which facts differ within one side but must not.
 
     With a time budget, each run has its own last step.
     """
-    found = []
+    problems = []
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
-        found.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
+        problems.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
-            found.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
-    return found
+            problems.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
+    return problems
 
 def same_program(a: Side, b: Side) -> bool:
     """Whether source, settings, last step and software are known and equal.
@@ -387,22 +388,22 @@ def same_program(a: Side, b: Side) -> bool:
 def differing(a: Side, b: Side) -> list[str]:
     """List the last steps, settings and facts that both sides state and that differ; of lists, only the entries."""
     ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
-    found = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
+    differences = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
         before, after = a.values(key), b.values(key)
         if before == after or not before or not after:
             continue
         old, new = fact(a.runs[0], key), fact(b.runs[0], key)
         if not (isinstance(old, list) and isinstance(new, list)):
-            found.append(f"{key} {clipped(before)} -> {clipped(after)}")
+            differences.append(f"{key} {clipped(before)} -> {clipped(after)}")
             continue
         for row in range(max(len(old), len(new))):
             was, now = (dict(*table[row:row + 1]) for table in (old, new))
             for column in was | now:
                 before, after = as_text(was.get(column)), as_text(now.get(column))
                 if before != after:
-                    found.append(f"{key}[{row}] {column} {before} -> {after}")
-    return found
+                    differences.append(f"{key}[{row}] {column} {before} -> {after}")
+    return differences
 
 def numbers_of(side: Side, target: float | None) -> Facts:
     """Return the statistics of one side."""
@@ -420,33 +421,33 @@ def facts_of(side: Side, target: float | None) -> Facts:
 
 def notes_of(side: Side, name: str = "") -> list[str]:
     """Return remarks on which runs do not count and which files were not read."""
-    found = []
+    notes = []
     if side.left:
-        found.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
+        notes.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
-        found.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
+        notes.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
-        found.append(listed(resumed))
+        notes.append(listed(resumed))
     n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
     if n:
-        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}; they are not counted")
+        notes.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}; they are not counted")
     unread = side.reading.unread_in_words()
-    return [f"{name}{note}" for note in (*found, unread) if note]
+    return [f"{name}{note}" for note in (*notes, unread) if note]
 
 def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
     """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
-    said = "no target", "--target is not given, and the logs state no target"
+    outcome = "no target", "--target is not given, and the logs state no target"
     if mixed:
-        said = "not comparable", mixed[0]
+        outcome = "not comparable", mixed[0]
     elif systems:
-        said = "systems", "stated as a systems change, which needs no proof of its loss"
+        outcome = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
-        said = proof(side, target)
-    report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
+        outcome = proof(side, target)
+    report = {"verdict": outcome[0], "reason": outcome[1], "target": target, **facts_of(side, target)}
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     report["notes"] = [*notes_of(side), *mixed[1:]]
@@ -492,7 +493,7 @@ def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
         return {end: found[step] for step in sorted(found)[-1:]}
     return found
 
-def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
+def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
     """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
     others = [other for other in runs if other.identity() != run.identity()]
     own = [other for other in others if program(other) == program(run)]
@@ -505,36 +506,36 @@ def place(run: Run, pool: Side) -> Facts:
 
     The last loss and the last time decide. Earlier points only become remarks.
     """
-    alone = Side("run", [run], [], Reading([run]), 1)
-    elsewhere = apart(pool, alone)
+    side = Side("run", [run], [], Reading([run]), 1)
+    machine_differs = apart(pool, side)
     shown_steps = {point.step for point in run.val} | {run.reached}
     end = None
     if config(run).get("time_budget"):
         # With a time budget, equal steps of two runs have different progress, so only their ends compare.
         end = run.reached
     points = {}
-    remarks = [f"time is not compared: {elsewhere}"] * bool(elsewhere)
-    said: dict[bool, list[str]] = {True: [], False: []}
-    units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
+    remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
+    offsets: dict[bool, list[str]] = {True: [], False: []}
+    units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
         values = {step: value for step, value in by_step(run, what, end).items() if step in shown_steps}
         points[what] = placed(values, [by_step(other, what, end) for other in pool.runs])
-        away = [str(point.step) for point in points[what] if not point.inside]
-        if away:
-            remarks.append(f"{what} is outside its band at steps {listed(away)}")
+        steps_outside = [str(point.step) for point in points[what] if not point.inside]
+        if steps_outside:
+            remarks.append(f"{what} is outside its band at steps {listed(steps_outside)}")
         if points[what] and points[what][-1].step:                            # step 0 is before training
             last = points[what][-1]
-            off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
-            said[last.inside].append(off)
+            offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
+            offsets[last.inside].append(offset)
     word, reason = "undecided", "no step of the run is in at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
         reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
-    elif any(said.values()):
-        word = "outside" if said[False] else "inside"
-        reason = "; ".join(said[not said[False]])
+    elif any(offsets.values()):
+        word = "outside" if offsets[False] else "inside"
+        reason = "; ".join(offsets[not offsets[False]])
     report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
-    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
+    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, side)}
     return report | {"notes": [*remarks, *run.notes, *mixed]}
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
@@ -568,10 +569,10 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     """Format a difference with its interval and p, or with "(no test)"."""
     if test is None:
         return "unknown"
-    said = f"{test.mean:{form}} {unit}".strip()
+    text = f"{test.mean:{form}} {unit}".strip()
     if test.p is None:
-        return f"{said} (no test)"
-    return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
+        return f"{text} (no test)"
+    return f"{text} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
@@ -650,17 +651,17 @@ def main(argv: list[str]) -> int:
             raise ToolError(f"run {listed(paths[0])}", found=f"{len(runs)} runs", expected="the log of one run",
                             hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
-        pool.runs = beside(runs[-1], pool.runs)
-        found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
+        pool.runs = comparable_runs(runs[-1], pool.runs)
+        result, formatter, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
-        judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
-        found = judge(*sides, args.target, args.systems)
+        evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
+        result = evaluate(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}
-    said = words(found)
+    text = formatter(result)
     if args.json:
-        said = json.dumps(jsonable(found), indent=1)
-    print(said)
+        text = json.dumps(jsonable(result), indent=1)
+    print(text)
     if args.plot:
-        plot.curves(groups, args.plot, found.get("target"))
-    return STATUS[found["verdict"]]
+        plot.curves(groups, args.plot, result.get("target"))
+    return STATUS[result["verdict"]]

@@ -59,16 +59,16 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     from scipy import stats
     if not len(a) or not len(b):
         return None
-    apart = summary(b).mean - summary(a).mean
+    mean = summary(b).mean - summary(a).mean
     if min(len(a), len(b)) < 2:
-        return Difference(apart)
+        return Difference(mean)
     if len(set(a)) == len(set(b)) == 1:
-        return Difference(apart, apart, apart, float(apart == 0))
+        return Difference(mean, mean, mean, float(mean == 0))
     tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
     intervals = [test.confidence_interval(INTERVAL) for test in tests]
     low = min(interval.low for interval in intervals)
     high = max(interval.high for interval in intervals)
-    return Difference(apart, float(low), float(high), float(max(test.pvalue for test in tests)))
+    return Difference(mean, float(low), float(high), float(max(test.pvalue for test in tests)))
 
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
@@ -117,12 +117,12 @@ def pairs_in_turn(sides: str) -> list[int] | None:
     partner.
     """
     paired: list[int] = []
-    place = 0
-    while place + 1 < len(sides):
-        if sides[place] != sides[place + 1]:
-            paired += [place, place + 1]
-            place += 1
-        place += 1
+    index = 0
+    while index + 1 < len(sides):
+        if sides[index] != sides[index + 1]:
+            paired += [index, index + 1]
+            index += 1
+        index += 1
     if not paired or len(sides) - len(paired) > len(sides) % 2:
         return None
     return paired
@@ -141,12 +141,12 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None
         return None
     values = np.log(seconds)
     fit = np.linalg.lstsq(design, values, rcond=None)[0]
-    left = float(np.sum((values - design @ fit) ** 2)) / free
-    error = math.sqrt(left * np.linalg.inv(design.T @ design)[1, 1])
-    apart = float(fit[1])
+    variance = float(np.sum((values - design @ fit) ** 2)) / free
+    error = math.sqrt(variance * np.linalg.inv(design.T @ design)[1, 1])
+    log_ratio = float(fit[1])
     half = float(stats.t.isf(ALPHA / 2, free)) * error
-    p = float(2 * stats.t.sf(abs(apart) / error, free)) if error > 1e-12 else float(abs(apart) < 1e-12)
-    return Difference(math.expm1(apart), math.expm1(apart - half), math.expm1(apart + half), p)
+    p = float(2 * stats.t.sf(abs(log_ratio) / error, free)) if error > 1e-12 else float(abs(log_ratio) < 1e-12)
+    return Difference(math.expm1(log_ratio), math.expm1(log_ratio - half), math.expm1(log_ratio + half), p)
 
 def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
     """Return the level below which p decides on time, with at most 1 % false verdicts; 0: no verdict at so many pairs.

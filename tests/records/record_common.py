@@ -29,6 +29,12 @@ CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val
 FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
              untimed_warmup_steps=16)
 
+# The same settings in logs from before and after the renames of 2026-11-26.
+OLD_TABLE = dict(rows=5000, place=None, home="host", cadence=2, rounding="nearest")
+NEW_TABLE = dict(rows=5000, layer=None, location="host", update_every=2)
+OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[OLD_TABLE])
+NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
+
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
              config: Mapping = {}, result: Mapping = {}, steps: int = 10, **header: object) -> Path:
     """Write a run directory of this trainer, with its source.
@@ -59,12 +65,6 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     write_text_log(folder)
     return folder
 
-# The same settings in logs from before and after the renames of 2026-11-26.
-OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[
-    dict(label="trigram_embed", rows=5000, place=None, home="host", cadence=2, rounding="nearest", beta2=0.95)])
-NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[
-    dict(label="trigram_embed", rows=5000, layer=None, location="host", update_every=2, beta2=0.95)])
-
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -85,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 def write_text_log(folder: Path) -> None:
     """Write the log.txt that belongs to a log.jsonl."""
     header, *events = events_of(folder / "log.jsonl")
-    said = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
+    lines = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
             f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
     for event in events:
         if event["type"] in ("step", "val"):
@@ -93,8 +93,8 @@ def write_text_log(folder: Path) -> None:
             ms = event["train_time_ms"]
             average = ms / max(event["step"], 1)
             total = header["config"]["num_scheduled_steps"]
-            said.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
-    (folder / "log.txt").write_text("\n".join(["=" * 100, *said]) + "\n")
+            lines.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+    (folder / "log.txt").write_text("\n".join(["=" * 100, *lines]) + "\n")
 
 def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
               first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:

@@ -113,11 +113,11 @@ def test_bench__writes_to_no_file_of_others(tmp_path, out, kind) -> None:
     if kind == "a summary":
         assert json.loads((out / "summary.json").read_text()) and not (out / "summary.json").is_symlink()
 
-def test_copied__replaces_a_link(tmp_path) -> None:
+def test_copy_trainer__replaces_a_link(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("mine")
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources/train_gpt.py").symlink_to("../mine.py")
-    copy = bench.copied(trainer(tmp_path), tmp_path / "sources")
+    copy = bench.copy_trainer(trainer(tmp_path), tmp_path / "sources")
     assert (tmp_path / "mine.py").read_text() == "mine" and copy.read_bytes() == trainer(tmp_path).read_bytes()
 
 @pytest.mark.parametrize("text", [OURS, PEER])
@@ -217,8 +217,8 @@ def test_patched__says_what_is_wrong(tmp_path, out) -> None:
     assert "does not change train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
 
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
-def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch) -> None:
-    copy = bench.patched(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
+def test_patch_trainer__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch) -> None:
+    copy = bench.patch_trainer(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
     compile(copy.read_text(), patch, "exec")
 
 @pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
@@ -243,15 +243,15 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
 @pytest.mark.parametrize("argv, said", [
     (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"),
     (["{a}", "{a}", "--pairs=0"], "at least 1")])
-def test_parsed__what_cannot_work(tmp_path, out, argv, said) -> None:
+def test_parse_args__what_cannot_work(tmp_path, out, argv, said) -> None:
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}")
     assert status == 2 and said in error
 
-def test_trainer__takes_a_seed_where_it_can(tmp_path) -> None:
+def test_make_trainer__takes_a_seed_where_it_can(tmp_path) -> None:
     named = "import argparse\nparser.add_argument('--seed')\n"
     for text, flags, expected in ((OURS, [], ["--seed={seed}"]), (OURS, ["--seed=5"], ["--seed=5"]), (PEER, [], []),
                                   (OURS, ["--rng={seed}"], ["--rng={seed}"]), (named, [], ["--seed={seed}"])):
-        assert bench.trainer(trainer(tmp_path, text), flags).flags == expected
+        assert bench.make_trainer(trainer(tmp_path, text), flags).flags == expected
     with pytest.raises(ToolError, match="a Python file"):
-        bench.trainer(tmp_path / "none.py", [])
+        bench.make_trainer(tmp_path / "none.py", [])

@@ -16,8 +16,8 @@ from scipy import stats
 
 from common import full_disk, run
 
-from record_common import (NEW_NAMES, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run,
-                           text_of, write_events, write_text)
+from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of,
+                           make_run, text_of, write_events, write_text)
 
 from tools import compressed, files, record                         # noqa: E402
 
@@ -409,16 +409,12 @@ def test_class_of__from_the_configuration(settings, expected) -> None:
     """Earlier, the class was taken from the table rows of the header, which can be empty."""
     assert record.class_of(settings) == expected
 
-def new_names_with(**settings: object) -> dict:
-    """NEW_NAMES, changed; the first table is replaced if `table` has columns."""
-    table = settings.pop("table", {})
-    return NEW_NAMES | dict(tables=[NEW_NAMES["tables"][0] | table]) | settings
+SLOWER_TABLE = NEW_TABLE | dict(update_every=4)
 
 @pytest.mark.parametrize("parent, child, changed", [
     (OLD_NAMES, NEW_NAMES, {}), (OLD_NAMES, OLD_NAMES, {}), (NEW_NAMES, OLD_NAMES, {}),
-    (OLD_NAMES, new_names_with(seqs_per_step=4), dict(seqs_per_step=[8, 4])),
-    (OLD_NAMES, new_names_with(table=dict(update_every=4)),
-     dict(tables=[NEW_NAMES["tables"], [NEW_NAMES["tables"][0] | dict(update_every=4)]])),
+    (OLD_NAMES, NEW_NAMES | dict(seqs_per_step=4), dict(seqs_per_step=[8, 4])),
+    (OLD_NAMES, NEW_NAMES | dict(tables=[SLOWER_TABLE]), dict(tables=[[NEW_TABLE], [SLOWER_TABLE]])),
     (OLD_NAMES, OLD_NAMES | dict(num_slots=4), dict(num_slots=[8, 4]))])
 def test_build__settings_have_the_names_of_their_logs(tmp_path, parent, child, changed) -> None:
     """A record states settings under the names of its logs, so older records do not change.

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NEW_NAMES, NO_FLAGS, NOON, OLD_NAMES,
-                           OTHER_SOURCE, RUN_S, SOURCE, TARGET, call, compare, edit, events_of, make_peer, make_run,
-                           make_side, make_sides, write_events)
+from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NEW_NAMES, NEW_TABLE, NO_FLAGS, NOON,
+                           OLD_NAMES, OTHER_SOURCE, RUN_S, SOURCE, TARGET, call, compare, edit, events_of, make_peer,
+                           make_run, make_side, make_sides, write_events)
 
 from tools import report                                     # noqa: E402
 from tools.read import ToolError, read_runs                  # noqa: E402
@@ -106,7 +106,7 @@ def test_compare__old_and_new_names_of_settings(tmp_path) -> None:
     a, b = make_sides(tmp_path, dict(config=OLD_NAMES), dict(config=NEW_NAMES, source=SOURCE))
     found = compare(a, b, TARGET)
     assert found["verdict"] == "same program" and found["differs"] == []
-    other = dict(NEW_NAMES, seqs_per_step=4, tables=[NEW_NAMES["tables"][0] | dict(update_every=4)])
+    other = dict(NEW_NAMES, seqs_per_step=4, tables=[NEW_TABLE | dict(update_every=4)])
     found = compare(a, make_side(tmp_path / "c", config=other, first=NOON + RUN_S), TARGET)
     assert found["differs"] == ["seqs_per_step 8 -> 4", "tables[0] update_every 2 -> 4"]
 
