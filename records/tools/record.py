@@ -769,9 +769,9 @@ def main(argv: list[str]) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=RECORDS, help="directory of all records")
     if verb == "check":
-        parser.add_argument("chosen", nargs="*", metavar="RECORD")
+        parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
     elif verb == "table":
-        parser.add_argument("--json", action="store_true")
+        parser.add_argument("--json", action="store_true", help="print a JSON object")
         parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the chain of pocket_time")
     elif verb == "stand":
         parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
@@ -780,7 +780,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("runs", nargs="*",
                             help="run directories, or directories of them; GROUP=PATH,... names a group")
         parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="kind of record [entry]")
-        parser.add_argument("--track", choices=TRACKS)
+        parser.add_argument("--track", choices=TRACKS, help="track of an entry")
         parser.add_argument("--systems", action="store_true",
                             help="a systems change, the same mathematics: the loss needs no proof")
         parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")

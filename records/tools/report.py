@@ -376,7 +376,7 @@ def mixtures(side: Side) -> list[str]:
 def same_program(a: Side, b: Side) -> bool:
     """Whether source, settings, last step and software are known and equal.
 
-    Text logs do not state settings, so they never are.
+    False for text logs, because they do not state settings.
     """
     runs = a.runs + b.runs
     sources = {run.facts.get("source_sha256") for run in runs}
@@ -386,7 +386,7 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing(a: Side, b: Side) -> list[str]:
-    """List the last steps, settings and facts that both sides state and that differ; of lists, only the entries."""
+    """List what both sides state differently: last steps, settings and facts; of lists, the entries that differ."""
     ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
     differences = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):

@@ -59,8 +59,8 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
     lines.append(dict(type="val", step=steps, **last))
-    lines.append(dict(type="result", **last, steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
-                 | dict(result))
+    facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
+    lines.append(dict(type="result", **last) | facts_at_end | dict(result))
     write_events(folder / "log.jsonl", lines)
     write_text_log(folder)
     return folder
