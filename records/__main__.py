@@ -1,15 +1,18 @@
-"""Evidence tools: `python records <verb> ...`. Each verb explains itself with --help; README.md says what words mean.
+"""Tools for training logs and records: `python records <verb> ...`. Verbs have --help; README.md defines verdicts.
 
-try       a patch of the trainer: run with and without it in turn, on the pocket track
-bench     two trainers, or arms made by patches and flags, in turn on this machine
-compare   A against B: is B faster, or its loss lower? Logs of this trainer and of its relatives
-show      one pool of runs: its numbers, and whether it proves the target
-place     is my one run inside the band of a pool? Also while it is still going
-stand     the loss of a run beside a record and a trigram model of its data, and its picture; after a run of run.sh
-new       makes a record folder from runs
-check     computes every number of every record again
-table     prints the records by track
-Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of the first five the verdict."""
+    try       run the trainer with and without a patch, interleaved, on the pocket track
+    bench     run two trainers, or arms made by patches and flags, interleaved on this machine
+    compare   is B faster than A, or its loss lower? From logs of this trainer and of related ones
+    show      summarize a pool of runs, and test whether it proves the target
+    place     is a run inside the band of a pool? Also during the run
+    stand     compare the loss of a run with a record and a trigram model of its data, and plot it; run.sh does so
+    new       create a record from runs
+    check     compute every number of every record again
+    table     print the records by track
+
+Exit status: 0 success, 1 a check failed, 2 invalid input, 130 interrupted; the first five exit with that of the
+verdict.
+"""
 from __future__ import annotations
 
 import importlib
@@ -19,26 +22,29 @@ VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report"
          "check": "record", "table": "record", "stand": "record"}
 
 def main(argv: list[str]) -> int:
-    """Run a verb; what is wrong with its input goes to stderr, with status 2."""
+    """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""
     from tools.read import ToolError
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if argv else 2
     try:
         if argv[0] not in VERBS:
-            raise ToolError("verb", argv[0], f"one of {', '.join(VERBS)}", "python records --help")
+            raise ToolError(f"unknown verb {argv[0]}", found=argv[0], expected=f"one of {', '.join(VERBS)}",
+                            hint="python records --help lists all verbs")
         return importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        print(ToolError(sys.executable, f"no package {error.name}", "those of records/requirements.txt",
-                        f"{sys.executable} -m pip install -r records/requirements.txt"), file=sys.stderr)
+        print(ToolError(f"Python package {error.name}", found=f"not installed for {sys.executable}",
+                        expected="the packages of records/requirements.txt",
+                        hint=f"{sys.executable} -m pip install -r records/requirements.txt"), file=sys.stderr)
     except ToolError as error:
         print(error, file=sys.stderr)
     except (OSError, ValueError, LookupError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
-        print(ToolError(argv[0], found, "files and settings as --help has them", "look at it"), file=sys.stderr)
+        print(ToolError(f"records {argv[0]}", found=found, expected="valid files and arguments",
+                        hint=f"check the file or the value; python records {argv[0]} --help"), file=sys.stderr)
     return 2
 
 

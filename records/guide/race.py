@@ -1,7 +1,10 @@
-"""Draw race.svg, the picture in the README: validation loss over training time, from the logs of two records.
-    python records/guide/race.py          writes race.svg beside this file; needs no package
-Each line is one seed. Dashed lines are models that count tokens: the entropy of the validation tokens, as the logs have
-it, and the Witten-Bell trigram model of record 01, which data/ngram.py computes."""
+"""Draw race.svg, the plot in the README: validation loss over training time, from the logs of two records.
+
+    python records/guide/race.py          writes race.svg next to this file; needs no packages
+
+Each line is one seed. Dashed lines are models that count tokens: the entropy of the validation tokens, read from the
+logs, and the Witten-Bell trigram model of record 01, which data/ngram.py computes.
+"""
 from __future__ import annotations
 
 import json
@@ -12,11 +15,11 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 from tools import compressed, files      # noqa: E402
 
-TRIGRAM_NATS = 2.806                     # rounded
-GROUPS = (                               # class in the picture, label, logs
+TRIGRAM_NATS = 2.806                     # nats per token, rounded
+GROUPS = (                               # CSS class, label, record with the logs
     ("plain", "pocket", "2026-11-23_10_Pocket"),
     ("tables", "pocket_tables", "2026-11-23_11_PocketTables"))
-WIDTH = 780                              # of the picture, in pixels; below, the edges of its frame
+WIDTH = 780                              # pixels; LEFT to BOTTOM are the edges of the frame
 HEIGHT = 360
 LEFT = 56
 RIGHT = 590
@@ -24,7 +27,7 @@ TOP = 40
 BOTTOM = 310
 MOST_SECONDS = 150
 LEAST_NATS = 1.75
-MOST_NATS = 5.25                         # runs begin above the frame, at 7.61
+MOST_NATS = 5.25                         # runs start above the frame, at 7.61
 
 STYLE = """
 .paper { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px sans-serif }
@@ -39,31 +42,37 @@ text.plain { fill: #58a6ff } text.tables { fill: #f0883e } }
 """
 
 def validations(log: Path) -> list[tuple[float, float]]:
-    """Return (training seconds, nats) of each validation of a run."""
+    """Return (training seconds, nats per token) of each validation of a run."""
     lines = [json.loads(line) for line in compressed.read_bytes(log).splitlines()]
     return [(line["train_time_ms"] / 1000, line["val_loss"]) for line in lines if line["type"] == "val"]
 
 def unigram_nats(log: Path) -> float:
+    """Return the entropy of the validation tokens that the first validation of a log states."""
     first = next(line for line in compressed.read_bytes(log).splitlines() if b'"val"' in line)
     return json.loads(first)["unigram_nats"]
 
 def across(seconds: float) -> float:
+    """Return the x coordinate of a time."""
     return round(LEFT + (RIGHT - LEFT) * seconds / MOST_SECONDS, 1)
 
 def down(nats: float) -> float:
+    """Return the y coordinate of a loss."""
     return round(BOTTOM - (BOTTOM - TOP) * (nats - LEAST_NATS) / (MOST_NATS - LEAST_NATS), 1)
 
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    """Return an SVG line of a CSS class."""
     return f'<line class="{kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    """Return an SVG text; `kind` is its CSS class."""
     return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
 
 def note(words: str, nats: float, kind: str = "") -> str:
-    """Return a label beside the frame, at the height of a loss."""
+    """Return a label to the right of the frame, at the height of a loss."""
     return text(RIGHT + 8, down(nats) + 4, f"{words}: {nats:.3f}", kind)
 
 def axes() -> list[str]:
+    """Return the grid lines, their labels and the titles."""
     drawn = []
     for nats in (2, 2.5, 3, 3.5, 4, 4.5, 5):
         y = down(nats)
@@ -78,15 +87,16 @@ def axes() -> list[str]:
     return drawn
 
 def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
-    places = [(across(seconds), down(nats)) for seconds, nats in points]
-    path = " ".join(f"{x},{y}" for x, y in places)
+    """Return the line of one run, with a dot at each validation but the first."""
+    xys = [(across(seconds), down(nats)) for seconds, nats in points]
+    path = " ".join(f"{x},{y}" for x, y in xys)
     drawn = [f'<polyline class="{kind}" points="{path}" clip-path="url(#frame)"/>']
-    for x, y in places[1:]:
+    for x, y in xys[1:]:
         drawn.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"/>')
     return drawn
 
 def draw() -> str:
-    """Return the picture."""
+    """Return the SVG file."""
     logs = {}
     for kind, _, record in GROUPS:
         logs[kind] = [run / "log.jsonl" for run in sorted(HERE.parent.glob(f"{record}/logs/*/"))]

@@ -1,14 +1,17 @@
-"""Verbs `bench` and `try`: run trainers in turn on this machine until it is decided which takes less time or loss.
+"""Verbs `bench` and `try`: run trainers interleaved on this machine until a difference in time or loss is decided.
 
-    python records bench A.py B.py [-- flags of both]            two trainers; 'B.py --seed=1' has flags of its own
+    python records bench A.py B.py [-- flags of both]            two trainers; quote a side with flags: 'B.py --seed=1'
     python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
-    python records try idea.patch [-- flags]                     the trainer here, with and without a patch, on `pocket`
-An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
-A B, B A, ..., in fresh processes with one seed a pair, so that a drift hits both sides alike. A bench looks after 4, 6,
-10, 16, ... pairs and at --pairs, and stops at a look that decides; the level of all looks together is 1 %
-(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. `new` takes OUT;
-its manifest.jsonl has a line when a run starts, and one when it ends, whatever became of it.
-Exit status: that of `compare`; several arms 0; 1 a run failed twice; 2 bad input; 130 interrupted."""
+    python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
+
+An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. Pairs run
+as A B, B A, ... in fresh processes, with one seed per pair, so that a drift affects both sides equally. A bench tests
+after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides; all tests together have a
+level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue. `new` takes
+the output directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
+
+Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
+"""
 from __future__ import annotations
 
 import argparse
@@ -31,25 +34,25 @@ from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER = "train_gpt.py"               # the name that patches know
-GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
+TRAINER = "train_gpt.py"               # file name in patches
+GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
 UNDECIDED = 7                          # exit status
-SHOWN_LINES = 12                       # of the stderr of a failed run
-CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
-# A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
+STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
+CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
+# A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
 
 class Trainer(NamedTuple):
-    """One side: a script, and its flags, in which {seed} is replaced by the pair's number."""
+    """One side of a bench: a script and its flags. `{seed}` in a flag is replaced by the number of the pair."""
     script: Path
     flags: list[str]
 
     def plan(self) -> Facts:
-        """As the manifest has it."""
+        """Return what the manifest states of this side."""
         return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
-def trainer(script: Path, flags: list[str]) -> Trainer:
-    """A side, with a seed where the script takes one and no flag names it."""
+def make_trainer(script: Path, flags: list[str]) -> Trainer:
+    """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""
     if not script.is_file():
         raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
     takes_seed = SEED_FLAG.search(script.read_text("utf-8", errors="replace"))
@@ -58,7 +61,7 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
     return Trainer(script, flags)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
-    """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
+    """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
     began = time.monotonic()
@@ -75,7 +78,7 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
             wall_s = round(time.monotonic() - began, 3)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # the second Ctrl-C: at once
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # a second Ctrl-C kills at once
                 child.wait(GRACE_S)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -83,7 +86,8 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
     return {"cause": cause, "wall_s": wall_s}
 
 def finished(folder: Path) -> list[Run]:
-    """The runs in the logs that a trainer wrote, else in its console, which repeats a log."""
+    """Return the completed runs in the logs that a trainer wrote, or else in its console output (which repeats a log).
+    """
     written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
     for paths in (written, [folder / CONSOLE]):
         runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
@@ -92,7 +96,10 @@ def finished(folder: Path) -> list[Run]:
     return []
 
 class Bench:
-    """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
+    """A bench in an output directory; it continues what earlier calls have done there.
+
+    Raises ToolError if the directory belongs to another bench.
+    """
 
     def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
         self.args = args
@@ -102,23 +109,26 @@ class Bench:
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
             if self.manifest.is_file() and self.manifest.stat().st_size:
-                raise ToolError(f"file {self.manifest}", found="one that no bench has written",
-                                expected="the manifest of a bench, or none", hint="move it away, or give another --out")
+                raise ToolError(f"file {self.manifest}", found="not written by a bench",
+                                expected="the manifest of a bench, or no file",
+                                hint="move the file, or choose another --out")
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
-            raise ToolError(f"bench in {args.out}", found="other sources, flags or ranks than it began with",
-                            expected="the same", hint="restore them to go on, or give another --out")
+            raise ToolError(f"bench in {args.out}", found="sources, flags or ranks differ from its manifest",
+                            expected="the same as at its start",
+                            hint="restore them to continue, or choose another --out")
         ended = {line["run"] for line in self.lines("end")}
         for line in self.lines("start"):
             if line["run"] not in ended:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
     def lines(self, kind: str) -> list[Facts]:
+        """Return the lines of one type in the manifest."""
         return manifest_lines(self.manifest, kind)
 
     def add(self, kind: str, **facts: Any) -> None:
-        """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
+        """Append a line to the manifest, and wait until it is on disk. An incomplete last line is removed first."""
         with files.open_to_append(self.manifest) as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -127,12 +137,15 @@ class Bench:
             os.fsync(file.fileno())
 
     def run(self, name: str, pair: int) -> bool:
-        """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
+        """Run one side once, with a line in the manifest before and after it; return whether it succeeded.
+
+        Raises ToolError if the source was edited since the bench started.
+        """
         side = self.sides[name]
         if side.plan() != self.plan["sides"][name]:
-            raise ToolError(f"source of {name}, {side.script}", found="edited meanwhile",
-                            expected="as the bench began with",
-                            hint="restore it to go on, or start anew with another --out")
+            raise ToolError(f"source of {name}, {side.script}", found="edited since the bench started",
+                            expected="the same source",
+                            hint="restore it to continue, or start a new bench with another --out")
         number = 1 + len(self.lines("start"))
         folder = inside(self.args.out, f"runs/{number:03}_{name}")
         folder.mkdir(parents=True)
@@ -153,22 +166,22 @@ class Bench:
         return ended["outcome"] == "done"
 
     def outcome(self, command: list[str], folder: Path) -> Facts:
-        """Run a command; returns what the manifest says of its end, printed."""
+        """Run a command; print and return how it ended, as the manifest states it."""
         ended = run_once(command, folder, self.args.ranks, self.args.limit)
         runs = [] if ended["cause"] else finished(folder)
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
-            errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            print(f"{folder.name}: FAILED, {cause}; its stderr.txt ends with", *errors, sep="\n    ", flush=True)
+            errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
+            print(f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:", *errors, sep="\n    ", flush=True)
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
-        seconds = f"no time that counts ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
-        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s in all", flush=True)
+        seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
+        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time", flush=True)
         logs = [os.path.relpath(one.path, folder) for one in runs]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
     def complete(self) -> list[int]:
-        """Pairs of which every side is done."""
+        """Return the pairs in which every side succeeded."""
         done: dict[int, set[str]] = {}
         for line in self.lines("end"):
             if line["outcome"] == "done":
@@ -176,7 +189,7 @@ class Bench:
         return sorted(pair for pair, names in done.items() if names >= set(self.sides))
 
     def side(self, name: str) -> Side:
-        """The runs of complete pairs."""
+        """Return the runs of one side in complete pairs."""
         pairs = self.complete()
         paths = []
         for line in self.lines("end"):
@@ -185,25 +198,29 @@ class Bench:
         return side_of(name, paths)
 
     def race(self) -> int:
-        """Pairs until it is decided, one seed each; a broken pair's number is not used again. Returns the status."""
+        """Run pairs, each with its number as the seed, until the comparison is decided; return the exit status.
+
+        The number of a pair with a failed run is not used again.
+        """
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
-            number = 1 + max((line["pair"] for line in self.lines("start")), default=0)
+            pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             order = list(self.sides)
             if len(self.complete()) % 2:
                 order.reverse()
-            failed = next((name for name in order if not self.run(name, number)), None)
+            failed = next((name for name in order if not self.run(name, pair)), None)
             if failed in failures:
-                print(f"stopped: {failed} failed again; {self.manifest} lists all runs")
+                print(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
             if failed:
                 failures.append(failed)
                 continue
             found = self.compared()
-            print(f"pair {len(self.complete())} of {self.args.pairs}", *told(found), sep="\n    ", flush=True)
+            print(f"pair {len(self.complete())} of {self.args.pairs}", *difference_lines(found), sep="\n    ",
+                  flush=True)
         if len(found) > 1:
-            print(f"after {len(self.complete())} pairs", *told(found), sep="\n    ")
+            print(f"after {len(self.complete())} pairs", *difference_lines(found), sep="\n    ")
             return 0
         for report_of_b in found.values():
             print(report.compare_in_words(report_of_b))
@@ -212,138 +229,146 @@ class Bench:
         return status_of(found)
 
     def compared(self) -> dict[str, Facts]:
-        """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
+        """Compare every other side with the first, in complete pairs; {} without such a pair."""
         base, *others = self.sides
         if not self.complete():
             return {}
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
 def status_of(found: dict[str, Facts]) -> int:
-    """The exit status of two sides; there are no words for more."""
+    """Return the exit status for two sides; more than two get no verdict."""
     words = [report_of_b["verdict"] for report_of_b in found.values()]
     return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
 
-def told(found: dict[str, Facts]) -> list[str]:
-    """A line for each side: its difference from A."""
+def difference_lines(found: dict[str, Facts]) -> list[str]:
+    """Return one line per side, with its difference from A."""
     lines = []
-    for name, its in found.items():
-        seconds = test_in_words(its["time"], "+.3f", "s")
-        if its["share"]:
-            seconds = test_in_words(its["share"], "+.2%")
-        lines.append(f"{name} - A: loss {test_in_words(its['loss'], '+.4f')}; time {seconds}")
+    for name, comparison in found.items():
+        seconds = test_in_words(comparison["time"], "+.3f", "s")
+        if comparison["share"]:
+            seconds = test_in_words(comparison["share"], "+.2%")
+        lines.append(f"{name} - A: loss {test_in_words(comparison['loss'], '+.4f')}; time {seconds}")
     return lines
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
-    """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
-    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
+    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
-    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
-    return done.stderr.strip() if done.returncode else ""
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    return result.stderr.strip() if result.returncode else ""
 
-def copied(script: Path, folder: Path) -> Path:
-    """Copy a trainer into a folder, under the name that patches know. Returns the path of the copy."""
+def copy_trainer(script: Path, folder: Path) -> Path:
+    """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
     files.write_bytes(folder / TRAINER, script.read_bytes())
     return folder / TRAINER
 
-def patched(script: Path, patch: Path, folder: Path) -> Path:
-    """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
+def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
+    """Copy a trainer into `folder` and patch it, without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
-        raise ToolError("patch", found=patch, expected=f"a file, or an arm of {known}", hint="check the spelling")
-    copy = copied(script, folder)
-    wrong = git_apply(patch, folder)
-    if not wrong and copy.read_bytes() == script.read_bytes():
-        wrong = f"it does not touch {TRAINER}"
-    if wrong:
-        raise ToolError(f"patch {patch.name}", found=wrong, expected=f"a change of {script.name} as it is here",
-                        hint=f"make it anew: git diff {TRAINER} > {patch.name}")
+        raise ToolError("patch", found=patch, expected=f"a file, or one of the arms {known}", hint="check the spelling")
+    copy = copy_trainer(script, folder)
+    error = git_apply(patch, folder)
+    if not error and copy.read_bytes() == script.read_bytes():
+        error = f"it does not change {TRAINER}"
+    if error:
+        raise ToolError(f"patch {patch.name}", found=error, expected=f"a patch that applies to {script}",
+                        hint=f"create it again: git diff {TRAINER} > {patch.name}")
     return copy
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
-    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
+    """Return side A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py, NAME='TRAINER.py FLAGS' or NAME=FLAGS."""
     base, of_base = args.scripts[0]
-    sides = {name: trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
-    of_arms = [*args.both, *of_base]     # but a trainer of its own has its own settings
+    sides = {name: make_trainer(script, [*args.both, *own]) for name, (script, own) in zip("AB", args.scripts)}
+    of_arms = [*args.both, *of_base]     # an arm that is another trainer does not get A's flags
     for text in args.arm:
         name, _, what = text.partition("=")
         script, own = side_as_typed(what)
         if what.startswith("-"):
-            sides[name] = trainer(base, [*of_arms, *shlex.split(what)])
+            sides[name] = make_trainer(base, [*of_arms, *shlex.split(what)])
         elif script.suffix == ".py":
-            sides[name] = trainer(script, [*args.both, *own])
+            sides[name] = make_trainer(script, [*args.both, *own])
         else:
             patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-            sides[name] = trainer(patched(base, patch, inside(args.out, f"sources/{name}")), of_arms)
+            sides[name] = make_trainer(patch_trainer(base, patch, inside(args.out, f"sources/{name}")), of_arms)
     if len(sides) < 2:
-        raise ToolError("sides", found="one", expected="two trainers, or --arm", hint="python records bench --help")
+        raise ToolError("records bench", found="one trainer", expected="two trainers, or --arm",
+                        hint="python records bench --help")
     return sides
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
-    """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
+    """Return this trainer without (A) and with (B) a patch.
+
+    If it contains the patch already, the patch is reversed for A.
+    """
     homes = {name: inside(args.out, f"sources/{name}") for name in "AB"}
-    scripts = {"A": copied(ROOT / TRAINER, homes["A"])}
+    scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
-        scripts["B"] = copied(args.patch, homes["B"])
+        scripts["B"] = copy_trainer(args.patch, homes["B"])
     elif not git_apply(args.patch, homes["A"], "-R"):
-        print(f"{TRAINER} has {args.patch.name} already: A is without it")
-        scripts["B"] = copied(ROOT / TRAINER, homes["B"])
+        print(f"{TRAINER} already contains {args.patch.name}: A runs without it")
+        scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:
-        scripts["B"] = patched(ROOT / TRAINER, args.patch, homes["B"])
+        scripts["B"] = patch_trainer(ROOT / TRAINER, args.patch, homes["B"])
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
-    return {name: trainer(script, flags) for name, script in scripts.items()}
+    return {name: make_trainer(script, flags) for name, script in scripts.items()}
 
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
-    """A trainer, and the flags that follow it in quotes."""
+    """Split a side into the trainer and the flags that follow it in the same quotes."""
     words = [text] if Path(text).is_file() else shlex.split(text)
     return Path(*words[:1]), words[1:]
 
-def parsed(argv: list[str]) -> argparse.Namespace:
-    """argv: the verb and its arguments; flags of all runs after `--`."""
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the arguments. argv: the verb and its arguments; flags of all runs follow `--`."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     if verb == "try":
-        parser.add_argument("patch", type=Path, help="a patch of train_gpt.py (git diff), or a whole trainer")
+        parser.add_argument("patch", type=Path, help="patch of train_gpt.py (git diff), or a whole trainer")
     else:
         parser.add_argument("scripts", nargs="+", type=side_as_typed, metavar="TRAINER",
-                            help="A, and B unless there are arms; each may have flags of its own: 'A.py --flag=1'")
+                            help="A, and B unless there are arms; quote a side with flags: 'A.py --flag=1'")
         parser.add_argument("--arm", action="append", default=[],
-                            help="NAME, NAME=PATCH, NAME='TRAINER.py FLAGS', NAME=FLAGS")
-    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
-    parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
-    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
-    parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
-    parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
-    parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer, else here]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves [try: OUT/curves.png]")
+                            help="another side: NAME, NAME=PATCH, NAME='TRAINER.py FLAGS' or NAME=FLAGS")
+    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10,
+                        help="largest number of pairs [%(default)s]")
+    parser.add_argument("--ranks", type=int, default=1, help="processes per run [1]")
+    parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
+    parser.add_argument("--limit", type=float, default=7200, help="s; a run that takes longer is killed [%(default)s]")
+    parser.add_argument("--out", type=Path, help="output directory; repeat a command with the same one to continue")
+    parser.add_argument("--data", type=Path,
+                        help="directory that the runs see as `data` [next to the trainer, or else here]")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png",
+                        help="file for a plot of the losses [try: OUT/curves.png]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
     if min(args.pairs, args.ranks) < 1:
-        raise ToolError("settings", found=f"--pairs={args.pairs} --ranks={args.ranks}", expected="at least 1",
-                        hint="give larger ones")
+        raise ToolError("--pairs, --ranks", found=f"--pairs={args.pairs} --ranks={args.ranks}",
+                        expected="at least 1 for both", hint="use larger values")
     return args
 
 def main(argv: list[str]) -> int:
-    args = parsed(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
+    """Run `bench` or `try`; return the exit status. argv: the verb and its arguments."""
+    args = parse_args(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)               # end the run and log it, as Ctrl-C does
     if argv[0] == "try":
-        home = ROOT
+        base_dir = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.out / "curves.png" if args.plot is None else args.plot
         sides = sides_to_try(args)
     else:
-        home = args.scripts[0][0].resolve().parent
+        base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
         sides = sides_to_bench(args)
     if args.data is None:
-        args.data = home / DATA if (home / DATA).is_dir() else ROOT / DATA
+        args.data = base_dir / DATA if (base_dir / DATA).is_dir() else ROOT / DATA
     try:
         bench = Bench(args, sides)
         status = bench.race()
     except KeyboardInterrupt:
-        print(f"interrupted; the same command with --out={args.out} continues")
+        print(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130
     if status == 1:
         return status
@@ -352,5 +377,5 @@ def main(argv: list[str]) -> int:
         print(f"picture: {args.plot}")
     if argv[0] == "try":
         name = re.sub(r"\W|_", "", args.patch.stem.title())
-        print(f"a record of it: python records new {name} {args.out} --kind=comparison")
+        print(f"to publish it: python records new {name} {args.out} --kind=comparison")
     return status

@@ -1,7 +1,8 @@
-"""Pictures of runs: training loss (smoothed) and validation loss, against steps and against time.
+"""Plots of runs: training loss (smoothed) and validation loss over steps and over time.
 
-One file for light and dark pages: the background is transparent, all ink has a middle tone, and letters are large
-enough for a thumbnail."""
+One file serves light and dark pages: the background is transparent, all colors have a medium brightness, and letters
+are large enough for a thumbnail.
+"""
 from __future__ import annotations
 
 import io
@@ -15,42 +16,44 @@ import numpy as np
 from tools import files
 from tools.read import Facts, Run
 
-INK = "#7d8590"                        # readable on white and on black
+INK = "#7d8590"                        # legible on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
-GRID = 200                             # places on the x axis at which runs are averaged
-SMOOTHING = 0.04                       # share of the run over which training losses are averaged
-COLUMNS, ROWS = 60, 10                 # of a curve of characters
-MOST_NAMED = 8                         # groups in a legend; more hide the curves
-ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # the time of a base over that of the base
-SHARES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1)             # of the base's time that a chain's axes name
-SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
+GRID = 200                             # points of the x axis at which runs are averaged
+SMOOTHING = 0.04                       # fraction of the run over which training losses are averaged
+COLUMNS, ROWS = 60, 10                 # size of a plot in characters
+MOST_NAMED = 8                         # groups in a legend; a longer one hides the curves
+ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}                     # time of the base over itself
+SHARES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.3, 0.5, 1)             # axis ticks of a chain, as multiples of the base
+SHOWN_FROM = 0.15                      # the plot ignores the losses of this first fraction of a run; they are very high
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> bool:
-    """Draw each group's mean, with the band of its runs; the first group stands behind the others. Returns False, and
-    says why, without matplotlib."""
+    """Plot the mean and the range of each group; return False without matplotlib, with a note on stderr.
+
+    Later groups are drawn over earlier ones.
+    """
     figure, both = two_frames(("step", "training time (s)"), sharey=True)
     if figure is None:
         return False
     limits: list[float] = []
     for axes, column in zip(both, (0, 1)):
-        for number, (name, runs) in enumerate(groups.items()):
-            color = COLORS[number % len(COLORS)]
+        for index, (name, runs) in enumerate(groups.items()):
+            color = COLORS[index % len(COLORS)]
             for is_val in (False, True):
                 xs, losses = sampled(runs, is_val, column)
                 if not len(xs):
                     continue
                 if is_val:
                     axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
-                thin = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
-                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | thin)
-                seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
-                limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
+                style = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
+                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | style)
+                shown = losses[:, xs >= SHOWN_FROM * xs[-1]]
+                limits += [float(np.nanmin(shown)), float(np.nanmax(shown))]
             axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
         if target:
             axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
     if limits:
-        room = 0.05 * (max(limits) - min(limits)) + 1e-6
-        both[0].set_ylim(min(limits) - room, max(limits) + room)
+        margin = 0.05 * (max(limits) - min(limits)) + 1e-6
+        both[0].set_ylim(min(limits) - margin, max(limits) + margin)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
     if len(groups) <= MOST_NAMED:
         both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
@@ -58,30 +61,33 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
     return True
 
 def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
-    """Draw the time of the entries of a chain (result.json, and runs), as a share of the base's with its 99 % interval,
-    against their date, and their loss against that time. Returns False, and says why, without matplotlib."""
+    """Plot the entries of a chain; return False without matplotlib, with a note on stderr.
+
+    Left: the training time of each entry relative to the base's, with its 99 % interval, over its date. Right: its loss
+    over that time. results, pools: result.json and runs of each entry.
+    """
     figure, (left, right) = two_frames(("began, UTC", "training time over the base's"))
     if figure is None:
         return False
     from matplotlib.dates import AutoDateLocator
     lowest = 1.0
     for result, runs in zip(results, pools):
-        its = result["in_turn"].get("base", ITSELF)
-        ratio = its["ratio"]
+        against_base = result["in_turn"].get("base", ITSELF)
+        ratio = against_base["ratio"]
         color = COLORS[result["class"] == "table"]
         day = min(run.started or 0.0 for run in runs) / 86_400
-        bars = [[ratio - its["low"]], [its["high"] - ratio]]
+        bars = [[ratio - against_base["low"]], [against_base["high"] - ratio]]
         left.errorbar(day, ratio, bars, color=color, marker="o", capsize=6)
         finished = [run for run in runs if run.finished]
         points = [[(seconds / run.seconds, loss) for _, loss, seconds in run.val] for run in finished]
         shares, losses = np.mean(points, 0).T
         right.plot(ratio * shares, losses, color=color, linewidth=2, marker="o")
-        for axes, place, apart in ((left, (day, ratio), (9, -6)), (right, (ratio, losses[-1]), (-8, -22))):
+        for axes, point, offset in ((left, (day, ratio), (9, -6)), (right, (ratio, losses[-1]), (-8, -22))):
             number = result["stated"]["number"]
-            axes.annotate(number, place, apart, textcoords="offset points", color=color, fontsize=14)
+            axes.annotate(number, point, offset, textcoords="offset points", color=color, fontsize=14)
         right.axhline(result["target"], color=INK, linewidth=1.5, linestyle="--")
-        right.set_ylim(result["target"] - 0.25, result["target"] + 1.25)      # the first losses are very high
-        lowest = min(lowest, its["low"])
+        right.set_ylim(result["target"] - 0.25, result["target"] + 1.25)      # cuts off the high first losses
+        lowest = min(lowest, against_base["low"])
     left.set_yscale("log")
     right.set_xscale("log")
     for axis in (left.yaxis, right.xaxis):
@@ -100,13 +106,13 @@ def chain(results: list[Facts], pools: list[list[Run]], path: Path) -> bool:
     return True
 
 def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
-    """An empty figure and its two axes, with labels below. Without matplotlib None, and why is said."""
+    """Create an empty figure with two axes, labeled below. Without matplotlib return None and print a note."""
     try:
         import matplotlib
         matplotlib.use("Agg")
         from matplotlib import pyplot
     except ImportError:
-        print(f"no picture: {sys.executable} -m pip install matplotlib", file=sys.stderr)
+        print(f"no plot without matplotlib; to install it: {sys.executable} -m pip install matplotlib", file=sys.stderr)
         return None, (None, None)
     figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", **how)
     figure.patch.set_alpha(0)
@@ -120,7 +126,7 @@ def two_frames(labels: Sequence[str], **how: Any) -> tuple[Any, Sequence[Any]]:
     return figure, both
 
 def save(figure: Any, path: Path) -> None:
-    """Write a picture in the format of its suffix. A link of this name is replaced, not followed."""
+    """Write a figure in the format of its suffix. A link at `path` is replaced, not followed."""
     from matplotlib import pyplot
     path.parent.mkdir(parents=True, exist_ok=True)
     picture = io.BytesIO()
@@ -129,7 +135,10 @@ def save(figure: Any, path: Path) -> None:
     files.write_bytes(path, picture.getvalue())
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
-    """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""
+    """Interpolate losses on a common grid of the x axis; return the grid (G,) and the losses (runs, G).
+
+    column: 0 for steps, 1 for times. Both arrays are empty if a run has fewer than two points.
+    """
     tables = []
     for run in runs:
         table = run.steps
@@ -141,26 +150,25 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
         if len(table) < 2:
             return np.empty(0), np.empty((0, 0))
         losses = table[:, 2]
-        if not is_val:                                    # a running mean; near the ends over as many as there are
+        if not is_val:                                    # running mean, shorter near the ends
             window = np.ones(max(1, int(SMOOTHING * len(table))))
             counts = np.convolve(np.ones(len(table)), window, "same")
             losses = np.convolve(losses, window, "same") / counts
         tables.append((table[:, column], losses))
     first = max(xs[0] for xs, _ in tables)
     last = min(xs[-1] for xs, _ in tables)
-    places = np.linspace(first, last, GRID)
-    curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
-    return places, np.array(curves_there)
-
+    grid = np.linspace(first, last, GRID)
+    interpolated = [np.interp(grid, xs, losses) for xs, losses in tables]
+    return grid, np.array(interpolated)
 
 def characters(runs: Sequence[Run]) -> str:
-    """The validation loss of our runs against steps, for a terminal."""
+    """Draw the validation loss of our runs over steps with characters, for a terminal."""
     steps, losses = sampled(runs, True, 0)
-    places = np.linspace(SHOWN_FROM * GRID, GRID - 1, COLUMNS).astype(int)
-    curve = losses.mean(0)[places]
+    indices = np.linspace(SHOWN_FROM * GRID, GRID - 1, COLUMNS).astype(int)
+    curve = losses.mean(0)[indices]
     heights = np.linspace(curve.max(), curve.min(), ROWS)
     canvas = np.full((ROWS, COLUMNS), " ")
     canvas[np.abs(heights[:, None] - curve).argmin(0), np.arange(COLUMNS)] = "o"
     lines = [f"{height:7.3f} |{''.join(row)}" for height, row in zip(heights, canvas)]
-    lines.append(f"validation loss (nats per token), steps {steps[places[0]]:.0f} to {steps[-1]:.0f}")
+    lines.append(f"validation loss (nats per token), steps {steps[indices[0]]:.0f} to {steps[-1]:.0f}")
     return "\n".join(lines)

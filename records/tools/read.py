@@ -1,9 +1,11 @@
-"""Reads training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
+"""Read training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
 
-A text log holds its source, which prints lines like those of a run: expressions are anchored to whole lines, and are
-used after the environment. A log is believed no further than it agrees with itself: a time that its `step_avg` or its
-training lines contradict does not count (`Run.void`), and a run whose loss is told twice and differently is not used at
-all (`Run.refused`)."""
+A text log starts with its source, which contains print statements that look like lines of a run. Regular expressions
+are therefore anchored to whole lines, and applied after the environment block only.
+
+A log is trusted as far as it is consistent. Times that contradict `step_avg` or the training lines do not count
+(`Run.void`). A run with two different final losses is not used at all (`Run.refused`).
+"""
 from __future__ import annotations
 
 import calendar
@@ -26,7 +28,7 @@ from tools.files import ToolError
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"(?: [a-z_]+:\S+)*?"
-COUNT = rb"(\d{1,15})"                 # steps, or a seed
+COUNT = rb"(\d{1,15})"                 # a step or a seed
 LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
                   % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
@@ -37,55 +39,59 @@ DRIVER = re.compile(rb"Driver Version: (\S+)")
 GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
-STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # in the name of a run directory
+STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # date in the name of a run directory
 LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
 DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
-LOSS_RANGE = 1.0, 4.0                  # of lists in a README
+LOSS_RANGE = 1.0, 4.0                  # losses in lists of a README
 BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "save", "checkpoints"
-CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
-# A log against itself
-RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
-AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
+# Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
+RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
+RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_every"}
+CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
+# Limits of the consistency checks.
+RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
+AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
 TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
-LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
+LATE_S, LATE_STEPS = 0.5, 5            # public logs have up to 0.31 s between the last timing line and the validation
 
-Facts = dict[str, Any]                 # as JSON has them
+Facts = dict[str, Any]                 # a JSON object
 
 class NotALog(Exception):
-    """Says why a file holds no run."""
+    """Says why a file contains no run."""
 
 class Point(NamedTuple):
-    """One validation; `seconds` is None where the log has no time, or one of another clock."""
+    """One validation; `seconds` is None if the log has no time for it, or one of an earlier clock."""
     step: int
     loss: float
     seconds: float | None
 
     def printed(self) -> str:
-        """As any wrapper prints it."""
+        """Return step, loss and ms, rounded as every text log prints them."""
         return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
 
 @dataclass
 class Run:
-    """One training run as its log tells it; times in s, losses in nats per token."""
+    """One training run, as its log states it; times in s, losses in nats per token."""
     path: Path
     kind: str                                             # "ours" (log.jsonl), "text", "list" (in a README)
-    total: int | None = None                              # steps planned
+    total: int | None = None                              # planned steps
     val: list[Point] = field(default_factory=list)
-    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
+    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: unknown
     seed: int | None = None
-    facts: Facts = field(default_factory=dict)   # ours: the header
+    facts: Facts = field(default_factory=dict)   # ours: the header, its settings under current names
+    logged_config: Facts = field(default_factory=dict)    # ours: its settings under the names in the log
     phases: list[Facts] = field(default_factory=list)
     result: Facts = field(default_factory=dict)
-    aborted: str | None = None                            # cause
-    void: str | None = None                               # why its times do not count
-    refused: str | None = None                            # why nothing of it counts
-    started: float | None = None                          # s on its machine's clock
+    aborted: str | None = None                            # cause of the abort
+    void: str | None = None                               # reason why its times do not count
+    refused: str | None = None                            # reason why the run is not used
+    started: float | None = None                          # local time of its machine, s
     notes: list[str] = field(default_factory=list)
 
     @property
     def final(self) -> Point | None:
-        """The last validation at the planned end; of a run that stopped early its last one."""
+        """The validation at the planned last step, or the last one of a run that stopped early."""
         planned = [point for point in self.val if point.step == self.total]
         return (planned or self.val or [None])[-1]
 
@@ -95,49 +101,54 @@ class Run:
 
     @property
     def seconds(self) -> float | None:
-        """Training time at the final validation; None where there is none, or where it does not count."""
+        """Training time at the final validation; None if the log has none, or if it does not count."""
         return None if self.final is None or self.void else self.final.seconds
 
     @property
     def finished(self) -> bool:
-        """True if the run came to its end: ours has a result line, others a validation at the planned last step."""
+        """Whether the run was completed: ours has a result line, others a validation at the planned last step."""
         if self.kind == "ours":
             return bool(self.final and self.result and self.aborted is None)
         return bool(self.final) and self.total in (None, self.final.step)
 
     @property
     def reached(self) -> int:
-        """The last step that the log tells of."""
+        """The last step in the log."""
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
     def identity(self) -> tuple[Any, ...]:
-        """Equal for logs of one run, however far they are read; empty for a list. Two runs may print alike: of ours all
-        digits count."""
+        """Return a key that is equal for two logs of one run, even if one of them is incomplete; () for a list.
+
+        Other text logs are compared as printed. Ours are compared with all digits, because two runs may print the same.
+        """
         timed = [point for point in self.val if point.seconds] or self.val
         if self.kind == "ours":
             return tuple(timed[:2])
         return () if self.kind == "list" else tuple(point.printed() for point in timed[:2])
 
 class Reading(NamedTuple):
-    """All that was found below some paths."""
+    """The runs below some paths, and the files that contain none."""
     runs: list[Run]
-    unread: Sequence[tuple[Path, str]] = ()               # a file, and why nothing of it was taken
-    stated: Sequence[Run] = ()                            # from lists in a README beside logs
+    unread: Sequence[tuple[Path, str]] = ()               # files without a run, and the reasons
+    stated: Sequence[Run] = ()                            # lists in a README next to logs
 
     def unread_in_words(self) -> str:
-        """How many files were not read, by reason; "" for none."""
+        """Return how many files were not read, by reason; "" for none."""
         reasons = Counter(reason for _, reason in self.unread)
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
         return f"{reasons.total()} files not read: {parts}" if parts else ""
 
 def read_runs(paths: Iterable[Path]) -> Reading:
-    """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
-    not read. Lists in a README are runs where nothing else was found, else `stated`."""
+    """Read files, and directories recursively in order of names.
+
+    In a run directory, log.txt is not read, because it is the same run as log.jsonl. Lists in a README are returned as
+    `stated`, or as runs if no log was found.
+    """
     runs: list[Run] = []
     unread = []
     for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in files(path)):
-        found, reason = attempt(path, by_name)
+        found, reason = read_or_reason(path, by_name)
         runs += found
         if reason is not None:
             unread.append((path, reason))
@@ -145,16 +156,17 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     logged = [run for run in runs if run.kind != "list"]
     if not logged:
         return Reading(runs, unread)
-    kept = without_duplicates(logged)
-    unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
-    return Reading([run for run in logged if id(run) in kept], unread, stated)
+    run_ids = without_duplicates(logged)
+    unread += [(run.path, "duplicate run") for run in logged if id(run) not in run_ids]
+    return Reading([run for run in logged if id(run) in run_ids], unread, stated)
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Each file at or below a path, and whether it was named itself."""
+    """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
     path = compressed.stored(path)
     if not path.is_dir():
         if not path.exists():
-            raise ToolError("path", found=path, expected="a file or a directory", hint="check the spelling")
+            raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
+                            hint="check the spelling")
         yield path, True
     for folder, inner, names in os.walk(path):
         inner.sort()
@@ -164,8 +176,8 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             yield Path(folder, name), False
 
-def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
-    """The runs of one file, or why there are none."""
+def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
+    """Return the runs of one file, or the reason why there are none."""
     if not path.is_file():
         return [], "not a regular file"
     if not by_name and compressed.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
@@ -176,7 +188,7 @@ def attempt(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
         return [], getattr(reason, "strerror", None) or str(reason)
 
 def read_file(path: Path) -> list[Run]:
-    """The runs of one file. Raises NotALog with the reason if it holds none."""
+    """Read the runs of one file. Raises NotALog with the reason if it contains none."""
     path = compressed.stored(path)
     data = compressed.read_bytes(path)
     suffix = compressed.uncompressed(path).suffix
@@ -189,33 +201,40 @@ def read_file(path: Path) -> list[Run]:
     return read_text(path, data)
 
 def without_duplicates(runs: list[Run]) -> set[int]:
-    """The `id` of each run once, where most is known of it; a log of one line is matched by its last validation."""
-    kept: dict[Any, int] = {}
+    """Return the `id` of each distinct run, in its most complete log.
+
+    A log of a single line is matched by its last validation.
+    """
+    run_ids: dict[Any, int] = {}
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
         printed = tuple(point.printed() for point in run.val)
-        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
+        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
         if not any(point.step for point in run.val):
-            key = ()                                      # all runs begin with about the same loss
-        if key and key in kept:
+            key = ()                                      # first losses hardly differ between runs
+        if key and key in run_ids:
             continue
-        for name in (key or id(run), printed[-3:], printed[-1:]):
-            kept.setdefault(name, id(run))
-    return set(kept.values())
+        for alias in (key or id(run), printed[-3:], printed[-1:]):
+            run_ids.setdefault(alias, id(run))
+    return set(run_ids.values())
 
 def read_ours(path: Path, data: bytes) -> Run:
-    """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
+    """Read a log.jsonl; the log of a resumed run reads as one run.
+
+    A crash may leave an incomplete last line. Raises NotALog if another line is not one of a log.jsonl, or if there is
+    no header.
+    """
     run = Run(path, "ours")
     rows: list[tuple[float, float, float]] = []
     lines = data.split(b"\n")
-    for place, line in enumerate(lines, 1):
-        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs until 2026-11-25
+    for line_num, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most lines of logs before 2026-11-26
             continue
         try:
             take(run, rows, json.loads(line))
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
-            if place < len(lines):
-                raise NotALog(f"line {place} is not one of a log.jsonl") from None
-            run.notes.append("last line torn")
+            if line_num < len(lines):
+                raise NotALog(f"line {line_num} is not valid in a log.jsonl") from None
+            run.notes.append("last line incomplete")
     if not run.facts:
         raise NotALog("no header line")
 
@@ -225,17 +244,17 @@ def read_ours(path: Path, data: bytes) -> Run:
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
         run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
-    told = run.result.get("val_loss")
-    if told is not None and run.final and str(told) != str(run.loss):
-        run.refused = f"the result says a loss of {told}, the last validation {run.loss}"
+    stated_loss = run.result.get("val_loss")
+    if stated_loss is not None and run.final and str(stated_loss) != str(run.loss):
+        run.refused = f"the result states a loss of {stated_loss}, the last validation {run.loss}"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
     elif not run.result:
-        run.notes.append(f"no result yet: still going, or killed, at step {run.reached}")
+        run.notes.append(f"no result yet: running or killed, at step {run.reached}")
     return run
 
 def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
-    """Add one line of a log.jsonl to its run and its steps; the last of an interrupted run have no training loss."""
+    """Add one line of a log.jsonl to its run. The last steps of an interrupted run have no training loss."""
     kind = event.pop("type")
     if not run.facts:
         if kind != "header":
@@ -253,9 +272,10 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
     elif kind == "result":
         run.result = event
     elif kind == "aborted":
-        run.aborted = str(event.get("cause", "not said"))
-    elif kind == "resumed":                                                   # what the earlier part did after its
-        rows[:] = [row for row in rows if row[0] <= event["step"]]            # checkpoint was done again
+        run.aborted = str(event.get("cause", "unknown cause"))
+    elif kind == "resumed":
+        # Steps after the checkpoint were repeated, so drop their first results.
+        rows[:] = [row for row in rows if row[0] <= event["step"]]
         run.val = [point for point in run.val if point.step <= event["step"]]
         run.aborted = None
         run.result = {}
@@ -263,41 +283,53 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         take_resumed(run, event)
 
 def take_header(run: Run, event: Facts) -> None:
-    """Take the facts of a header, and what follows from them."""
+    """Store the facts of a header, and what follows from them."""
     config = event["config"]
-    whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
-    run.facts = event
+    planned = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
+    run.logged_config = config
+    run.facts = event | {"config": current_names(config), "changed": current_names(event.get("changed") or {})}
     run.seed = event.get("seed")
-    if whole:
-        run.total = min(config.get("max_steps") or whole, whole)
+    if planned:
+        run.total = min(config.get("max_steps") or planned, planned)
 
 def take_resumed(run: Run, event: Facts) -> None:
-    """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
-    before = run.facts
+    """Store the facts of a resumed run. Those that changed get both values, so that the run equals neither program."""
+    before = run.facts | {"config": run.logged_config}
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     changed = [key for key in CHANGING if after.get(key) != before.get(key)]
     differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
     for key, (then, now) in differs.items():
-        run.notes.append(f"resumed with another {key}")
+        run.notes.append(f"resumed with another {RENAMED.get(key, key)}")
         where = after["config"] if key in after["config"] else after
         if key != "seed":
             where[key] = f"{then}, then {now}"
     take_header(run, before | after | {"started": before.get("started")})
 
+def current_names(settings: Facts) -> Facts:
+    """Rename the settings of an older log or record, so that they compare with those of today's trainer.
+
+    The key `rounding` of a table is removed if it says `nearest`: updates always round to nearest now.
+    """
+    renamed = {RENAMED.get(key, key): value for key, value in settings.items()}
+    if isinstance(renamed.get("tables"), list):
+        renamed["tables"] = [{RENAMED_IN_TABLES.get(key, key): value for key, value in table.items()
+                              if (key, value) != ("rounding", "nearest")} for table in renamed["tables"]]
+    return renamed
+
 def seconds_of(text: str, form: str) -> float | None:
-    """Seconds of a date without a time zone: differences are right on one machine. None if it is no date."""
+    """Parse a date without a time zone into seconds; None if invalid. Differences on one machine are valid."""
     try:
         return float(calendar.timegm(time.strptime(text, form)))
     except ValueError:
         return None
 
 def read_text(path: Path, data: bytes) -> list[Run]:
-    """Read a log in the format of the speedrun: one run, or several one after the other."""
+    """Read a text log in the format of the speedrun: one run, or several in sequence. Raises NotALog."""
     ends = [separator.end() for separator in SEPARATOR.finditer(data)]
     named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
-    if named >= 0:                                        # the first one: a resumed log has another
-        start = named + 1
-    else:                                                 # the source ends there, if validations follow
+    if named >= 0:
+        start = named + 1                                 # the first one; a resumed log has several
+    else:                                                 # the last separator that validations follow
         start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
     lines = LINE.findall(data, start)
     if not any(line[2] == b"val_loss" for line in lines):
@@ -314,13 +346,16 @@ def read_text(path: Path, data: bytes) -> list[Run]:
         if len(seeds) == len(runs):
             run.seed = int(seeds[index])
         if started is not None and run.final.seconds is not None:
-            started += run.final.seconds                                       # the next one of this process
+            started += run.final.seconds                                       # start of the next run of this process
         if run.total not in (None, run.final.step):
             run.notes.append(f"stops at step {run.reached} of {run.total}")
     return runs
 
 def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
-    """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
+    """Return versions, hardware and source hash of a text log, and its date in s (None: unknown).
+
+    They are read from the block that ends at the first line of a step.
+    """
     first = LINE.search(data, start).start()
     torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)
@@ -329,7 +364,7 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     facts: Facts = {}
     if driver:
         facts["driver"] = driver[1].decode()
-    if gpus:                                              # all GPUs of the node; a process on it may use fewer
+    if gpus:                                              # all GPUs of the node, of which a run may use fewer
         facts |= {"hardware": f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}", "world_size": len(gpus)}
         facts["buses"] = " ".join(bus.decode() for _, bus in gpus)
     if torch:
@@ -342,21 +377,25 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
-    """The runs of one file. Blocks that begin later than the first one and only repeat points of the run before them
-    are left out; other such blocks are refused."""
+    """Split the lines of one file into runs.
+
+    A block that starts at another step than the first run is skipped if it only repeats validations of the run before
+    it, and is refused otherwise.
+    """
     columns = list(zip(*lines))
     is_val = np.array([kind == b"val_loss" for kind in columns[2]])
     in_ms = columns[5][0] == b"ms"
     table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
-    for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
-        table[:, place] = [float(text or b"nan") for text in column]
+    for index, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
+        table[:, index] = [float(text or b"nan") for text in column]
     table[:, 1] /= 1000 if in_ms else 1
 
-    falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)                  # a step that falls begins a new run,
-    validations = np.nonzero(is_val)[0]                                       # and a validation whose step is no later
-    for before, place in zip(validations, validations[1:]):
-        if table[place, 0] <= table[before, 0] and not any(before < fall <= place for fall in falls):
-            falls.add(place)
+    # A new run begins where the step falls, and at a validation whose step is not after that of the one before.
+    falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)
+    validations = np.nonzero(is_val)[0]
+    for before, index in zip(validations, validations[1:]):
+        if table[index, 0] <= table[before, 0] and not any(before < fall <= index for fall in falls):
+            falls.add(index)
     bounds = [0, *sorted(map(int, falls)), len(lines)]
     runs: list[Run] = []
     for start, end in zip(bounds, bounds[1:]):
@@ -368,21 +407,24 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
         if runs and run.val[0].step != runs[0].val[0].step:
             if set(run.val) <= set(runs[-1].val):
                 continue
-            run.refused = f"begins at step {run.val[0].step}, unlike the run before it in the file"
+            run.refused = f"starts at step {run.val[0].step}, unlike the first run of the file"
         runs.append(run)
     return runs
 
 def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
-    """One run of a text log. Where its clock falls it was started anew: earlier times are of another clock and become
-    unknown; later than the habit of early logs (after 10 steps) no time of that run counts."""
+    """Build one run of a text log.
+
+    If its clock falls, it was restarted: earlier times belong to another clock and become unknown. Logs of 2024 do this
+    after 10 steps. If it happens later, no time of the run counts.
+    """
     run = Run(path, "text")
-    for place in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
-        step = int(table[place, 0])
-        table[:place, 1] = math.nan
+    for index in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
+        step = int(table[index, 0])
+        table[:index, 1] = math.nan
         run.notes.append(f"timer restarts at step {step}")
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
-    if in_ms:                                             # in s, each family has a rule of its own
+    if in_ms:                                             # logs in s have no common rule for step_avg
         run.void = run.void or averages_contradict(table)
     for step, seconds, loss, _ in table[is_val].tolist():
         run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
@@ -390,8 +432,10 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
     return run
 
 def averages_contradict(table: np.ndarray) -> str | None:
-    """Why the times of a text log in ms are not what its step_avg says: by one of two rules throughout, it is the time
-    over all steps, or over those after the first ten."""
+    """Return why the times of a text log in ms do not fit its step_avg; None if they do.
+
+    step_avg is the time divided by all steps, or by those after the first ten. One of these rules must fit every line.
+    """
     step, seconds, _, average = table.T
     known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
     rules = []
@@ -401,16 +445,19 @@ def averages_contradict(table: np.ndarray) -> str | None:
         rules.append(fits[known & (step > untimed)])
     if not known.any() or any(fits.all() for fits in rules):
         return None
-    return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
+    return "its times contradict its step_avg, both over all steps and over those after the first ten"
 
 def clock_contradicts(run: Run) -> str | None:
-    """Why the times of a run cannot be right: its clock falls, or its end is before, or long after, its last step."""
+    """Return why the times of a run are wrong, or None.
+
+    The clock must not fall, and the final validation must be neither before nor long after the last training line.
+    """
     final = run.final
     if final is None or final.seconds is None:
         return None
-    clock = [point.seconds for point in run.val if point.seconds is not None]
-    if not all(map(math.isfinite, clock)) or clock != sorted(clock):
-        return "the times of its validations fall, or are no numbers"
+    times = [point.seconds for point in run.val if point.seconds is not None]
+    if not all(map(math.isfinite, times)) or times != sorted(times):
+        return "the times of its validations decrease or are not finite"
     timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
     if not len(timed):
         return None
@@ -418,15 +465,18 @@ def clock_contradicts(run: Run) -> str | None:
     latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
     if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
         return None
-    return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
+    return f"its final time is {final.seconds:.3f} s, but its training step {step:.0f} ended at {seconds:.3f} s"
 
 def read_readme(path: Path, data: bytes) -> list[Run]:
-    """Read lists of losses; each is a pool. Times beside them are of an unknown machine, and of no use."""
+    """Read lists of losses from a README; each is a pool. Raises NotALog if there are none.
+
+    Times next to such lists are not read, because their machine is unknown.
+    """
     runs: list[Run] = []
     for name, body in LIST.findall(data.decode(errors="replace")):
         losses = [float(number) for number in DECIMAL.findall(body)]
         if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
             runs += [Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}) for loss in losses]
     if not runs:
-        raise NotALog("a page without a list of losses")
+        raise NotALog("no list of losses")
     return runs

@@ -1,8 +1,11 @@
-"""Verbs `new`, `check`, `table`, `stand`: a record is logs, and pages made from them, which `check` makes again.
+"""Verbs `new`, `check`, `table` and `stand`: a record is logs, and pages that are generated from them.
 
-Logs are stored compressed; hashes are of contents, under the name without .gz. Records that other tools made
-(predictions, and the ablation 03) are sealed: `check` compares their files, numbers and page with stored hashes. Exit
-status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+`check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
+without .gz. Records of other tools (predictions, and the ablation 03) are sealed: `check` compares their files, numbers
+and page with stored hashes.
+
+Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
+"""
 from __future__ import annotations
 
 import argparse
@@ -24,30 +27,30 @@ from typing import Any, NamedTuple
 
 from tools import compressed, plot, report, statistics
 from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
-from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
+from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number and name
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.png", "source.diff"
 LOG, TEXT_LOG = "log.jsonl", "log.txt"
-DIGITS = 9                             # of numbers in result.json: libraries change the last ones
-SHOWN_LINES = 12                       # of a file that does not follow
-PLAIN_ROWS = 10                        # class plain: no table has more rows than this many times the vocabulary
-TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # whose page has the loss of a trigram model on its data; rounded
-SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two are of the data
-T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # two-sided, of Student's t with 1, 2, ..., and 5 or more, degrees
-BUDGET_OFF = 0.03                      # a run that ends further off its time budget is no entry
-ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
+DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
+SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
+PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
+TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # record whose page has the loss of a trigram model, rounded
+SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two identify the data
+T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # Student's t, two-sided, for 1, 2, ... and at least 5 degrees
+BUDGET_OFF = 0.03                      # an entry ends this close to its time budget, as a fraction of it
+ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
-CHAIN_SEEDS, IDEA_WORDS = 5, 5         # of an entry of a chain, the fewest seeds and the most words of its idea
+CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
-THREADS = re.compile(r", (\d+) threads$")                            # of a rank, at the end of its hardware
-RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # of times, with its 99 % interval
+THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
+RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # ratio of times, with its 99 % interval
 LINK_OUT = "a link out of the record"
-NO_BENCH = "no bench with its source and settings"
+NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
@@ -57,11 +60,11 @@ Sides = dict[str, Side]                # by group
 
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
-    target: float | None               # the mean final validation loss is to be below, nats per token
-    rank: str                          # "time" or "loss": the lower the better
-    needs: Facts                       # what each run must have
-    alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
-    is_chain: bool = False             # an entry was faster than its parent and than the first one, each in turn
+    target: float | None               # nats per token; the mean final validation loss must be below
+    rank: str                          # "time" or "loss"; lower is better
+    needs: Facts                       # facts that each run must have
+    alike: tuple[str, ...]             # facts that are equal in a ranked list, as the class is
+    is_chain: bool = False             # an entry must be faster than its parent and the first entry
 
 TRACKS = {
     "8xGPU": Track(3.28, "time", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
@@ -74,35 +77,39 @@ TRACKS = {
 CHAINS = [("entry", name) for name, track in TRACKS.items() if track.is_chain]
 
 def text(path: Path) -> str:
-    """As it is, line ends too; "" for a file that is not there."""
+    """Return the text of a file with its line ends; "" if it does not exist."""
     return path.read_bytes().decode("utf-8") if path.is_file() else ""
 
 def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 def load(folder: Path) -> Facts:
+    """Load the result.json of a record. Raises ToolError."""
     try:
         return json.loads(text(inside(folder, RESULT)))
     except ValueError as error:
-        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="the numbers of a record",
-                        hint="records new") from None
+        raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
+                        hint="restore the file") from None
 
 def folders(root: Path) -> list[Path]:
-    """What looks like a record, badly named ones too."""
+    """Return the directories that look like a record, whatever their names."""
     marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
     return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
 
 def find(root: Path, name: str) -> Path:
-    """A record by its path, folder name, number or name."""
+    """Find a record by its path, directory name, number or name. Raises ToolError."""
     wanted = Path(name).name
     fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
     if len(fits) != 1:
-        raise ToolError(f"record {name}", found=[path.name for path in fits], expected="one",
-                        hint="give its folder's name or its number")
+        raise ToolError(f"record {name}", found=[path.name for path in fits], expected="one record",
+                        hint="give its directory name or its number")
     return fits[0]
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of the contents of all files of a record but those that `check` makes again, by name without .gz."""
+    """Return the sha256 of the contents of each file that `check` does not generate, by name without .gz.
+
+    Raises ToolError if a file exists in both forms.
+    """
     made = {folder / name for name in (PAGE, RESULT, DIFF)}
     found: dict[str, str] = {}
     for path in sorted(folder.rglob("*")):
@@ -110,31 +117,31 @@ def hashes(folder: Path) -> dict[str, str]:
             continue
         name = compressed.uncompressed(path).relative_to(folder).as_posix()
         if name in found or folder / name in made:
-            raise ToolError(f"{name} in {folder.name}", found="compressed (.gz) and not", expected="one of them",
-                            hint="remove the other")
+            raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
+                            expected="one of the two", hint="remove one of them")
         found[name] = sha256(compressed.read_bytes(path))
     return dict(sorted(found.items()))
 
 def logs_below(folder: Path) -> list[Path]:
-    """The log.jsonl of each run, compressed or not."""
+    """Return the log.jsonl of each run, compressed or not."""
     return sorted([*folder.rglob(LOG), *folder.rglob(LOG + compressed.SUFFIX)])
 
 def diff_of(old: Path, new: Path) -> str:
-    """A diff that `git apply` takes; empty where nothing differs."""
+    """Return a diff that `git apply` accepts; "" for equal files."""
     before, after = (text(path).splitlines(True) for path in (old, new))
     return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
 
 def rounded(facts: Any) -> Any:
-    """As result.json has them."""
+    """Convert and round facts as result.json has them."""
     return json.loads(json.dumps(jsonable(facts)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
-    """The lines of one type in all manifests of a record, and where the run of each is."""
+    """Return the lines of one type in all manifests of a record, each with the directory of its run."""
     found = sorted((folder / "logs").rglob(MANIFEST))
     return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, kind)]
 
 def entries_of(root: Path, track: str) -> list[Facts]:
-    """All entries of a track, oldest first."""
+    """Return all entries of a track, oldest first."""
     found = []
     for result in map(load, folders(root)):
         stated = result["stated"]
@@ -142,26 +149,39 @@ def entries_of(root: Path, track: str) -> list[Facts]:
             found.append(result)
     return found
 
-def rivals(root: Path, stated: Facts) -> Facts:
-    """Whom an entry of a chain has to race in turn: its parent, and its base; nobody, if it is the base."""
+def required_opponents(root: Path, stated: Facts) -> Facts:
+    """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
+
+    Raises ToolError if the parent is not an earlier entry.
+    """
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
     before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
     named = {folder_name(entry): entry for entry in before}
     if before and stated["parent"] not in named:
-        raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="name it: --parent")
+        raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
     return {"parent": named[stated["parent"]], "base": before[0]} if before else {}
 
 def folder_name(result: Facts) -> str:
+    """Return the directory name that follows from result.json."""
     return "_".join(result["stated"][key] for key in ("date", "number", "name"))
 
 def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
-    """[old, new] of each key that differs; None for what is not there."""
+    """Return [old, new] of each key that differs; a missing value is None."""
     keys = sorted({*old, *new})
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
 
+def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
+    """Return [old, new] of each setting that differs.
+
+    Settings have their current names, unless both sides have older ones.
+    """
+    if old == current_names(old) or new == current_names(new):
+        old, new = current_names(old), current_names(new)
+    return changes(old, new)
+
 def value(run: Run, key: str) -> Any:
-    """A fact of a run, wherever its log states it."""
+    """Return a fact of a run from its settings, header or result; None if the log does not state it."""
     stated = run.facts["config"] | run.facts | run.result
     threads = THREADS.search(str(stated.get("hardware")))
     if threads:
@@ -169,6 +189,7 @@ def value(run: Run, key: str) -> Any:
     return stated.get("tokens" if key == "tokens_trained" else key)
 
 def read_log(path: Path) -> Run:
+    """Read the log of one run. Raises ToolError."""
     try:
         return read_file(path)[0]
     except (OSError, NotALog) as error:
@@ -176,23 +197,26 @@ def read_log(path: Path) -> Run:
                         hint="restore it, or leave it out") from None
 
 def log_of(folder: Path, name: str) -> Path:
-    """The log.jsonl of a run that result.json names, compressed or not. Raises ToolError if it is not in the record."""
+    """Return the log.jsonl of a run that result.json names, compressed or not.
+
+    Raises ToolError if it is outside of the record.
+    """
     log = compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
     return inside(folder, log.relative_to(folder).as_posix())
 
 def parent_of(folder: Path, stated: Facts) -> Path:
-    """The folder of the parent that result.json names. Raises ToolError if it is not beside the record."""
+    """Return the directory of the parent that result.json names. Raises ToolError if it is not next to the record."""
     return inside(folder.parent, stated["parent"])
 
 def links_out(folder: Path) -> list[str]:
-    """Names of the links in a record that lead out of it."""
+    """Return the names of the links in a record that lead out of it."""
     links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
     real = os.path.realpath(folder)
     outside = [path for path in links if not Path(os.path.realpath(path)).is_relative_to(real)]
     return [path.relative_to(folder).as_posix() for path in outside]
 
 def grouped(folder: Path, stated: Facts) -> Sides:
-    """The logs of a record, by group."""
+    """Read the logs of a record, by group."""
     sides = {}
     for name, members in stated["groups"].items():
         runs = [read_log(log_of(folder, member)) for member in members]
@@ -200,7 +224,7 @@ def grouped(folder: Path, stated: Facts) -> Sides:
     return sides
 
 def class_of(settings: Facts) -> str | None:
-    """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
+    """Return the class, plain or table, from the number of rows of the configured tables; None if it is not stated."""
     rows = [table["rows"] for table in settings.get("tables") or ()]
     rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
     vocabulary = settings.get("vocab_size")
@@ -209,14 +233,14 @@ def class_of(settings: Facts) -> str | None:
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
 
 def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
-    """Why these runs are no record, or no entry of its track."""
+    """Yield the reasons why these runs do not form a record, or an entry of its track."""
     for name in links_out(folder):
-        yield name, LINK_OUT, "a file of its own"
+        yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
-    taken = {line.get("side") for place, line in ended if place.exists()}    # a bench may have sides of other records
-    for place, line in ended:
-        if line["outcome"] == "done" and line.get("side") in taken and not place.exists():
-            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
+    taken = {line.get("side") for run_dir, line in ended if run_dir.exists()}    # others may be of other records
+    for run_dir, line in ended:
+        if line["outcome"] == "done" and line.get("side") in taken and not run_dir.exists():
+            yield "runs of the manifest", f"{line['folder']} succeeded and is left out", "all successful runs"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
@@ -229,25 +253,25 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if first != name:
             yield name, f"times and losses of {first}", "each run once"
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
-            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
+            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
         else:
-            yield from unlike_text(name, run)
+            yield from text_log_contradictions(name, run)
     for key in ALIKE:
         values = sorted({as_text(value(run, key)) for run in runs})
         if len(values) > 1:
-            yield f"mixed {key}", values, "one throughout a record"
+            yield f"mixed {key}", values, "one value in a record"
     for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
-        yield "a group", mixed, "runs of one program, to one end"
+        yield "group", mixed, "runs of one program, with one last step"
     if stated["kind"] == "entry":
-        yield from misfits(folder, sides, stated)
+        yield from track_violations(folder, sides, stated)
 
-def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
-    """Which rules of its track an entry breaks, as far as logs can show it."""
+def track_violations(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
+    """Yield the rules of its track that an entry breaks, as far as logs show it."""
     track = TRACKS.get(stated["track"])
     if track and track.is_chain:
-        yield from broken_links(sides, stated, rivals(folder.parent, stated))
+        yield from chain_violations(sides, stated, required_opponents(folder.parent, stated))
     elif not track or len(sides) != (2 if stated["base"] else 1):
-        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group beside a baseline"
+        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group and a baseline"
         return
     for run in sides[stated["main"]].runs:
         name = run.path.parent.name
@@ -261,8 +285,8 @@ def misfits(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
-def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
-    """Which rules of a chain an entry breaks."""
+def chain_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+    """Yield the rules of a chain that an entry breaks."""
     track = TRACKS[stated["track"]]
     main = sides[stated["main"]]
     word, reason = report.proof(main, track.target)
@@ -271,33 +295,37 @@ def broken_links(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Prob
     if not 0 < len(stated.get("idea", "").split()) <= IDEA_WORDS:
         yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
     if class_of(main.runs[0].facts["config"]) is None:
-        yield "class", "a configuration that does not say how many rows its tables have", "plain or table"
-    raced = in_turn(sides, stated, opponents)
+        yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
+    ratios = in_turn(sides, stated, opponents)
     for role, opponent in opponents.items():
-        its = raced.get(role)
-        if not its or its["word"] != "faster":
-            found = f"{its['word']}: {RATIO.format_map(its)}, {its['pairs']} pairs" if its else NO_BENCH
-            yield f"time beside the {role}, {folder_name(opponent)}", found, "faster, in turn with it"
+        ratio = ratios.get(role)
+        if not ratio or ratio["word"] != "faster":
+            found = f"{ratio['word']}: {RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
+            yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
-    """By role: an entry's time over that of its parent, and of its base, by the runs of both in one bench."""
-    found = {}
+    """Return an entry's time relative to that of its parent and of its base, by role.
+
+    Only benches with runs of both count.
+    """
+    ratios = {}
     for role, opponent in opponents.items():
         side = sides.get(opponent["stated"]["number"])
-        benches = {report.noted(run)[0] for run in side.runs} if side else ()
-        own = [run for run in sides[stated["main"]].runs if report.noted(run)[0] in benches]
+        benches = {report.manifest_of(run)[0] for run in side.runs} if side else ()
+        own = [run for run in sides[stated["main"]].runs if report.manifest_of(run)[0] in benches]
         if not own:
             continue
-        its = report.compare(side, Side("B", own, [], Reading(own), len(own)))
-        share = its["share"]
+        comparison = report.compare(side, Side("B", own, [], Reading(own), len(own)))
+        share = comparison["share"]
         if share:
-            word = statistics.time_word(share, its["level"])
-            found[role] = {"record": folder_name(opponent), "pairs": its["pairs"], "loss": its["loss"], "word": word}
-            found[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
-    return found
+            word = statistics.time_word(share, comparison["level"])
+            ratios[role] = {"record": folder_name(opponent), "pairs": comparison["pairs"],
+                            "loss": comparison["loss"], "word": word}
+            ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
+    return ratios
 
-def unlike_text(name: str, run: Run) -> Iterator[Problem]:
-    """Where the result of log.jsonl is not its last validation, or log.txt not log.jsonl, rounded."""
+def text_log_contradictions(name: str, run: Run) -> Iterator[Problem]:
+    """Yield where log.jsonl contradicts its result, or log.txt (which is rounded) contradicts log.jsonl."""
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
             yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
@@ -305,10 +333,10 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     printed = ""
     if compressed.stored(text_log).is_file():
         printed = compressed.read_bytes(text_log).decode("utf-8")
-    machine = str(value(run, "hardware")).partition(", then ")[0]            # of the part before a resume
+    machine = str(value(run, "hardware")).partition(", then ")[0]            # hardware before a resume
     for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
         if fact not in printed.partition("\nstep:")[0]:
-            yield f"{name}, first lines of {TEXT_LOG}", "another seed or machine", f"{fact.strip()}, as {LOG} has it"
+            yield f"{name}, first lines of {TEXT_LOG}", "different seed or machine", f"{fact.strip()}, as {LOG} has it"
     lines = VALIDATION.findall(printed)
     if len(lines) != len(run.val):
         yield f"{name}, validations of {TEXT_LOG}", len(lines), f"{len(run.val)}, as {LOG} has them"
@@ -318,7 +346,7 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
             yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
 def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
-    """result.json of a record of runs."""
+    """Compute the result.json of a record."""
     first = sides[stated["main"]].runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     base = sides.get(stated["base"])
@@ -334,18 +362,18 @@ def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
         if base and side is not base:
             found = report.compare(base, side, target, "systems" in stated["entry"])
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    for name in stated["bench"]:                                             # of an earlier form, with its verdict
+    for name in stated["bench"]:                                             # an earlier format of records
         result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
-    result["config"] = config(first)
+    result["config"] = config(first, as_logged=True)
     parent = load(parent_of(folder, stated)) if stated["parent"] else {}
-    result["changed"] = changes(parent.get("config", result["config"]), result["config"])
+    result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
-        result["in_turn"] = in_turn(sides, stated, rivals(folder.parent, stated))
+        result["in_turn"] = in_turn(sides, stated, required_opponents(folder.parent, stated))
     return rounded(result)
 
 def numbers(run: Run) -> Facts:
-    """Of one run."""
+    """Return the results of one run."""
     memory = value(run, "peak_memory_mib") or {}
     entropy = value(run, "unigram_nats")
     found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
@@ -355,7 +383,10 @@ def numbers(run: Run) -> Facts:
     return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
 
 def page(folder: Path, result: Facts) -> str:
-    """The generated part of a record's README. folder: its place, for links to logs as they are stored."""
+    """Generate the part of a record's README below the marker.
+
+    folder: the record's directory; links to logs depend on whether they are compressed.
+    """
     stated = result["stated"]
     what = stated["kind"].capitalize()
     if stated["kind"] == "entry":
@@ -373,14 +404,15 @@ def page(folder: Path, result: Facts) -> str:
     columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
     parts = [head, markdown(columns, rows)]
     rows = []
-    benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
-    for name, its in (result["verdicts"] | benches).items():
-        rows.append([name, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
-    beside = []
-    for role, its in result.get("in_turn", {}).items():
-        name = f"[{role} {its['record']}](../{its['record']}/{PAGE})"
-        beside.append([name, RATIO.format_map(its), its["pairs"], interval(its["loss"]), its["word"]])
-    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", beside))
+    benches = {f"[{name}]({name})": comparison for name, comparison in result["bench"].items()}
+    for name, comparison in (result["verdicts"] | benches).items():
+        rows.append([name, f"**{comparison['verdict']}**", interval(comparison["loss"]),
+                     interval(comparison["time"]), comparison["reason"]])
+    raced = []
+    for role, ratio in result.get("in_turn", {}).items():
+        name = f"[{role} {ratio['record']}](../{ratio['record']}/{PAGE})"
+        raced.append([name, RATIO.format_map(ratio), ratio["pairs"], interval(ratio["loss"]), ratio["word"]])
+    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", raced))
     columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
     parts.append(markdown(columns, rows))
     rows = []
@@ -406,64 +438,70 @@ def page(folder: Path, result: Facts) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 def interval(test: Facts | None) -> str | None:
-    """Mean and interval of a test."""
+    """Format the mean and the interval of a test."""
     if not test or test["p"] is None:
         return f"{test['mean']:.4g}" if test else None
     return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
 
 def new(args: argparse.Namespace, root: Path) -> int:
-    """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
+    """Create a record from runs, or generate the pages of an existing one again; return the exit status.
+
+    The record gets its name when it is complete.
+    """
     if args.update:
         folder = inside(root, find(root, args.update).name)
         result = load(folder)
         if "sealed" in result:
-            raise ToolError(f"record {folder.name}", found="a sealed one", expected="a record of runs",
-                            hint="leave it as it is")
+            raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
+                            hint="do not update it")
         write(folder, result["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
         folder = root / f"{args.date}_{number}_{args.name}"
         if not FOLDER.fullmatch(folder.name) or not args.runs:
-            raise ToolError("record", found=f"{folder.name}, runs {args.runs}", expected="YYYY-MM-DD_nn_NAME, RUNS",
-                            hint="new --help")
+            raise ToolError("record", found=f"{folder.name}, runs {args.runs}",
+                            expected="the name YYYY-MM-DD_nn_NAME, and at least one run",
+                            hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
         stated["entry"] = {"systems": True} if args.systems else {}
         stated |= {"idea": args.idea} if args.idea is not None else {}
-        with unfinished(root) as place:
-            gather(args.runs, place, stated)
-            write(place, stated)
-            place.rename(folder)
+        with unfinished(root) as staged:
+            gather(args.runs, staged, stated)
+            write(staged, stated)
+            staged.rename(folder)
     print(shown(folder))
     return 0
 
 @contextlib.contextmanager
 def unfinished(root: Path) -> Iterator[Path]:
-    """Yield a new folder in `root` with a random name; remove it at the end, unless the block has renamed it. Folders
-    that other calls have left are named on stderr and not touched."""
-    for left in sorted(root.glob(f"{UNFINISHED}*")):
-        print(f"note: {shown(left)} is not removed. A call of `new` is using it, was killed, or has not created it; if "
-              "you do not need it, delete it", file=sys.stderr)
-    place = unfinished_name(root)
-    place.mkdir()
+    """Yield a new directory in `root` with a random name; remove it at the end unless the block has renamed it.
+
+    Directories that other calls have left are listed on stderr and not changed.
+    """
+    for leftover in sorted(root.glob(f"{UNFINISHED}*")):
+        print(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
+              "created it; delete it if you do not need it", file=sys.stderr)
+    staged = unfinished_name(root)
+    staged.mkdir()
     try:
-        yield place
+        yield staged
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(staged, ignore_errors=True)
 
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
-    """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
+    """Copy logs, manifests and sources of the runs, and store their groups. items: PATH,... or GROUP=PATH,..."""
     sources: dict[str, Path] = {}
-    opponents = rivals(staged.parent, stated)
+    opponents = required_opponents(staged.parent, stated)
     for item in items:
         group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
         for path in paths.split(","):
             for log in logs_below(Path(path)) or [Path(path, LOG)]:
-                keep(read_log(log), group, staged, stated, sources, opponents)
+                copy_logs(read_log(log), group, staged, stated, sources, opponents)
     if not sources:
-        raise ToolError("runs", found=items, expected="at least one that is done",
-                        hint="give run directories, or folders of them")
+        raise ToolError("runs", found=items, expected="at least one successful run",
+                        hint="give run directories, or directories of them")
     groups = list(stated["groups"])
     stated |= {"base": None, "main": "" if "" in groups else groups[0]}
     if len(groups) > 1 and not opponents:
@@ -474,15 +512,18 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
     for name, source in sources.items():
         diff = diff_of(staged / SOURCE, source)
         if diff:
-            path = inside(staged, f"sources/{name}.diff")                    # a manifest may name the group
+            path = inside(staged, f"sources/{name}.diff")                    # a foreign manifest may contain the name
             path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes(path, diff.encode())
 
-def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
+def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path],
          opponents: Facts) -> None:
-    """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest; in a chain the
-    opponent whose run it is, or none) and the trainer that made it, beside it or in a folder above."""
-    manifest, noted = report.noted(run)
+    """Copy the logs of a run, add it to its group, and find its source, next to it or in a directory above.
+
+    The group is the one that was named, or the side in its manifest. In a chain it is the opponent that made the run,
+    or "".
+    """
+    manifest, noted = report.manifest_of(run)
     if noted.get("outcome", "done") != "done":
         return                                                              # the manifest lists it
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
@@ -490,21 +531,21 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         raise ToolError(f"run {run.path}", found=resumed, expected="a run of one program", hint="leave it out")
     label = group or noted.get("side", "")
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
-    if opponents:                                                           # a bench has a folder of its own
+    if opponents:                                                           # one directory per bench
         program = run.facts["source_sha256"], rounded(config(run))
         label = ""
-        for its in opponents.values():
-            if program == (main_pool(its)["source_sha256"], its["config"]):
-                label = its["stated"]["number"]
+        for opponent in opponents.values():
+            if program == (main_pool(opponent)["source_sha256"], current_names(opponent["config"])):
+                label = opponent["stated"]["number"]
         name = f"{manifest.parent.name}/{name}" if manifest else name
     copy = inside(staged, f"logs/{name}")
     if copy.exists():
-        raise ToolError("two runs of one name", found=run.path, expected=f"another name than {name}",
-                        hint="rename its folder")
+        raise ToolError(f"run {run.path}", found=f"another run has the name {name}",
+                        expected="a different name for each run", hint="rename its directory")
     copy.mkdir(parents=True)
     if manifest:
-        home = copy.parents[len(Path(noted["folder"]).parts) - 1]
-        write_bytes(home / MANIFEST, manifest.read_bytes())
+        bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
+        write_bytes(bench_dir / MANIFEST, manifest.read_bytes())
     for log in (LOG, TEXT_LOG):
         if compressed.stored(run.path.with_name(log)).exists():
             compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
@@ -514,20 +555,20 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
         if sha256(source.read_bytes()) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
-    raise ToolError(f"source of {run.path}", found="none with its source_sha256", expected="a trainer",
-                    hint="put it beside the log")
+    raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
+                    expected="the trainer that wrote the log", hint="copy it next to the log")
 
 def write(folder: Path, stated: Facts) -> None:
-    """Make all that follows from the logs; the text by hand stays."""
+    """Write all files that follow from the logs; the text above the marker does not change."""
     sides = grouped(folder, stated)
     for problem in doubts(folder, stated, sides):
-        raise ToolError(*problem, "other groups or records of the runs, or more of them; rules: records/README.md")
+        raise ToolError(*problem, "group the runs differently, or add or remove some; rules: records/README.md")
     if stated["parent"]:
         diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
         write_bytes(folder / DIFF, diff.encode())
     result = build(folder, stated, sides)
     if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
-        raise ToolError(f"picture {PLOT}", found="no matplotlib", expected="a record with its picture",
+        raise ToolError(f"plot {PLOT}", found="no matplotlib", expected="a record with its plot",
                         hint="pip install matplotlib")
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
@@ -537,10 +578,11 @@ def write(folder: Path, stated: Facts) -> None:
     write_bytes(folder / PAGE, (by_hand + MARK + page(folder, result)).encode())
 
 def check(args: argparse.Namespace, root: Path) -> int:
+    """Check records; print a line for each finding, and return the exit status."""
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
-        raise ToolError(f"records in {shown(root)}", found="none", expected="at least one",
-                        hint="name their folder: --records")
+        raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
+                        hint="name their directory with --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
@@ -548,54 +590,54 @@ def check(args: argparse.Namespace, root: Path) -> int:
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
-    """All in a record that does not follow from its files."""
+    """Yield a line for each part of a record that does not follow from its files."""
     outside = links_out(folder)
-    if outside:                                                             # nothing is read through them
+    if outside:                                                             # do not read any file through them
         yield from (f"{name}: {LINK_OUT}" for name in outside)
         return
     try:
         result = load(folder)
         stated = result["stated"]
         if folder.name != folder_name(result):
-            yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
+            yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
         if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
-            yield f"date {stated['date']}: expected no day to come"
+            yield f"date {stated['date']}: it is in the future"
         known = result["files"] | result.get("sealed", {})
-        there = hashes(folder)
+        present = hashes(folder)
         if "sealed" in result:
-            there |= sealed(folder, result)
+            present |= sealed(folder, result)
         else:
-            yield from unlike_its_logs(folder, result)
-        for name, (noted, found) in changes(known, there).items():
-            said = {(True, True): "edited: another sha256", (True, False): "missing", (False, True): "added"}
-            yield f"{name}: {said[bool(noted), bool(found)]}"
+            yield from log_contradictions(folder, result)
+        for name, (noted, found) in changes(known, present).items():
+            labels = {(True, True): "edited: its sha256 differs", (True, False): "missing", (False, True): "added"}
+            yield f"{name}: {labels[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        yield f"not as `new` makes it: {type(error).__name__} {error}"
+        yield f"not as `new` writes it: {type(error).__name__} {error}"
 
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
-    """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
+    """Return the sha256 of the generated parts of a sealed record: numbers, page below the marker, diff."""
     made = {key: item for key, item in result.items() if key != "sealed"}
     parts = {RESULT: json.dumps(made, sort_keys=True)}
     parts[DIFF] = text(folder / DIFF)
     _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
     return {name: sha256(part) for name, part in parts.items()}
 
-def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
-    """Whatever `new` would make otherwise, line by line."""
+def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
+    """Yield a line for each line of a record that `new` would write differently."""
     stated = result["stated"]
     sides = grouped(folder, stated)
     for what, found, expected in doubts(folder, stated, sides):
         yield f"{what}: found {found}, expected {expected}"
-    follows = build(folder, stated, sides) | {"files": result["files"]}     # these are compared by their hashes
+    follows = build(folder, stated, sides) | {"files": result["files"]}     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(folder, result)
     if stated["parent"]:
         made[DIFF] = text(folder / DIFF), diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
-        unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
+        unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
             yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
@@ -603,7 +645,7 @@ def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
         yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
 
 def table(args: argparse.Namespace, root: Path) -> int:
-    """Print the entries of each track, in lists of one class that share what their numbers depend on."""
+    """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
     lists: dict[str, list[Facts]] = {}
     for result in map(load, folders(root)):
         track = result["stated"]["track"]
@@ -621,13 +663,13 @@ def table(args: argparse.Namespace, root: Path) -> int:
         print(json.dumps(boards, indent=1))
         return 0
     for title, rows in boards.items():
-        columns = max(rows, key=len)                                         # the base has no ratios
+        columns = max(rows, key=len)                                         # the base lacks the ratios
         print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")
-    print("`check` tells whether these hold; rules: records/README.md")
+    print("to verify these: python records check; rules: records/README.md")
     return 0
 
 def links(root: Path, entries: list[Facts]) -> list[Facts]:
-    """Rows of a chain, oldest first, the base before those of either class."""
+    """Return the rows of a chain, oldest first; the base comes before the entries of either class."""
     rows = []
     base = entries_of(root, entries[0]["stated"]["track"])[:1]
     for result in base + [entry for entry in entries if entry not in base]:
@@ -635,19 +677,22 @@ def links(root: Path, entries: list[Facts]) -> list[Facts]:
         loss = main_pool(result)["loss"]
         row = {"record": f"{stated['number']} {stated['name']}", "class": result["class"], "idea": stated["idea"]}
         row |= {"loss": loss["mean"], "n": loss["n"]}
-        for role, its in result["in_turn"].items():
-            row[f"ratio_to_{role}"] = its["ratio"]
-            row[f"{role} 99 %"] = [round(its["low"], 4), round(its["high"], 4)]
+        for role, ratio in result["in_turn"].items():
+            row[f"ratio_to_{role}"] = ratio["ratio"]
+            row[f"{role} 99 %"] = [round(ratio["low"], 4), round(ratio["high"], 4)]
         if result["in_turn"]:
-            diff = text(inside(root, f"{folder_name(result)}/{DIFF}")).splitlines()[2:]      # after both files' names
+            diff = text(inside(root, f"{folder_name(result)}/{DIFF}")).splitlines()[2:]      # without file names
             row["diff_lines"] = sum(line[0] in "+-" for line in diff)
         rows.append(row)
     return rows
 
 def board(root: Path, entries: list[Facts]) -> list[Facts]:
-    """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
-    systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
-    the next entry's."""
+    """Return the rows of one list, best first.
+
+    With a target, p is that of the losses against it. An entry that has not proven the target has no rank; a systems
+    change must be `faster` than its baseline instead. Without a target, p tests whether the loss is lower than that of
+    the next entry.
+    """
     track = TRACKS[entries[0]["stated"]["track"]]
     if track.is_chain:
         return links(root, entries)
@@ -674,18 +719,23 @@ def board(root: Path, entries: list[Facts]) -> list[Facts]:
     return rows
 
 def main_pool(result: Facts) -> Facts:
+    """Return the results of the main group."""
     return result["groups"][result["stated"]["main"]]
 
 def stand(args: argparse.Namespace, root: Path) -> int:
-    """Print where the mean loss of finished runs stands: beside a trigram model of their data, and beside the latest
-    entry of their preset, data and number of tokens. Needs no scipy; without matplotlib a terminal gets the picture."""
+    """Print the mean loss of finished runs next to a trigram model of their data and the latest comparable entry.
+
+    An entry is comparable if preset, data and number of tokens are equal. Does not import scipy. Without matplotlib the
+    curve is drawn in the terminal.
+    """
     side = report.side_of("run", [args.folder])
     mixed = report.mixtures(side)
     if mixed:
-        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one kind", hint="name one of them")
+        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one program",
+                        hint="name one of them")
     mine = statistics.summary(side.losses())
-    said = []
-    beside = "no entry has this preset, these data and as many tokens"
+    texts = []
+    comparison = "no entry has this preset, these data and as many tokens"
     groups = {}
     for folder in folders(root):
         result = load(folder)
@@ -695,17 +745,17 @@ def stand(args: argparse.Namespace, root: Path) -> int:
         facts = result["machine"] | result["entry"]
         alike = [facts[key] == value(side.runs[0], key) for key in SAME_RUN]
         if all(alike[:2]) and folder.name == TRIGRAM[0]:
-            said.append(f"a trigram model has {TRIGRAM[1]}")
+            texts.append(f"a trigram model has {TRIGRAM[1]}")
         n, mean, sd = main_pool(result)["loss"].values()
         if not all(alike) or n < 2:
             continue
         half = T_95[:n - 1][-1] * sd * math.sqrt(1 / n + 1 / mine.n)
         where = "inside" if abs(mine.mean - mean) <= half else "outside"
         name = f"record {stated['number']}"
-        beside = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
+        comparison = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
         groups = {name: grouped(folder, stated)[stated["main"]].runs}
     several = f", mean of {mine.n} runs" if mine.n > 1 else ""
-    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*said, beside])}")
+    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*texts, comparison])}")
     if plot.curves(groups | {"this run": side.runs}, args.folder / PLOT):
         print(f"picture: {args.folder / PLOT}")
     elif sys.stdout.isatty():
@@ -713,27 +763,29 @@ def stand(args: argparse.Namespace, root: Path) -> int:
     return 0
 
 def main(argv: list[str]) -> int:
-    """argv: the verb and its arguments."""
+    """Run `new`, `check`, `table` or `stand`; return the exit status. argv: the verb and its arguments."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of all records")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="directory of all records")
     if verb == "check":
-        parser.add_argument("chosen", nargs="*", metavar="RECORD")
+        parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
     elif verb == "table":
-        parser.add_argument("--json", action="store_true")
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the chain of pocket_time")
+        parser.add_argument("--json", action="store_true", help="print a JSON object")
+        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the chain of pocket_time")
     elif verb == "stand":
-        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a folder of several")
+        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
     else:
-        parser.add_argument("name", nargs="?", help="letters, digits, underscores")
-        parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
-        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="[entry]")
-        parser.add_argument("--track", choices=TRACKS)
-        parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-        parser.add_argument("--update", metavar="RECORD", help="make its pages again")
-        parser.add_argument("--parent", help="a record")
-        parser.add_argument("--idea", help=f"of an entry of pocket_time, at most {IDEA_WORDS} words")
-        parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
+        parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
+        parser.add_argument("runs", nargs="*",
+                            help="run directories, or directories of them; GROUP=PATH,... names a group")
+        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="kind of record [entry]")
+        parser.add_argument("--track", choices=TRACKS, help="track of an entry")
+        parser.add_argument("--systems", action="store_true",
+                            help="a systems change, the same mathematics: the loss needs no proof")
+        parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
+        parser.add_argument("--parent", help="record that the source was changed from")
+        parser.add_argument("--idea", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
+        parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, args.records.resolve())

@@ -1,9 +1,11 @@
-"""Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
+"""Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
-A word on time is spoken for sides that ran in turn on one machine, and for no others. Against a target B must prove its
-mean loss (p < 0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
-Exit status: 0 faster, lower loss, proven, inside, or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
-record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 bad input."""
+Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
+0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
+
+Exit status: 0 faster, lower loss, proven, inside, systems or no target; 3 slower, higher loss; 4 same; 5 same program;
+6 no record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+"""
 from __future__ import annotations
 
 import argparse
@@ -31,26 +33,29 @@ MACHINE = "hardware", "world_size", "driver", "buses"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
 NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
-             "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that change no result
-RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
-MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
-OF_RUNS = "start", "end"               # types of lines that have the folder of a run
-SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
+             "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that do not affect results
+RENTAL_PAUSE_S = 4 * 3600              # after a longer pause, a rented machine may be another one
+MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched so far above a run
+OF_RUNS = "start", "end"               # types of lines that state the directory of a run
+SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
 @dataclass
 class Side:
-    """The runs of one side: those that count, and what became of the others."""
+    """The runs of one side: those that count, and why the others do not."""
     name: str
     runs: list[Run]
-    left: list[str]                    # path and reason of what does not count
+    left: list[str]                    # paths of runs that do not count, and reasons
     reading: Reading
-    started: int                       # runs of these programs, however they ended
+    started: int                       # number of runs of these programs, failed ones included
 
     def losses(self) -> list[float]:
-        """One finite final loss per program and seed, the mean of its runs; without a known seed each stands alone."""
+        """Return one finite final loss per program and seed: the mean of its runs.
+
+        A run without a known seed counts as a seed.
+        """
         by_seed: dict[str, list[float]] = {}
         for run in self.runs:
             known = run.seed, run.facts.get("source_sha256"), config(run)
@@ -61,70 +66,81 @@ class Side:
 
     @property
     def timed(self) -> list[Run]:
+        """The runs whose times count."""
         return [run for run in self.runs if run.seconds is not None]
 
     def memory(self) -> list[float]:
-        """Peak memory by run, MiB."""
+        """Return the peak memory of each run that states it, in MiB."""
         peaks = [run.result.get("peak_memory_mib") for run in self.runs]
         return [max(peak.values()) for peak in peaks if peak]
 
     def values(self, key: str) -> list[str]:
-        """All values of a setting or fact that are known, as text."""
+        """Return all known values of a setting or fact, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
-def config(run: Run) -> Facts:
-    """Settings that may change a result; ours only."""
-    return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
+def config(run: Run, as_logged: bool = False) -> Facts:
+    """Return the settings that may change a result, under their current names or as logged.
+
+    Only logs of this trainer have settings.
+    """
+    settings = run.logged_config if as_logged else run.facts.get("config", {})
+    return {key: value for key, value in settings.items() if key not in NO_MATTER}
 
 def program(run: Run) -> tuple[str | None, Facts]:
+    """Return what identifies the program of a run: its source hash and its settings."""
     return run.facts.get("source_sha256"), config(run)
 
 def fact(run: Run, key: str) -> Any:
+    """Return a setting or fact of a run; None if unknown."""
     return config(run).get(key, run.facts.get(key))
 
 def settings_of(*sides: Side) -> list[str]:
+    """Return the names of all settings of some sides."""
     return sorted({key for side in sides for run in side.runs for key in config(run)})
 
 def as_text(value: Any) -> str:
-    """A value in words; of a hash the first eight digits."""
-    said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return HASH.sub(r"\1", said)
+    """Format a value; hashes are cut to eight digits."""
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return HASH.sub(r"\1", text)
 
 def shown(path: Path) -> str:
-    """A path from here, where it is below; else as it was given."""
+    """Return a path relative to the working directory if it is below it, or else as given."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
 
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
-    """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
+    """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
     paths = list(map(Path, paths))
     side = sorted_out(name, read_runs(paths))
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
         raise ToolError(f"side {name}: {listed(map(shown, paths))}", found=listed(why) or "no file",
                         expected="at least one finished run",
-                        hint="give a run directory, a text log, or a folder of them")
+                        hint="give a run directory, a text log, or a directory of them")
     return side
 
 def sorted_out(name: str, reading: Reading) -> Side:
-    """The runs that count. Public logs may all stop early on purpose; then that is their end. Started: all runs of
-    these sources, and those of their manifests that have no log."""
+    """Choose the runs that count.
+
+    If all logs of a public pool stop early, that is taken as their end. `started` counts all runs of these sources,
+    including those without a log in the manifests of these runs.
+    """
     some_ended = any(run.finished for run in reading.runs)
     runs = []
     left = []
     for run in reading.runs:
-        why = run.refused
+        reason = run.refused
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
-            why = next(filter(None, (why, *reversed(run.notes), "no validation")))
-        if why:
-            left.append(f"{shown(run.path)}: {why}")
+            reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
+        if reason:
+            left.append(f"{shown(run.path)}: {reason}")
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
-    known = {(manifest, line.get("side")) for manifest, line in map(noted, runs) if manifest}
+    known = {(manifest, line.get("side")) for manifest, line in map(manifest_of, runs) if manifest}
     for manifest in {manifest for manifest, _ in known}:
         for line in manifest_lines(manifest, "start"):
             is_read = (manifest.parent / line["folder"]).resolve() in read
@@ -132,22 +148,24 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
-    """The lines of one type; none without a manifest. The last line may be torn. Raises ToolError, also for a run whose
-    folder is not below that of the manifest."""
+    """Return the lines of one type; [] without a manifest. The last line may be incomplete.
+
+    Raises ToolError for a damaged line, and for a run whose directory is not below the manifest.
+    """
     lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
     try:
         events = [json.loads(line) for line in lines if line.endswith("}")]
         found = [event for event in events if event["type"] == kind]
     except (ValueError, KeyError, TypeError):
-        raise ToolError(f"manifest {manifest}", found="a damaged line", expected="JSON with a type",
-                        hint="restore it") from None
+        raise ToolError(f"manifest {manifest}", found="a line that is not an event",
+                        expected="a JSON object with a type in each line", hint="restore the file") from None
     if kind in OF_RUNS:
         for event in found:
             inside(manifest.parent, event.get("folder"))
     return found
 
-def noted(run: Run) -> tuple[Path | None, Facts]:
-    """The manifest above a run, and its line that tells how the run ended."""
+def manifest_of(run: Run) -> tuple[Path | None, Facts]:
+    """Return the manifest above a run, and its line on the end of the run; (None, {}) without one."""
     above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
     for folder in above:
         for line in manifest_lines(folder / MANIFEST, "end"):
@@ -156,17 +174,20 @@ def noted(run: Run) -> tuple[Path | None, Facts]:
     return None, {}
 
 class Turns(NamedTuple):
-    """Runs of both sides in the order of time, and why they are not in turn ("" if they are)."""
+    """Interleaved runs of both sides in order of time, or the reason why they are not interleaved ("" if they are)."""
     runs: list[Run]
     is_b: list[bool]
     why_not: str = ""
-    looks: bool = False                # a bench that stopped when it was decided
-    planned: int | None = None         # pairs at which it was to end
+    looks: bool = False                # they are of a bench, which may have stopped at any test
+    planned: int | None = None         # number of pairs at which the bench ends
 
 def turns_of(a: Side, b: Side) -> Turns:
-    """The runs with times of both sides: complete pairs of a bench up to its last look, else by their start."""
+    """Order the timed runs of both sides.
+
+    Runs of one bench are its complete pairs, up to the last test; other runs are ordered by their start.
+    """
     both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
-    lines = {id(run): noted(run) for run, _ in both}
+    lines = {id(run): manifest_of(run) for run, _ in both}
     manifests = {manifest for manifest, _ in lines.values()}
     if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
         plan = manifest_lines(manifests.pop(), "bench")
@@ -198,31 +219,34 @@ def turns_of(a: Side, b: Side) -> Turns:
     paired = pairs_in_turn(letters)
     if why or paired is None:
         return Turns([], [], why or f"in the order of time they are {letters[:24]}")
-    return Turns([both[place][0] for place in paired], [both[place][1] for place in paired])
+    return Turns([both[index][0] for index in paired], [both[index][1] for index in paired])
 
 def apart(a: Side, b: Side) -> str:
-    """Why the sides are of different machines or days; "" if nothing says so."""
-    said = []
+    """Return how machines or days of the sides differ; "" if the logs do not show a difference."""
+    differences = []
     for key in MACHINE:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
-            said.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
+            differences.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
     starts = [run.started for run in a.timed if run.started is not None]
     others = [run.started for run in b.timed if run.started is not None]
     if starts and others:
         gap_s = max(min(others) - max(starts), min(starts) - max(others))
         if gap_s > RENTAL_PAUSE_S:
-            said.append(f"{gap_s / 86400:.1f} days apart")
-    return ", ".join(said)
+            differences.append(f"{gap_s / 86400:.1f} days apart")
+    return ", ".join(differences)
 
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
-    """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
+    """Compare two sides; return what `compare --json` prints.
+
+    Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
+    """
     target = target or target_of(a, b)
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
     loss = difference(report["a"]["losses"], report["b"]["losses"])
     by_seed = {run.seed: run.loss for run in a.runs}
     if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
-        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
+        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # bitwise equal
     turns = turns_of(a, b)
     pairs = len(turns.runs) // 2
     level = time_level(pairs, turns.planned, turns.looks)
@@ -237,40 +261,42 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
-    refused = refusals(a, b)
-    said = verdict(a, b, report, systems)
-    if refused:
-        said = "not comparable", refused[0]
+    reasons = refusals(a, b)
+    outcome = verdict(a, b, report, systems)
+    if reasons:
+        outcome = "not comparable", reasons[0]
     elif same_program(a, b):
-        said = "same program", "source, settings and software are equal: what differs is of machines or chance"
-    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *refused[1:]]
-    return {"verdict": said[0], "reason": said[1], **report}
+        outcome = ("same program",
+                   "source, settings and software are equal; any difference is due to the machine or chance")
+    report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
+    return {"verdict": outcome[0], "reason": outcome[1], **report}
 
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
-    """The word and its reason, by the rule at the top of this file."""
+    """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
-    given = "no difference of losses shows"
+    reason = "no difference of losses shows"
     if p is None:
-        given = "no test of the losses: that takes two seeds a side"
+        reason = "no test of the losses: that takes two seeds a side"
     diverged = sum(not math.isfinite(run.loss) for run in b.runs)
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
     if systems:
-        given = "stated as a systems change, p is waived"
+        reason = "stated as a systems change, p is waived"
         if p is not None and p < ALPHA:
-            return "undecided", f"{given}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
+            return "undecided", f"{reason}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
     elif report["target"]:
-        word, given = proof(b, report["target"])
+        word, reason = proof(b, report["target"])
         if word != "proven":
-            return word, f"B: {given}"
+            return word, f"B: {reason}"
     elif p is not None and p < report["loss_level"]:
         return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     if report["why_not_in_turn"]:
-        return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
-    return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
+        return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
+    return time_word(report["share"], report["level"]), f"{reason}; {time_in_words(report)}"
 
 def time_in_words(report: Facts) -> str:
+    """Return the result on time as a phrase."""
     share = report["share"]
     level = report["level"]
     pairs = f"{report['pairs']} pairs in turn"
@@ -285,64 +311,73 @@ def time_in_words(report: Facts) -> str:
     return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
 
 def proof(side: Side, target: float) -> tuple[str, str]:
-    """proven, not proven or no record, and the words: by how many of the runs that were started."""
+    """Test the target; return proven, not proven or no record, and the reason.
+
+    The reason states how many of the started runs prove it.
+    """
     losses = side.losses()
     n, mean, sd = summary(losses)
     if not n:
-        return "not proven", "the losses are not said"
+        return "not proven", "the losses are unknown"
     p = below(losses, target)
-    by = f"by {len(side.runs)} of {side.started} started"
+    started = f"by {len(side.runs)} of {side.started} started"
     if side.runs[0].kind == "list":
-        by = "by a list, as stated"
+        started = "by a list, as stated"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
-    against = f"mean loss {mean:.5f} against {target:g}:"
+    tested = f"mean loss {mean:.5f} against {target:g}:"
     if p < ALPHA:
-        return "proven", f"{against} proven {by} {known}"
+        return "proven", f"{tested} proven {started} {known}"
     if hopeless(losses, target):
-        return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
+        return "no record", f"{tested} not below it, {started} {known}, and more seeds would not help"
     needed = seeds_needed(target - mean, sd)
-    said = f"{against} not proven {by} {known}"
+    reason = f"{tested} not proven {started} {known}"
     if needed:
-        said += f"; at this mean and spread {max(1, needed - n)} more seeds prove it four times of five"
-    return "not proven", said
+        reason += f"; at this mean and sd, {max(1, needed - n)} more seeds prove it with a probability of 80 %"
+    return "not proven", reason
 
 def target_of(*sides: Side) -> float | None:
-    """The target that all logs state; None if there is none."""
+    """Return the target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
-    return stated.pop() or None if len(stated) == 1 else None               # 0: a preset without a target
+    return stated.pop() or None if len(stated) == 1 else None               # 0: the preset has no target
 
 def refusals(a: Side, b: Side) -> list[str]:
-    """Why the sides cannot be compared; first what a maintainer would say first."""
-    found = []
+    """Return why the sides cannot be compared, most important reason first."""
+    reasons = []
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
-        found.append(f"{len(twice)} runs are on both sides")
+        reasons.append(f"{len(twice)} runs are on both sides")
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            found.append(f"other {key}: {apart(a, b) or clipped([*before, *after])}")
+            reasons.append(f"different {key}: {apart(a, b) or clipped([*before, *after])}")
     for side, other in ((a, b), (b, a)):
-        found += mixtures(side)
+        reasons += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
             step = side.runs[0].final.step
-            found.append(f"{side.name}'s runs are cut short at step {step}; compare whole ones")
-    return list(dict.fromkeys(found))
+            reasons.append(f"{side.name}'s runs stopped early, at step {step}; compare complete runs")
+    return list(dict.fromkeys(reasons))
 
 def mixtures(side: Side) -> list[str]:
-    """What runs of one side must have in common, and have not; with a time budget each has its own number of steps."""
-    found = []
+    """Return which facts differ within one side but must not.
+
+    With a time budget, each run has its own last step.
+    """
+    problems = []
     unbudgeted = [run for run in side.runs if not run.result.get("budget_s")]
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
-        found.append(f"{side.name} mixes ends at step {listed(ends)}; choose by paths")
+        problems.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
-            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose by paths")
-    return found
+            problems.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
+    return problems
 
 def same_program(a: Side, b: Side) -> bool:
-    """True if source, settings, steps and software are equal and said (in a text log settings are not)."""
+    """Whether source, settings, last step and software are known and equal.
+
+    False for text logs, because they do not state settings.
+    """
     runs = a.runs + b.runs
     sources = {run.facts.get("source_sha256") for run in runs}
     settings = settings_of(a, b)
@@ -351,27 +386,27 @@ def same_program(a: Side, b: Side) -> bool:
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 def differing(a: Side, b: Side) -> list[str]:
-    """Last steps, settings and facts that both sides state, and differently; of tables the rows that differ."""
+    """List what both sides state differently: last steps, settings and facts; of lists, the entries that differ."""
     ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
-    found = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
+    differences = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
         before, after = a.values(key), b.values(key)
         if before == after or not before or not after:
             continue
         old, new = fact(a.runs[0], key), fact(b.runs[0], key)
         if not (isinstance(old, list) and isinstance(new, list)):
-            found.append(f"{key} {clipped(before)} -> {clipped(after)}")
+            differences.append(f"{key} {clipped(before)} -> {clipped(after)}")
             continue
         for row in range(max(len(old), len(new))):
             was, now = (dict(*table[row:row + 1]) for table in (old, new))
             for column in was | now:
                 before, after = as_text(was.get(column)), as_text(now.get(column))
                 if before != after:
-                    found.append(f"{key}[{row}] {column} {before} -> {after}")
-    return found
+                    differences.append(f"{key}[{row}] {column} {before} -> {after}")
+    return differences
 
 def numbers_of(side: Side, target: float | None) -> Facts:
-    """The numbers of one side."""
+    """Return the statistics of one side."""
     losses = side.losses()
     times = [run.seconds for run in side.timed]
     found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
@@ -379,47 +414,47 @@ def numbers_of(side: Side, target: float | None) -> Facts:
     return found | {"p": target and below(losses, target)}
 
 def facts_of(side: Side, target: float | None) -> Facts:
-    """The numbers of one side, where it is and when it began."""
+    """Return the statistics of one side, where its runs are, and when the first one started."""
     starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
     where = os.path.commonpath([shown(run.path) for run in side.runs])
     return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
 
 def notes_of(side: Side, name: str = "") -> list[str]:
-    """Remarks on what was read and what was not."""
-    found = []
+    """Return remarks on which runs do not count and which files were not read."""
+    notes = []
     if side.left:
-        found.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
+        notes.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
-        found.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
+        notes.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
-        found.append(listed(resumed))
+        notes.append(listed(resumed))
     n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
     if n:
-        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
+        notes.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}; they are not counted")
     unread = side.reading.unread_in_words()
-    return [f"{name}{note}" for note in (*found, unread) if note]
+    return [f"{name}{note}" for note in (*notes, unread) if note]
 
 def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
-    """All that `show --json` prints."""
+    """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
-    said = "no target", "none was named (--target), and the logs state none"
+    outcome = "no target", "--target is not given, and the logs state no target"
     if mixed:
-        said = "not comparable", mixed[0]
+        outcome = "not comparable", mixed[0]
     elif systems:
-        said = "systems", "stated as a systems change: p is waived"
+        outcome = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
-        said = proof(side, target)
-    report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
+        outcome = proof(side, target)
+    report = {"verdict": outcome[0], "reason": outcome[1], "target": target, **facts_of(side, target)}
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     report["notes"] = [*notes_of(side), *mixed[1:]]
     return report
 
 class Placed(NamedTuple):
-    """A number of a run beside the band of a pool."""
+    """A value of a run next to the band of a pool."""
     step: int
     value: float
     mean: float
@@ -428,7 +463,10 @@ class Placed(NamedTuple):
     inside: bool
 
 def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
-    """By step, where three of the pool have a value. Loss and time share 1 % at the last; so do all earlier ones."""
+    """Compare values of a run with the bands of a pool, at each step that at least three runs of the pool have.
+
+    The bands of the last step have a level of 1 % for loss and time together; those of all earlier steps also.
+    """
     steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
     found = []
     for step in steps:
@@ -439,8 +477,11 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     return found
 
 def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
-    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one).
-    With `end` only the last, as if at that step."""
+    """Return losses of validations, or seconds of all lines, by step.
+
+    Times of step 0 are left out, and the time of a validation replaces that of a training line. With `end`, only the
+    last value is returned, as that of step `end`.
+    """
     found: dict[int, float] = {}
     if what == "loss":
         found = {point.step: point.loss for point in run.val}
@@ -452,8 +493,8 @@ def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
         return {end: found[step] for step in sorted(found)[-1:]}
     return found
 
-def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
-    """Those to place a run beside: not itself, and of a record with several programs the runs of its own."""
+def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
+    """Return the runs that a run is compared with: those of its own program if there are any, or else all others."""
     others = [other for other in runs if other.identity() != run.identity()]
     own = [other for other in others if program(other) == program(run)]
     if own:
@@ -461,48 +502,57 @@ def beside(run: Run, runs: Sequence[Run]) -> list[Run]:
     return others
 
 def place(run: Run, pool: Side) -> Facts:
-    """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
-    alone = Side("run", [run], [], Reading([run]), 1)
-    elsewhere = apart(pool, alone)
+    """Compare one run with a pool; return what `place --json` prints.
+
+    The last loss and the last time decide. Earlier points only become remarks.
+    """
+    side = Side("run", [run], [], Reading([run]), 1)
+    machine_differs = apart(pool, side)
     shown_steps = {point.step for point in run.val} | {run.reached}
     end = None
     if config(run).get("time_budget"):
-        end = run.reached              # equal steps are different places in the plans of such runs: only ends compare
+        # With a time budget, equal steps of two runs have different progress, so only their ends compare.
+        end = run.reached
     points = {}
-    remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
-    said: dict[bool, list[str]] = {True: [], False: []}
-    units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
+    remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
+    offsets: dict[bool, list[str]] = {True: [], False: []}
+    units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
         values = {step: value for step, value in by_step(run, what, end).items() if step in shown_steps}
         points[what] = placed(values, [by_step(other, what, end) for other in pool.runs])
-        away = [str(point.step) for point in points[what] if not point.inside]
-        if away:
-            remarks.append(f"{what} is outside its band at steps {listed(away)}")
-        if points[what] and points[what][-1].step:                            # else nothing was trained
+        steps_outside = [str(point.step) for point in points[what] if not point.inside]
+        if steps_outside:
+            remarks.append(f"{what} is outside its band at steps {listed(steps_outside)}")
+        if points[what] and points[what][-1].step:                            # step 0 is before training
             last = points[what][-1]
-            off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
-            said[last.inside].append(off)
-    word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
+            offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
+            offsets[last.inside].append(offset)
+    word, reason = "undecided", "no step of the run is in at least three runs of the pool"
     mixed = mixtures(pool)
     if mixed:
-        reason = f"no run there has its source and settings, and {mixed[0]}"
-    elif any(said.values()):
-        word = "outside" if said[False] else "inside"
-        reason = "; ".join(said[not said[False]])
+        reason = f"no run of the pool has the source and settings of this run, and {mixed[0]}"
+    elif any(offsets.values()):
+        word = "outside" if offsets[False] else "inside"
+        reason = "; ".join(offsets[not offsets[False]])
     report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
-    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
+    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, side)}
     return report | {"notes": [*remarks, *run.notes, *mixed]}
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
+    """Join at most `most` items, and say how many more there are."""
     items = list(items)
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 
 def clipped(values: Sequence[str]) -> str:
-    return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
+    """Join values and cut the result to SHOWN_CHARACTERS."""
+    return " and ".join(values)[:SHOWN_CHARACTERS] or "unknown"
 
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
-    """A table that is readable as it is, numbers with five digits; "" without rows."""
+    """Format a Markdown table with aligned columns and five significant digits; "" without rows.
+
+    head: column titles, separated by " | ".
+    """
     cells = [head.split(" | ")]
     for row in rows:
         shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
@@ -516,16 +566,16 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     return "\n".join(lines) if rows else ""
 
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
-    """A difference with its interval; without a test it says so."""
+    """Format a difference with its interval and p, or with "(no test)"."""
     if test is None:
-        return "not known"
-    said = f"{test.mean:{form}} {unit}".strip()
+        return "unknown"
+    text = f"{test.mean:{form}} {unit}".strip()
     if test.p is None:
-        return f"{said} (no test)"
-    return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
+        return f"{text} (no test)"
+    return f"{text} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
-    """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
+    """Format a report: sides and their statistics, further lines, differences, notes and the verdict."""
     lines = []
     target = report.get("target")
     rows = []
@@ -543,6 +593,7 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
 
 def compare_in_words(report: Facts) -> str:
+    """Format the report of `compare`."""
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
              f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
     if report["share"]:
@@ -552,18 +603,20 @@ def compare_in_words(report: Facts) -> str:
     return in_words(report, (report["a"], report["b"]), lines)
 
 def show_in_words(report: Facts) -> str:
-    machine = listed(report["machine"], 5) or "not said"
+    """Format the report of `show`."""
+    machine = listed(report["machine"], 5) or "unknown"
     return in_words(report, [report], [f"machine: {machine}"])
 
 def place_in_words(report: Facts) -> str:
-    lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
+    """Format the report of `place`."""
+    lines = [f"run {report['run']}, step {report['reached']}, compared with {report['pool_runs']} runs"]
     for name in ("loss", "time"):
         rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
         lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
     return in_words(report, more=filter(None, lines))
 
 def jsonable(value: Any) -> Any:
-    """Without what JSON lacks: infinite numbers are null, tuples with names are objects."""
+    """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
@@ -573,40 +626,42 @@ def jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 def main(argv: list[str]) -> int:
-    """argv: the verb and its arguments."""
+    """Run `show`, `compare` or `place`; return the exit status. argv: the verb and its arguments."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     usage = {"show": "PATH ...", "compare": "A B, or A ... --against B ...", "place": "RUN POOL ..."}[verb]
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or folders")
-    parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
-    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
-    parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or directories")
+    parser.add_argument("--against", nargs="+", default=[], metavar="B",
+                        help="the other side of `compare`, if a side has several paths")
+    parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
+    parser.add_argument("--systems", action="store_true",
+                        help="a systems change, the same mathematics: the loss needs no proof")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the losses")
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
         if not paths[1]:
-            raise ToolError("paths", found=args.paths, expected=usage, hint="name both")
+            raise ToolError(f"records {verb}", found=args.paths, expected=usage, hint="name both sides")
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if len(runs) != 1:
-            raise ToolError(f"run {paths[0]}", found=f"{len(runs)} runs", expected="the log of one",
-                            hint="give a log, or a run directory")
+            raise ToolError(f"run {listed(paths[0])}", found=f"{len(runs)} runs", expected="the log of one run",
+                            hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
-        pool.runs = beside(runs[-1], pool.runs)
-        found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
+        pool.runs = comparable_runs(runs[-1], pool.runs)
+        result, formatter, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
-        judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
-        found = judge(*sides, args.target, args.systems)
+        evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
+        result = evaluate(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}
-    said = words(found)
+    text = formatter(result)
     if args.json:
-        said = json.dumps(jsonable(found), indent=1)
-    print(said)
+        text = json.dumps(jsonable(result), indent=1)
+    print(text)
     if args.plot:
-        plot.curves(groups, args.plot, found.get("target"))
-    return STATUS[found["verdict"]]
+        plot.curves(groups, args.plot, result.get("target"))
+    return STATUS[result["verdict"]]

@@ -1,7 +1,9 @@
-"""Tests and the levels of their words, as pure functions on lists of numbers (seconds, nats per token).
+"""Significance tests and their levels, as pure functions on lists of numbers (seconds, nats per token).
 
-False words were drawn (tests/records/bench_words.py): both orders of alternation, drift, steps of speed, skew, spikes,
-from 3 pairs on. scipy.stats is imported where it is used: that takes a second."""
+The rate of false verdicts is simulated by tests/records/bench_words.py: both orders of alternation, drift, sudden
+changes of speed, skewed times and late runs, from 3 pairs on. scipy.stats is imported inside the functions that use it,
+because the import takes a second.
+"""
 from __future__ import annotations
 
 import math
@@ -10,69 +12,73 @@ from typing import NamedTuple
 
 import numpy as np
 
-ALPHA = 0.01                       # chance of a false word
+ALPHA = 0.01                       # probability of a false verdict
 INTERVAL = 1 - ALPHA
-SAME_MARGIN = 0.001                # `same`: times differ by surely less than this share
-FEWEST_PAIRS = 3                   # of runs in turn, for a word
-MOST_SEEDS = 100                   # a proof that needs more is none
-POWER = 0.8                        # chance that as many seeds as `seeds_needed` says prove it
-# p below which times in turn make a word, by pairs; the last one holds for all more. Three pairs are few: a step of
-# speed in their middle falls on the sides unevenly, and makes 6 % of false words at a level of 1 %.
+SAME_MARGIN = 0.001                # `same`: the interval of the relative difference is within +- this
+FEWEST_PAIRS = 3                   # fewest interleaved pairs for a verdict on time
+MOST_SEEDS = 100                   # a target that needs more seeds counts as out of reach
+POWER = 0.8                        # probability that `seeds_needed` seeds prove the target
+# Level of p for a verdict on time, by number of pairs; the last one applies to all larger numbers. Three pairs need a
+# stricter level: a change of speed in their middle affects the sides unevenly, and causes 6 % false verdicts at 1 %.
 TIME_LEVELS = {3: 0.001, 4: 0.0095, 5: 0.008, 6: 0.007}
-LOOKS = (4, 6, 10, 16, 26, 42, 68, 110)      # pairs at which a bench may stop
-EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # of the level, for all looks before, and for all after the planned end
+LOOKS = (4, 6, 10, 16, 26, 42, 68, 110)      # numbers of pairs after which a bench tests
+EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # sums of the levels of all tests before, and of all after, the planned end
 
 class Summary(NamedTuple):
+    """Number of values, mean and standard deviation."""
     n: int
     mean: float
-    sd: float                      # of a sample (n - 1); nan for n < 2
+    sd: float                      # sample standard deviation (n - 1); nan for n < 2
 
 class Difference(NamedTuple):
-    """B minus A; interval at 99 % and two-sided p, None without a test."""
+    """B minus A: mean, 99 % interval and two-sided p. Interval and p are None if there is no test."""
     mean: float
     low: float | None = None
     high: float | None = None
     p: float | None = None
 
 def summary(values: Sequence[float]) -> Summary:
+    """Summarize values. A single value has sd nan; without values mean and sd are nan."""
     n = len(values)
     if not n:
         return Summary(0, math.nan, math.nan)
     mean = math.fsum(values) / n
     if min(values) == max(values):
-        mean = float(values[0])                                              # equal values have exactly no spread
+        mean = float(values[0])                                              # no rounding error: equal values have sd 0
     if n < 2:
         return Summary(n, mean, math.nan)
     return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)))
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
-    """Mean of b minus mean of a; None if a side is empty, no test if one has a single value.
+    """Test the difference of two means, b minus a; None if a side is empty, no test if a side has a single value.
 
-    The weaker of Welch's and Student's tests: a few values beside many look tighter than they are (Welch at 3 against
-    20 is wrong in 3 % at a nominal 1 %), and Student's test is wrong where the smaller sample spreads more."""
+    Uses the weaker of Welch's and Student's tests. Welch's test underestimates the spread of a small sample next to a
+    large one: at 3 against 20 values it has 3 % false positives at a nominal 1 %. Student's test is wrong if the
+    smaller sample has the larger spread.
+    """
     from scipy import stats
     if not len(a) or not len(b):
         return None
-    apart = summary(b).mean - summary(a).mean
+    mean = summary(b).mean - summary(a).mean
     if min(len(a), len(b)) < 2:
-        return Difference(apart)
+        return Difference(mean)
     if len(set(a)) == len(set(b)) == 1:
-        return Difference(apart, apart, apart, float(apart == 0))
+        return Difference(mean, mean, mean, float(mean == 0))
     tests = [stats.ttest_ind(b, a, equal_var=equal) for equal in (False, True)]
     intervals = [test.confidence_interval(INTERVAL) for test in tests]
     low = min(interval.low for interval in intervals)
     high = max(interval.high for interval in intervals)
-    return Difference(apart, float(low), float(high), float(max(test.pvalue for test in tests)))
+    return Difference(mean, float(low), float(high), float(max(test.pvalue for test in tests)))
 
 def below(losses: Sequence[float], target: float) -> float:
-    """One-sided p of "the mean is not below the target" (t-test); nan for n < 2 or without spread."""
+    """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
     from scipy import stats
     if len(set(losses)) < 2:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
 
 def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
-    """Seeds whose one-sided t-test sees a mean so far below the target with chance POWER; None: over MOST_SEEDS."""
+    """Return how many seeds detect a mean `margin` below the target with probability POWER; None if over MOST_SEEDS."""
     from scipy import stats
     if not margin > 0 or not sd >= 0:
         return None
@@ -83,8 +89,11 @@ def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
     return None
 
 def hopeless(losses: Sequence[float], target: float) -> bool:
-    """True if the mean is proven to be above the target (p > 0.99), or if at the favourable end of its one-sided 99 %
-    interval more than MOST_SEEDS would be needed for a proof."""
+    """Whether more seeds cannot prove the target.
+
+    True if the mean is proven to be above it (p > 0.99), or if more than MOST_SEEDS are needed even at the favorable
+    end of the one-sided 99 % interval.
+    """
     from scipy import stats
     n, mean, sd = summary(losses)
     if n < 2 or mean < target or not sd > 0:
@@ -93,7 +102,7 @@ def hopeless(losses: Sequence[float], target: float) -> bool:
     return best >= target or seeds_needed(target - best, sd) is None
 
 def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] | None:
-    """Where one more value of the same kind lies with chance 1 - level; None for n < 2."""
+    """Return the interval that contains one more value of the same kind with probability 1 - level; None for n < 2."""
     from scipy import stats
     n, mean, sd = summary(values)
     if n < 2:
@@ -102,22 +111,28 @@ def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] |
     return mean - half, mean + half
 
 def pairs_in_turn(sides: str) -> list[int] | None:
-    """Places of the runs that form pairs of neighbours of both sides; None if they do not alternate. sides: a letter
-    for each run in the order of time, as "ABBAAB". Of an odd number one may be without a partner."""
+    """Return the indices of the runs that form adjacent pairs of both sides; None if the sides do not alternate.
+
+    sides: one letter per run in order of time, for example "ABBAAB". If their number is odd, one run may have no
+    partner.
+    """
     paired: list[int] = []
-    place = 0
-    while place + 1 < len(sides):
-        if sides[place] != sides[place + 1]:
-            paired += [place, place + 1]
-            place += 1
-        place += 1
+    index = 0
+    while index + 1 < len(sides):
+        if sides[index] != sides[index + 1]:
+            paired += [index, index + 1]
+            index += 1
+        index += 1
     if not paired or len(sides) - len(paired) > len(sides) % 2:
         return None
     return paired
 
 def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None:
-    """B's time over A's, less 1: least squares of log time over side and order. None if there is no degree of freedom.
-    seconds: in the order of time. A straight drift cancels."""
+    """Estimate the relative difference of B's time from A's, in interleaved runs.
+
+    seconds, is_b: one value per run in order of time. Fits log time to side and order by least squares, which cancels a
+    linear drift. Returns None without a degree of freedom.
+    """
     from scipy import stats
     order = np.linspace(-1, 1, len(seconds))
     design = np.column_stack([np.ones(len(seconds)), np.asarray(is_b, float), order])
@@ -126,16 +141,19 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None
         return None
     values = np.log(seconds)
     fit = np.linalg.lstsq(design, values, rcond=None)[0]
-    left = float(np.sum((values - design @ fit) ** 2)) / free
-    error = math.sqrt(left * np.linalg.inv(design.T @ design)[1, 1])
-    apart = float(fit[1])
+    variance = float(np.sum((values - design @ fit) ** 2)) / free
+    error = math.sqrt(variance * np.linalg.inv(design.T @ design)[1, 1])
+    log_ratio = float(fit[1])
     half = float(stats.t.isf(ALPHA / 2, free)) * error
-    p = float(2 * stats.t.sf(abs(apart) / error, free)) if error > 1e-12 else float(abs(apart) < 1e-12)
-    return Difference(math.expm1(apart), math.expm1(apart - half), math.expm1(apart + half), p)
+    p = float(2 * stats.t.sf(abs(log_ratio) / error, free)) if error > 1e-12 else float(abs(log_ratio) < 1e-12)
+    return Difference(math.expm1(log_ratio), math.expm1(log_ratio - half), math.expm1(log_ratio + half), p)
 
 def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
-    """Below which p a word on time is spoken, for at most 1 % of false words; 0: no word at so many pairs.
-    looks: the runs were stopped when they decided; planned: the pairs at which that was to end, else the last look."""
+    """Return the level below which p decides on time, with at most 1 % false verdicts; 0: no verdict at so many pairs.
+
+    looks: the bench was stopped by its result. planned: the number of pairs at which it ends, by default the last of
+    LOOKS.
+    """
     if pairs < FEWEST_PAIRS:
         return 0.0
     if planned is None:
@@ -149,7 +167,7 @@ def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> f
     return LATE_SHARE / 2 ** sum(planned < look <= pairs for look in LOOKS)
 
 def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
-    """faster, slower, same, or undecided."""
+    """Return the verdict on time: faster, slower, same or undecided."""
     if test is None or test.p is None or not level:
         return "undecided"
     if test.p < level:

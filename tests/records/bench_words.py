@@ -1,11 +1,13 @@
-"""How often a word on time is false, and how often a true difference gets one, by draws.
+"""Simulate how often a verdict on time is false, and how often a true difference is found.
 
     python tests/records/bench_words.py [--draws=50000]
 
-Made-up times of n runs a side in turn (sd 0.08 % a run, as on one quiet node) go through the test and the levels of
-records/tools/statistics.py. Without a difference any of faster and slower is false; with 0.2 % the share of `faster` is
-the power. `bench` counts a bench that looks at 4, 6, 10, ... pairs and stops at its first word. The least squares are
-solved here for all draws at once: the tests compare them with `statistics.in_turn`, one draw at a time."""
+Synthetic times of n interleaved runs a side (sd 0.08 % per run, as on an idle node) are tested at the levels of
+records/tools/statistics.py. Without a difference, `faster` and `slower` are both false. With a difference of 0.2 %, the
+fraction of `faster` is the power. `bench` columns are benches that test after 4, 6, 10, ... pairs and stop at their
+first verdict. The least squares are solved here for all draws at once; the tests compare them with
+`statistics.in_turn`, which takes a single draw.
+"""
 import argparse
 import sys
 from collections.abc import Callable
@@ -23,33 +25,39 @@ PAIRS = 3, 4, 5, 6, 8, 10, 16
 Noise = Callable[[np.random.Generator, int, int], np.ndarray]
 
 def times(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Return log times without a drift, (draws, runs)."""
     return SD * rng.standard_normal((draws, runs))
 
 def drift(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Add a linear drift of 2 %."""
     return times(rng, draws, runs) + np.linspace(0, 0.02, runs)
 
 def step(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Add a change of speed of 0.4 % at a random run."""
     at = rng.integers(1, runs, (draws, 1))
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= at)
 
 def step_in_the_middle(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Add a change of speed of 0.4 % in the middle."""
     return times(rng, draws, runs) + 0.004 * (np.arange(runs) >= runs // 2)
 
 def blocks(length: int) -> Noise:
-    """A speed of its own for each block of so many runs, sd 0.3 %."""
+    """Return a noise in which each block of `length` runs has a random speed, sd 0.3 %."""
     def of_blocks(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
         speeds = 0.003 * rng.standard_normal((draws, runs // length + 1))
         return times(rng, draws, runs) + np.repeat(speeds, length, axis=1)[:, :runs]
     return of_blocks
 
 def switching(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
-    """Two speeds 0.4 % apart; one run in four changes to the other."""
+    """Alternate between two speeds 0.4 % apart; each run switches with probability 1/4."""
     return times(rng, draws, runs) + 0.004 * (np.cumsum(rng.random((draws, runs)) < 0.25, axis=1) % 2)
 
 def skew(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Return skewed log times (exponential)."""
     return SD * rng.exponential(size=(draws, runs))
 
 def spikes(rng: np.random.Generator, draws: int, runs: int) -> np.ndarray:
+    """Make each run 1 % slower with probability 1/10."""
     return times(rng, draws, runs) + 0.01 * (rng.random((draws, runs)) < 0.1)
 
 NOISES: dict[str, Noise] = {
@@ -58,12 +66,12 @@ NOISES: dict[str, Noise] = {
     "skew": skew, "spikes": spikes}
 
 def sides(pairs: int, order: str) -> np.ndarray:
-    """1 for a run of B; order: of the first two pairs."""
+    """Return 1.0 for runs of B, and 0.0 for those of A; order: of the first two pairs, "ABBA" or "ABAB"."""
     letters = (order * pairs)[:2 * pairs]
     return np.array([letter == "B" for letter in letters], float)
 
 def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """B's difference and p of each draw: least squares over side and order."""
+    """Return B's difference and p of each draw, by least squares over side and order."""
     runs = len(is_b)
     design = np.column_stack([np.ones(runs), is_b, np.linspace(-1, 1, runs)])
     fit = values @ np.linalg.pinv(design).T
@@ -72,7 +80,7 @@ def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return fit[:, 1], 2 * stats.t.sf(np.abs(fit[:, 1]) / errors, runs - 3)
 
 def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, seed: int = 0) -> float:
-    """Share of draws with a word; with a shift of B's times only `faster` counts."""
+    """Return the fraction of draws with a verdict. If B's times are shifted, only `faster` counts."""
     rng = np.random.default_rng([seed, pairs, order == "ABBA"])
     is_b = sides(pairs, order)
     apart, p = p_values(noise(rng, draws, 2 * pairs) + shift * is_b, is_b)
@@ -80,6 +88,7 @@ def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, 
     return float(np.mean(said & (apart < 0) if shift else said))
 
 def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
+    """Return the fraction of benches with a verdict at any of their tests."""
     rng = np.random.default_rng([seed, planned])
     values = noise(rng, draws, 2 * planned) + shift * sides(planned, "ABBA")
     said = np.zeros(draws, bool)
@@ -91,6 +100,7 @@ def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, s
     return float(np.mean(said))
 
 def table(draws: int) -> str:
+    """Return a Markdown table of all cases."""
     head = "| noise | order | " + " | ".join(f"{pairs} a side" for pairs in PAIRS)
     lines = [f"{head} | bench, 6 | bench, 10 |", "|---" * (len(PAIRS) + 4) + "|"]
     for name, noise in NOISES.items():

@@ -1,4 +1,4 @@
-"""What the tests of the record tools share: made-up logs of ours and of the peers, and calls of verbs."""
+"""What the tests of the record tools share: synthetic logs of this trainer and of others, and calls of verbs."""
 import contextlib
 import hashlib
 import importlib.util
@@ -6,31 +6,41 @@ import io
 import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/records/golden"
-sys.path.insert(0, str(ROOT / "records"))                     # the tools are the package `tools`
+sys.path.insert(0, str(ROOT / "records"))                     # contains the package `tools`
 
 from tools import compressed, report                         # noqa: E402
 
 SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
 OTHER_SOURCE = SOURCE.replace("= 7\n", "= 8\n")
-NOON = 1_780_000_000 // 86_400 * 86_400 + 43_200              # of some day, s since 1970
-RUN_S = 200                                                   # from one start to the next
+NOON = 1_780_000_000 // 86_400 * 86_400 + 43_200              # noon of a day, s since 1970
+RUN_S = 200                                                   # s between the starts of two runs
 TARGET = 3.28
 A_LOSSES = [3.2780, 3.2795, 3.2770, 3.2788, 3.2781]
 B_LOSSES = [3.2782, 3.2791, 3.2774, 3.2785, 3.2779]
-NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # of the sides of a bench
+NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # sides of a bench without flags
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
 FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
              untimed_warmup_steps=16)
 
+# The same settings in logs from before and after the renames of 2026-11-26.
+OLD_TABLE = dict(rows=5000, place=None, home="host", cadence=2, rounding="nearest")
+NEW_TABLE = dict(rows=5000, layer=None, location="host", update_every=2)
+OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=[OLD_TABLE])
+NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
+
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
-             config=(), result=(), steps: int = 10, **header) -> Path:
-    """A run directory of ours, with its source; None in `header` leaves a key out. started: s since 1970."""
+             config: Mapping = {}, result: Mapping = {}, steps: int = 10, **header: object) -> Path:
+    """Write a run directory of this trainer, with its source.
+
+    header: further facts of the header; None leaves a key out. started: s since 1970.
+    """
     folder.mkdir(parents=True)
     (folder / "train_gpt.py").write_text(source)
     settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
@@ -49,8 +59,8 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
     lines.append(dict(type="val", step=steps, **last))
-    lines.append(dict(type="result", **last, steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
-                 | dict(result))
+    facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
+    lines.append(dict(type="result", **last) | facts_at_end | dict(result))
     write_events(folder / "log.jsonl", lines)
     write_text_log(folder)
     return folder
@@ -65,16 +75,17 @@ def write_events(path: Path, events: list[dict]) -> None:
     write_text(path, "".join(json.dumps(event) + "\n" for event in events))
 
 def text_of(path: Path) -> str:
-    """The text of a file, of NAME.gz where a record has only that."""
+    """Return the text of a file, or of NAME.gz if a record has only that."""
     return compressed.read_bytes(path).decode()
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file in the form that it has."""
+    """Write a file, compressed if it is stored so."""
     compressed.write_bytes(compressed.stored(path), text.encode())
 
 def write_text_log(folder: Path) -> None:
+    """Write the log.txt that belongs to a log.jsonl."""
     header, *events = events_of(folder / "log.jsonl")
-    said = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
+    lines = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
             f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
     for event in events:
         if event["type"] in ("step", "val"):
@@ -82,28 +93,31 @@ def write_text_log(folder: Path) -> None:
             ms = event["train_time_ms"]
             average = ms / max(event["step"], 1)
             total = header["config"]["num_scheduled_steps"]
-            said.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
-    (folder / "log.txt").write_text("\n".join(["=" * 100, *said]) + "\n")
+            lines.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+    (folder / "log.txt").write_text("\n".join(["=" * 100, *lines]) + "\n")
 
-def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float | None = NOON, apart: float = 2 * RUN_S,
-              **settings) -> Path:
-    """A pool of runs, by default with room for the other side's between two of them."""
+def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
+              first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:
+    """Write a pool of runs; by default the other side's runs fit between them."""
     for seed, (loss, seconds) in enumerate(zip(losses, times)):
         started = None if first is None else first + apart * seed
         make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
     return folder
 
-def make_sides(folder: Path, a=(), b=()) -> tuple[Path, Path]:
-    """Two sides in turn: B's runs have another source and take 1 % less time."""
+def make_sides(folder: Path, a: Mapping = {}, b: Mapping = {}) -> tuple[Path, Path]:
+    """Write two interleaved sides: B's runs have a different source and take 1 % less time."""
     of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
     return make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
 
-def compare(a: Path, b: Path, *options, **settings) -> dict:
+def compare(a: Path, b: Path, *options: object, **settings: object) -> dict:
     return report.compare(report.side_of("A", [a]), report.side_of("B", [b]), *options, **settings)
 
 def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400, source: str = SOURCE,
               scale: float = 1.0, less_s: float = 0.0) -> Path:
-    """A text log of the public records. scale, less_s: what is done to times but not to averages."""
+    """Write a text log of the public records.
+
+    scale, less_s: factor on the printed times, and s to subtract from them; step_avg does not change.
+    """
     date = time.strftime("%a %b %e %H:%M:%S %Y", time.gmtime(started))
     lines = [source + "=" * 100, "Running Python 3.12.9", "Running PyTorch 2.10.0 compiled for CUDA 12.6", date,
              "| NVIDIA-SMI 570.195.03     Driver Version: 570.195.03   CUDA Version: 12.8     |"]
@@ -119,6 +133,7 @@ def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, to
     return path
 
 def call(*argv: object) -> tuple[int, str, str]:
+    """Call a verb; return exit status, stdout and stderr."""
     spec = importlib.util.spec_from_file_location("records_main", ROOT / "records/__main__.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -127,6 +142,7 @@ def call(*argv: object) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 def edit(path: Path, old: str, new: str) -> None:
+    """Replace the first occurrence of `old`, which must exist."""
     text = text_of(path)
     assert old in text
     write_text(path, text.replace(old, new, 1))

@@ -1,4 +1,4 @@
-"""records/tools/bench.py on trainers of a few lines that log planted times: order, failures, words, patches."""
+"""records/tools/bench.py, with trainers of a few lines that log planted times: order, failures, verdicts, patches."""
 import difflib
 import json
 import os
@@ -16,7 +16,7 @@ from record_common import ROOT, call, events_of
 from tools import bench, report                              # noqa: E402
 from tools.read import ToolError                             # noqa: E402
 
-# Both print or write two validations. `ms` is the time of the run; {body} runs before and may change it.
+# OURS writes and PEER prints two validations. `ms` is the time of the run; {body} is executed before and may change it.
 OURS = """import hashlib, json, os, random, sys
 class Config:
     seed: int = _run(0, "integer", "initial values") if 0 else 0
@@ -43,16 +43,18 @@ for step, loss, ms in ((0, 10.8, 0), (9, 3.27 + random.random() / 100, ms)):
 """
 
 def trainer(folder: Path, text: str = OURS, name: str = "trainer.py", body: str = "") -> Path:
+    """Write a planted trainer; `body` may change `ms`."""
     (folder / name).write_text(text.replace("{body}", body))
     return folder / name
 
 def lines(out: Path, kind: str) -> list[dict]:
+    """Return the lines of one type in the manifest."""
     return [line for line in events_of(out / "manifest.jsonl") if line["type"] == kind]
 
 def patch_of(old: str, new: str) -> str:
     return "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "a/train_gpt.py", "b/train_gpt.py"))
 
-def test_side_as_typed__a_trainer_and_flags_of_its_own(tmp_path, monkeypatch):
+def test_side_as_typed__a_trainer_and_flags_of_its_own(tmp_path, monkeypatch) -> None:
     blank = tmp_path / "a clone/trainer.py"
     blank.parent.mkdir()
     trainer(blank.parent)
@@ -61,10 +63,10 @@ def test_side_as_typed__a_trainer_and_flags_of_its_own(tmp_path, monkeypatch):
         assert bench.side_as_typed(text) == (script, flags)
 
 @pytest.fixture
-def out(tmp_path) -> Path:
+def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
-def test_race__order_manifest_and_seeds(tmp_path, out):
+def test_race__order_manifest_and_seeds(tmp_path, out) -> None:
     a = trainer(tmp_path)
     (tmp_path / "data").mkdir()
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=4", "--", "--val_every=5")
@@ -81,13 +83,13 @@ def test_race__order_manifest_and_seeds(tmp_path, out):
     assert "pair 4 of 4\n    B - A: loss +0.0000" in said and status == report.STATUS[found["verdict"]]
 
 @pytest.mark.parametrize("kind", ["a link", "hard links", "notes", "folder of runs", "folder of sources", "a summary"])
-def test_bench__writes_to_no_file_of_others(tmp_path, out, kind):
-    """OUT has what a stranger put there: a manifest that is a link or no manifest, folders that lead elsewhere."""
+def test_bench__writes_to_no_file_of_others(tmp_path, out, kind) -> None:
+    """--out contains files of another person: a manifest that is a link or no manifest, links that lead elsewhere."""
     a, elsewhere = trainer(tmp_path), tmp_path / "elsewhere"
     elsewhere.mkdir()
     out.mkdir()
     notes = elsewhere / "train_gpt.py"
-    notes.write_text("mine")                                  # without the end of a line
+    notes.write_text("mine")                                  # no newline at the end
     if kind == "a link":
         (out / "manifest.jsonl").symlink_to(elsewhere / "nothing yet")
     elif kind == "hard links":
@@ -107,65 +109,66 @@ def test_bench__writes_to_no_file_of_others(tmp_path, out, kind):
     assert (status == 2) == (kind != "a summary"), error
     assert sorted(elsewhere.rglob("*")) == before and notes.read_text() == "mine"
     if kind == "notes":
-        assert (out / "manifest.jsonl").read_text() == "mine" and "one that no bench has written" in error
+        assert (out / "manifest.jsonl").read_text() == "mine" and "not written by a bench" in error
     if kind == "a summary":
         assert json.loads((out / "summary.json").read_text()) and not (out / "summary.json").is_symlink()
 
-def test_copied__replaces_a_link(tmp_path):
+def test_copy_trainer__replaces_a_link(tmp_path) -> None:
     (tmp_path / "mine.py").write_text("mine")
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources/train_gpt.py").symlink_to("../mine.py")
-    copy = bench.copied(trainer(tmp_path), tmp_path / "sources")
+    copy = bench.copy_trainer(trainer(tmp_path), tmp_path / "sources")
     assert (tmp_path / "mine.py").read_text() == "mine" and copy.read_bytes() == trainer(tmp_path).read_bytes()
 
 @pytest.mark.parametrize("text", [OURS, PEER])
 @pytest.mark.parametrize("factor, word", [(1.05, "slower"), (0.95, "faster")])
-def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor, word):
+def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor, word) -> None:
     a, b = trainer(tmp_path, text), trainer(tmp_path, text, "b.py", f"ms *= {factor}")
     status, said, _ = call("bench", a, b, f"--out={out}", "--pairs=10")
     assert f"verdict: {word}" in said and status == report.STATUS[word] and len(lines(out, "end")) == 8
     assert lines(out, "bench")[0]["pairs"] == 10
 
-def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
+def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out) -> None:
     once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
     a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
     _, said, _ = call("bench", a, b, f"--out={out}", "--pairs=3")
-    assert "002_B: FAILED, exit status 1; its stderr.txt ends with\n    no memory left" in said
+    assert "002_B: FAILED, exit status 1; the last lines of its stderr.txt:\n    no memory left" in said
     assert [(end["pair"], end["outcome"]) for end in lines(out, "end")][:3] == [(1, "done"), (1, "failed"), (2, "done")]
     assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3, 4} and "by 3 of 4 started" not in said
     status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
-    assert status == 1 and "stopped: B failed again" in said
+    assert status == 1 and "stopped: B failed twice" in said
 
 @pytest.mark.parametrize("body, cause", [
     ("import time; time.sleep(60)", "still running after the limit of 0.5 s"), ("sys.exit(0)", "no log of a final"),
     ("os.kill(os.getpid(), 9)", "exit status -9")])
-def test_run_once__every_run_ends(tmp_path, out, body, cause):
+def test_run_once__every_run_ends(tmp_path, out, body, cause) -> None:
     a = trainer(tmp_path, body=body)
     status, said, _ = call("bench", a, "--arm=B=--lr=2", f"--out={out}", "--limit=0.5")
     assert status == 1 and cause in said and [end["outcome"] for end in lines(out, "end")] == ["failed"] * 2
 
-def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out):
+def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out) -> None:
     a = trainer(tmp_path)
     flags = ["bench", a, "--arm=B=--lr=2", f"--out={out}"]
     call(*flags, "--pairs=1")
     with open(out / "manifest.jsonl", "a") as file:
-        file.write('{"type": "sta')                           # a kill tears a line
+        file.write('{"type": "sta')                           # incomplete after a kill
     call(*flags, "--pairs=3")
     assert [end["pair"] for end in lines(out, "end")] == [1, 1, 2, 2, 3, 3]
     status, _, error = call("bench", a, "--arm=B=--lr=3", f"--out={out}")
-    assert status == 2 and "other sources, flags or ranks" in error
+    assert status == 2 and "sources, flags or ranks differ" in error
     trainer(tmp_path, body="ms += 1")
-    assert "other sources, flags or ranks" in call(*flags, "--pairs=4")[2]
+    assert "sources, flags or ranks differ" in call(*flags, "--pairs=4")[2]
 
-def test_run__a_source_that_is_edited_meanwhile(tmp_path, out):
+def test_run__a_source_that_is_edited_meanwhile(tmp_path, out) -> None:
     edits = "open('../../../b.py', 'a').write('# more')"
     a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")
     status, _, error = call("bench", a, b, f"--out={out}")
-    assert status == 2 and "source of B" in error and "edited meanwhile" in error and len(lines(out, "end")) == 1
+    assert status == 2 and "source of B" in error and "edited since the bench started" in error
+    assert len(lines(out, "end")) == 1
 
 @pytest.mark.parametrize("number, status, outcome", [
     (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 130, "interrupted"), (signal.SIGKILL, -9, "lost")])
-def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, status, outcome):
+def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, status, outcome) -> None:
     wait = "import time; print(os.getpid(), file=open('../../pid', 'w'), flush=True)\nif seed == 2: time.sleep(60)"
     a = trainer(tmp_path, body=wait)
     command = [sys.executable, ROOT / "records", "bench", a, "--arm=B=--lr=2", f"--out={out}", "--pairs=3"]
@@ -181,7 +184,7 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     if number == signal.SIGKILL:
         os.kill(child, signal.SIGKILL)
     else:
-        assert f"the same command with --out={out} continues" in said
+        assert f"repeat the command with --out={out} to continue" in said
         with pytest.raises(ProcessLookupError):
             os.kill(child, 0)
     trainer(tmp_path, body=wait)
@@ -189,7 +192,7 @@ def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, st
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", outcome, "done", "done"]
     assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3}
 
-def test_arm__patches_flags_and_trainers(tmp_path, out):
+def test_arm__patches_flags_and_trainers(tmp_path, out) -> None:
     a = trainer(tmp_path, name="train_gpt.py")
     (tmp_path / "slow.patch").write_text(patch_of(a.read_text(), a.read_text().replace("1e5", "2e5")))
     b = trainer(tmp_path, name="b.py", body="ms *= 0.5")
@@ -204,22 +207,22 @@ def test_arm__patches_flags_and_trainers(tmp_path, out):
     assert given == {"A": ["--wd=2"], "slow": ["--wd=2"], "more": ["--wd=2", "--wd=1"], "other": ["--wd=3"]}
     assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
 
-def test_patched__says_what_is_wrong(tmp_path, out):
+def test_patched__says_what_is_wrong(tmp_path, out) -> None:
     a = trainer(tmp_path, name="train_gpt.py")
     status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
-    assert status == 2 and "a file, or an arm of" in error and "smear" in error
+    assert status == 2 and "a file, or one of the arms" in error and "smear" in error
     (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
     assert "patch does not apply" in call("bench", a, f"--arm=old={tmp_path}/old.patch", f"--out={out}2")[2]
     (tmp_path / "none.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
-    assert "does not touch train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
+    assert "does not change train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
 
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
-def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch):
-    copy = bench.patched(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
+def test_patch_trainer__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch) -> None:
+    copy = bench.patch_trainer(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
     compile(copy.read_text(), patch, "exec")
 
 @pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
-def test_sides_to_try(tmp_path, out, monkeypatch, case):
+def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
     here = tmp_path / "here"
     here.mkdir()
     plain = trainer(here, name="train_gpt.py")
@@ -231,7 +234,7 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case):
     monkeypatch.setattr(bench, "ROOT", here)
     status, said, _ = call("try", patch, f"--out={out}", "--", "--lr=3")
     assert status == 0 and "verdict: faster" in said and "-10." in said
-    assert ("has idea_one.patch already" in said) == (case == "applied already")
+    assert ("already contains idea_one.patch" in said) == (case == "applied already")
     assert all("--preset=pocket --sample_tokens=0 --lr=3" in end["command"] for end in lines(out, "end"))
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()
@@ -240,15 +243,15 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case):
 @pytest.mark.parametrize("argv, said", [
     (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"),
     (["{a}", "{a}", "--pairs=0"], "at least 1")])
-def test_parsed__what_cannot_work(tmp_path, out, argv, said):
+def test_parse_args__what_cannot_work(tmp_path, out, argv, said) -> None:
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}")
     assert status == 2 and said in error
 
-def test_trainer__takes_a_seed_where_it_can(tmp_path):
+def test_make_trainer__takes_a_seed_where_it_can(tmp_path) -> None:
     named = "import argparse\nparser.add_argument('--seed')\n"
     for text, flags, expected in ((OURS, [], ["--seed={seed}"]), (OURS, ["--seed=5"], ["--seed=5"]), (PEER, [], []),
                                   (OURS, ["--rng={seed}"], ["--rng={seed}"]), (named, [], ["--seed={seed}"])):
-        assert bench.trainer(trainer(tmp_path, text), flags).flags == expected
+        assert bench.make_trainer(trainer(tmp_path, text), flags).flags == expected
     with pytest.raises(ToolError, match="a Python file"):
-        bench.trainer(tmp_path / "none.py", [])
+        bench.make_trainer(tmp_path / "none.py", [])

@@ -1,4 +1,4 @@
-"""records/tools/compressed.py: both forms of a file read alike, damaged and oversized ones end in words."""
+"""records/tools/compressed.py: both forms of a file read the same; damaged and oversized files are refused."""
 import gzip
 import json
 import subprocess
@@ -14,14 +14,14 @@ from tools import compressed, read, record                    # noqa: E402
 TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
 
 def compress_below(folder: Path, *names: str) -> int:
-    """Replace files by what the command `gzip` makes of them, with its time and file name; returns how many."""
+    """Compress files with the command `gzip`, which stores time and file name; return how many."""
     paths = [path for name in names for path in folder.rglob(name)]
     for path in paths:
         subprocess.run(["gzip", "-6", str(path)], check=True, timeout=60)
     return len(paths)
 
 def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
-    """RFC 1952: magic, deflate, no flags (so no file name), no time, extra flags 2 for the best compression."""
+    """RFC 1952: magic, deflate, no flags (so no file name), no time, and extra flags 2 for the best compression."""
     for name in ("a.json.gz", "b.json.gz", "a.json"):
         compressed.write_bytes(tmp_path / name, TEXT)
     one, other = (tmp_path / "a.json.gz").read_bytes(), (tmp_path / "b.json.gz").read_bytes()
@@ -56,7 +56,7 @@ def test_read_bytes__damaged(tmp_path, name) -> None:
     assert (status, out) == (2, "") and "not a whole gzip file" in error and "Traceback" not in error
 
 def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path) -> None:
-    """A file of less than 1 MiB here expands to 512 MiB. It is read up to the limit, and refused in words."""
+    """This file of less than 1 MiB expands to 512 MiB. It is read up to the limit, and refused with a message."""
     bomb = tmp_path / "log.jsonl.gz"
     with gzip.open(bomb, "wb", 9) as file:
         for _ in range(512):
@@ -78,11 +78,12 @@ def test_limit__to_the_byte(tmp_path, monkeypatch) -> None:
     assert not (tmp_path / "written.gz").exists(), "nothing is written that cannot be read"
 
 def said(*argv: object) -> tuple[int, str, str]:
+    """Call a verb; return its status and output without the suffix .gz."""
     status, out, error = call(*argv)
     return status, out.replace(".gz", ""), error.replace(".gz", "")
 
 def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch) -> None:
-    """A pool of this trainer, one of the public records, and one run, named by folder and by file."""
+    """A pool of this trainer, one of the public records, and one run, each given as a directory and as a file."""
     monkeypatch.chdir(tmp_path)
     make_side(Path("pool"))
     make_run(Path("one"), 9, A_LOSSES[0], 80.0)
@@ -97,7 +98,7 @@ def test_verbs__say_the_same_of_both_forms(tmp_path, monkeypatch) -> None:
     assert [said(*argv) for argv in verbs] == before
 
 @pytest.fixture
-def root(tmp_path) -> Path:
+def root(tmp_path: Path) -> Path:
     """A record whose logs `new` has compressed."""
     root = tmp_path / "records"
     root.mkdir()
@@ -122,7 +123,7 @@ def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path) -
         assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "from compressed logs as from others"
 
 def test_check__of_a_record_in_either_form(root) -> None:
-    """Its numbers and hashes stay; only the links of the page follow the names of the files."""
+    """Results and hashes do not change. Only the links of the page contain the names of the stored files."""
     folder, = record.folders(root)
     numbers = (folder / "result.json").read_bytes()
     logs = sorted((folder / "logs").rglob("*.gz"))
@@ -134,14 +135,14 @@ def test_check__of_a_record_in_either_form(root) -> None:
 
 @pytest.mark.parametrize("name", ["logs/seed1/log.jsonl", "logs/seed1/log.txt", "README.md", "result.json"])
 def test_check__a_file_in_both_forms(root, name) -> None:
-    """Which of them counts would depend on the reader; a second page would not be hashed at all."""
+    """It is ambiguous which file counts, and a second page is not hashed."""
     folder, = record.folders(root)
     path = folder / name
     data = compressed.read_bytes(path)
     path.write_bytes(data)
     path.with_name(path.name + ".gz").write_bytes(gzip.compress(data))
     status, out, _ = call("check", "--records", root)
-    assert status == 1 and f"{name} in {folder.name}" in out and "remove the other" in out
+    assert status == 1 and f"{name} in {folder.name}" in out and "remove one of them" in out
 
 def test_check__a_log_that_is_no_gzip_file(root) -> None:
     folder, = record.folders(root)

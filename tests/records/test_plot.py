@@ -1,4 +1,4 @@
-"""records/tools/plot.py: what a picture shows, on light and dark pages, and what is said without matplotlib."""
+"""records/tools/plot.py: content of a plot, light and dark pages, and the message without matplotlib."""
 import sys
 
 import numpy as np
@@ -9,7 +9,7 @@ from record_common import A_LOSSES, GOLDEN, call, make_side, make_sides
 from tools import plot                                       # noqa: E402
 from tools.read import read_runs                             # noqa: E402
 
-def test_curves__training_and_validation_against_steps_and_time(tmp_path):
+def test_curves__training_and_validation_against_steps_and_time(tmp_path) -> None:
     pyplot = pytest.importorskip("matplotlib.image")
     a, b = make_sides(tmp_path)
     for verb in (["compare", a, b], ["show", a], ["place", b / "seed0", a]):
@@ -27,7 +27,7 @@ def test_curves__training_and_validation_against_steps_and_time(tmp_path):
     assert same.read_bytes() == (tmp_path / "show/curves.png").read_bytes(), "a record's picture has a stored hash"
 
 @pytest.mark.parametrize("is_val, column, last", [(False, 0, 10), (True, 0, 10), (True, 1, 79.9)])
-def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
+def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last) -> None:
     runs = read_runs([make_side(tmp_path / "a")]).runs
     xs, losses = plot.sampled(runs, is_val, column)
     assert xs[-1] == pytest.approx(last, rel=1e-3) and losses.shape == (5, plot.GRID) and np.isfinite(losses).all()
@@ -35,13 +35,13 @@ def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
     assert losses[:, -1] == pytest.approx(finals, abs=4e-3)
     assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], is_val, column)[0].size, "one point"
 
-def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
+def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 0 and "verdict: " in said
-    assert error == f"no picture: {sys.executable} -m pip install matplotlib\n"
+    assert error == f"no plot without matplotlib; to install it: {sys.executable} -m pip install matplotlib\n"
 
-def test_characters__the_validation_loss_falls_to_the_right(tmp_path):
+def test_characters__the_validation_loss_falls_to_the_right(tmp_path) -> None:
     *rows, last = plot.characters(read_runs([make_side(tmp_path / "a")]).runs).splitlines()
     heights = [float(row[:8]) for row in rows]
     columns = list(zip(*(row[9:] for row in rows)))

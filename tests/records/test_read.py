@@ -1,4 +1,4 @@
-"""records/tools/read.py: made-up logs of every family (golden/), pitfalls of public logs, what is not believed."""
+"""records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
 import math
 import os
 import shutil
@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from record_common import GOLDEN, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run, sha256, write_events
+from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run,
+                           sha256, write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -32,8 +33,8 @@ def only(path: Path) -> read.Run:
     ("f_extra_keys.txt", "text", 3000, [Point(125, 4.5, 21.25), Point(3000, 3.278, 517.25)], {}),
     ("h_console.stdout", "text", 3000, CONSOLE, {}),
     ("i_one/final_val_loss.txt", "text", 3000, [Point(3000, 3.279, 700.0)], {})])
-def test_read_file__each_family(name, kind, total, val, facts):
-    """Sources in these files hold lines that look like results."""
+def test_read_file__each_family(name, kind, total, val, facts) -> None:
+    """The sources in these files contain lines that look like results."""
     run = only(GOLDEN / name)
     assert (run.kind, run.total, run.val) == (kind, total, val)
     assert facts.items() <= run.facts.items()
@@ -44,7 +45,7 @@ def test_read_file__each_family(name, kind, total, val, facts):
     assert run.finished == (name != "e1_seconds.txt") and run.void is None
     assert ("timer restarts at step 11" in run.notes) == (name[0] in "bc")
 
-def test_read_text__steps_and_their_training_losses():
+def test_read_text__steps_and_their_training_losses() -> None:
     steps = only(GOLDEN / "b_train_loss.txt").steps
     assert np.isnan(steps[:10, 1]).all()
     assert steps[:10, 2] == pytest.approx([10 - n / 10 for n in range(1, 11)])
@@ -53,7 +54,7 @@ def test_read_text__steps_and_their_training_losses():
     assert run.steps[:, :2].tolist() == [[1, 0.061], [2, 0.118], [3, 0.18], [4, 0.24]]
     assert run.seconds == 0.331 and run.result["peak_memory_mib"] == {"allocated": 30573}
 
-def test_split__runs_of_one_file():
+def test_split__runs_of_one_file() -> None:
     first, second = read_runs([GOLDEN / "g_trials.txt"]).runs
     assert (first.seed, first.final) == (3, Point(3000, 3.2791, 521.5))
     assert (second.seed, second.final) == (4, Point(3000, 3.2802, 522.5))
@@ -61,15 +62,15 @@ def test_split__runs_of_one_file():
     assert [run.loss for run in repeated] == [3.276, 3.277, 3.278], "blocks that repeat the end of a run are left out"
     assert not any(run.refused for run in repeated)
 
-def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path):
+def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
     points = [(0, 7.0), (10, 5.0), (20, 4.0), (10, 4.9), (20, 3.0)]
     with open(tmp_path / "log.txt", "w") as log:
         for step, loss in points:
             log.write(f"step:{step}/20 val_loss:{loss} train_time:{100 * step}ms step_avg:100.00ms\n")
     first, second = read_runs([tmp_path]).runs
-    assert (first.loss, first.refused) == (4.0, None) and "begins at step 10" in second.refused
+    assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
-def test_read_readme__lists_are_stated_beside_logs():
+def test_read_readme__lists_are_stated_beside_logs() -> None:
     pools = {}
     for run in read_runs([GOLDEN / "r_readme"]).runs:
         pools.setdefault(run.facts["pool"], []).append(run.loss)
@@ -81,12 +82,12 @@ def test_read_readme__lists_are_stated_beside_logs():
 NO_LOGS = {
     "binary.log": "binary", "empty.txt": "empty", "manifest.jsonl": "no header line at the start",
     "metadata.txt": "no validation line", "only_source.txt": "no validation line",
-    "page.md": "a page without a list of losses", "pruning_data.json": "not a log by its name",
+    "page.md": "no list of losses", "pruning_data.json": "not a log by its name",
     "remote_manifest.txt": "no validation line", "stderr.txt": "no validation line",
     "trainer.py": "not a log by its name",
 }
 
-def test_read_runs__what_is_no_log_is_counted_by_reason():
+def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     reading = read_runs([GOLDEN / "z_no_logs"])
     assert not reading.runs
     assert {path.name: why for path, why in reading.unread} == NO_LOGS
@@ -94,8 +95,11 @@ def test_read_runs__what_is_no_log_is_counted_by_reason():
     assert words.startswith("10 files not read: 4 no validation line, 2 not a log by its name")
     assert len(words) < 160
 
-def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
-    """A copy, the console of a run, and its final line alone; two seeds that print the same are two runs."""
+def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
+    """A copy, the console output and the final line of a run are duplicates.
+
+    Two seeds that print the same are two runs.
+    """
     run = make_run(tmp_path / "a/run", 0, 3.28, 80.0)
     (run / "checkpoints").mkdir()
     for beside in ("settings.json", "checkpoints/manifest.json"):
@@ -107,15 +111,15 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path):
     make_run(tmp_path / "c/other", 1, 3.28000001, 80.0)
     reading = read_runs([tmp_path])
     assert sorted(run.seed for run in reading.runs) == [0, 1]
-    assert "3 the same run again" in reading.unread_in_words()
+    assert "3 duplicate run" in reading.unread_in_words()
 
-def test_read_runs__a_path_that_is_not_there(tmp_path):
+def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ToolError, match="a file or a directory"):
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
 
-def test_read_ours__a_whole_log():
+def test_read_ours__a_whole_log() -> None:
     run = only(GOLDEN / "ours/done")
     assert (run.kind, run.seed, run.total) == ("ours", 5, 12)
     assert (run.finished, run.void, run.notes) == (True, None, [])
@@ -123,9 +127,9 @@ def test_read_ours__a_whole_log():
     assert run.steps.tolist() == [[n, (20.25 + 100 * n) / 1000, 5 - n / 10] for n in range(1, 13)]
     assert run.phases[0] == {"name": "warm-up", "ms": 1500.5, "timed": False}
 
-def test_read_ours__torn_aborted_void_and_resumed():
+def test_read_ours__torn_aborted_void_and_resumed() -> None:
     torn = only(GOLDEN / "ours/torn")
-    assert torn.notes == ["last line torn", "no result yet: still going, or killed, at step 4"]
+    assert torn.notes == ["last line incomplete", "no result yet: running or killed, at step 4"]
     aborted = only(GOLDEN / "ours/aborted")
     assert aborted.notes == ["interrupted at step 4: loss is nan at step 4"]
     assert not torn.finished and not aborted.finished
@@ -135,7 +139,7 @@ def test_read_ours__torn_aborted_void_and_resumed():
     assert resumed.finished and resumed.notes == ["resumed at step 6"]
     assert resumed.steps[:, 2].tolist() == [5 - n / 10 for n in range(1, 7)] + [1.0] * 6
 
-def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
+def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")[:-5]
     del events[-1]["train_loss"]
@@ -145,7 +149,7 @@ def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
     assert math.isnan(run.steps[-1, 2]) and run.steps[-2, 2] > 0
 
 @pytest.mark.parametrize("lines", [(8,), (8, 6), (8, 6, 9, 10)])
-def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
+def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     budgets = [dict(type="budget", seconds=60.0, steps=steps) for steps in lines]
@@ -153,9 +157,11 @@ def test_take__the_last_budget_says_how_long_a_run_is(tmp_path, lines):
     assert only(folder).total == lines[-1]
 
 @pytest.mark.parametrize("differs", ["source_sha256", "seed", "max_steps", "nothing"])
-def test_take_resumed__facts_of_both_parts(tmp_path, differs):
-    """Second round 2 and 3 of the hostile cases: another source after a resume is no run of either program; a run
-    that was stopped with --max_steps and went on to its end is whole."""
+def test_take_resumed__facts_of_both_parts(tmp_path, differs) -> None:
+    """A run that was resumed with another source equals neither program.
+
+    A run that was stopped by --max_steps and resumed to its end is complete.
+    """
     folder = make_run(tmp_path / "run", 3, 3.28, 80.0)
     header, *events = events_of(folder / "log.jsonl")
     whole = header["config"] | dict(max_steps=0)
@@ -174,32 +180,51 @@ def test_take_resumed__facts_of_both_parts(tmp_path, differs):
     assert "resumed at step 5" in run.notes
     assert any(differs in note for note in run.notes) == bool(changed)
 
+def test_take_header__settings_that_were_renamed(tmp_path) -> None:
+    """A run has current names, and stores those of its log. The same is true if another call resumed it."""
+    old = make_run(tmp_path / "old", 0, 3.28, 80.0, config=OLD_NAMES, changed=dict(num_slots="8"))
+    run = only(old)
+    assert NEW_NAMES.items() <= run.facts["config"].items() and OLD_NAMES.items() <= run.logged_config.items()
+    assert not (OLD_NAMES.keys() - NEW_NAMES.keys()) & run.facts["config"].keys()
+    assert run.facts["changed"] == dict(seqs_per_step="8")
+    header, *events = events_of(old / "log.jsonl")
+    later = header | dict(type="resumed", step=5, source="logs/x", differs=dict(num_slots=[8, 4]))
+    write_events(old / "log.jsonl", [header, *events[:7], later, *events[7:]])
+    run = only(old)
+    assert run.facts["config"]["seqs_per_step"] == run.logged_config["num_slots"] == "8, then 4"
+    assert "resumed with another seqs_per_step" in run.notes
+
+def test_current_names__keeps_what_has_no_current_name() -> None:
+    tables = [dict(label="trigram_embed", rounding="stochastic")]
+    assert read.current_names(dict(lr=0.1, tables=tables)) == dict(lr=0.1, tables=tables), "nothing computes this now"
+    assert read.current_names(NEW_NAMES) == NEW_NAMES == read.current_names(OLD_NAMES)
+
 @pytest.mark.parametrize("broken, why", [
-    ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not one of a log.jsonl"),
-    ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not one of a log.jsonl"),
-    ("[" * 100_000 + "\n", "line 1 is not one of a log.jsonl"), ('{"type": "head', "no header line")])
-def test_read_ours__what_is_none(tmp_path, broken, why):
+    ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not valid in a log.jsonl"),
+    ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not valid in a log.jsonl"),
+    ("[" * 100_000 + "\n", "line 1 is not valid in a log.jsonl"), ('{"type": "head', "no header line")])
+def test_read_ours__what_is_none(tmp_path, broken, why) -> None:
     (tmp_path / "log.jsonl").write_text(broken)
     assert read_runs([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
-def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path):
+def test_read_ours__a_result_that_is_not_the_last_validation_is_refused(tmp_path) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     events[-1]["val_loss"] = 3.27
     write_events(folder / "log.jsonl", events)
-    assert only(folder).refused == "the result says a loss of 3.27, the last validation 3.28"
+    assert only(folder).refused == "the result states a loss of 3.27, the last validation 3.28"
 
 @pytest.mark.parametrize("change, believed", [
     ({}, True), (dict(scale=0.985), False), (dict(less_s=1.2), False), (dict(scale=0.99999), True)])
-def test_averages_contradict__all_lines(tmp_path, change, believed):
+def test_averages_contradict__all_lines(tmp_path, change, believed) -> None:
     run = only(make_peer(tmp_path / "log.txt", 3.279, 80.0, **change))
     assert run.loss == 3.279 and (run.seconds is not None) == believed, run.void
     assert believed or "contradict its step_avg" in run.void
 
 @pytest.mark.parametrize("where, ms, why", [
     (-1, 79_000, "its final time is 79.000 s"), (-1, 130_000, "its final time is 130.000 s"),
-    (2, 90_000, "the times of its validations fall"), (2, math.nan, "or are no numbers")])
-def test_clock_contradicts(tmp_path, where, ms, why):
+    (2, 90_000, "the times of its validations decrease"), (2, math.nan, "or are not finite")])
+def test_clock_contradicts(tmp_path, where, ms, why) -> None:
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
     events = events_of(folder / "log.jsonl")
     for event in events[-2:] if where == -1 else events[where:where + 1]:
@@ -208,7 +233,7 @@ def test_clock_contradicts(tmp_path, where, ms, why):
     run = only(folder)
     assert why in run.void and run.seconds is None and run.loss == 3.28
 
-def test_block__a_clock_that_is_set_back_late(tmp_path):
+def test_block__a_clock_that_is_set_back_late(tmp_path) -> None:
     path = make_peer(tmp_path / "log.txt", 3.279, 80.0)
     edit(path, "train_time:40000ms", "train_time:140000ms")
     assert only(path).void == "its clock was set back at step 875"

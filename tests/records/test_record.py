@@ -1,4 +1,4 @@
-"""records/tools/record.py: `new` makes records, `check` finds each kind of damage and laundering, `table` ranks."""
+"""records/tools/record.py: `new` creates records, `check` finds damage and manipulation, `table` ranks."""
 import datetime
 import json
 import math
@@ -6,8 +6,9 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from scipy import stats
 
 from common import full_disk, run
 
-from record_common import (NO_FLAGS, OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, text_of, write_events,
-                           write_text)
+from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of,
+                           make_run, text_of, write_events, write_text)
 
 from tools import compressed, files, record                         # noqa: E402
 
@@ -26,17 +27,20 @@ CPU = dict(hardware="a CPU", world_size=1)
 FIRST = "2026-01-01_01_First"
 SECOND = "2026-01-02_02_Second"
 
-def make_runs(folder: Path, losses=LOSSES, seconds=SECONDS, **facts) -> Path:
+def make_runs(folder: Path, losses: Sequence[float] = LOSSES, seconds: Sequence[float] = SECONDS,
+              **facts: object) -> Path:
     for seed, (loss, s) in enumerate(zip(losses, seconds)):
         make_run(folder / f"seed{seed}", seed, loss, s, **(CPU | facts))
     return folder
 
 def new(root: Path, *argv: object) -> Path:
+    """Call `new`, which must succeed; return the record directory."""
     status, out, error = call("new", "--records", root, *argv)
     assert status == 0, error
     return Path.cwd() / out.strip()
 
 def check(root: Path, *argv: object) -> str:
+    """Call `check`; return its findings, "" for none."""
     status, out, error = call("check", "--records", root, *argv)
     assert status == int("all numbers follow from their files" not in out), out + error
     return out if status else ""
@@ -45,8 +49,8 @@ def result_of(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 @pytest.fixture(scope="module")
-def two_records(tmp_path_factory) -> Path:
-    """An entry, and a comparison with the entry as parent, another source on one side, and a manifest."""
+def two_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An entry, and a comparison that has the entry as parent, a different source on one side, and a manifest."""
     place = tmp_path_factory.mktemp("records")
     root = place / "records"
     root.mkdir()
@@ -73,14 +77,14 @@ def two_records(tmp_path_factory) -> Path:
     return place
 
 @pytest.fixture
-def root(two_records, tmp_path) -> Path:
+def root(two_records: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two_records, tmp_path / "copy")) / "records"
 
-def test_check__records_of_this_repository():
+def test_check__records_of_this_repository() -> None:
     status, out, error = call("check")
     assert status == 0, out + error
 
-def test_build__numbers_are_those_of_the_logs(two_records):
+def test_build__numbers_are_those_of_the_logs(two_records) -> None:
     result = result_of(two_records / "records" / FIRST)
     group = result["groups"][""]
     assert group["losses"] == list(LOSSES) and group["times"] == list(SECONDS)
@@ -99,7 +103,7 @@ def test_build__numbers_are_those_of_the_logs(two_records):
     assert "007_B" in (second / "README.md").read_text()
     assert (second / "sources/B.diff").read_text().count("line_7 = 8") == 1
 
-def test_new__update_keeps_what_is_written_by_hand(root):
+def test_new__update_keeps_what_is_written_by_hand(root) -> None:
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
     before = (root / FIRST / "README.md").read_text()
     new(root, "--update=01")
@@ -109,10 +113,10 @@ def test_new__update_keeps_what_is_written_by_hand(root):
     (["X", "{runs}", "--track=pocket", "--date=1st"], "YYYY-MM-DD_nn"), (["Bad name", "{runs}"], "YYYY-MM-DD_nn"),
     (["X", "{root}"], "restore it, or leave it out"), (["X", "{runs}"], "track None"),
     (["X", "{runs}", "--track=8xGPU"], "8 on track 8xGPU"),
-    (["X", "{runs}", "{runs}", "--track=pocket"], "two runs of one name"),
-    (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its folder's name or its number"),
+    (["X", "{runs}", "{runs}", "--track=pocket"], "a different name for each run"),
+    (["X", "a={runs}", "b={other}", "--track=pocket", "--parent=09"], "give its directory name or its number"),
     (["X", "{runs}", "{other}", "--track=pocket"], "source_sha256")])
-def test_new__what_is_no_record(root, tmp_path, argv, said):
+def test_new__what_is_no_record(root, tmp_path, argv, said) -> None:
     other = make_runs(tmp_path / "other", (2.2, 2.3, 2.4), source=OTHER_SOURCE)
     for number, run in enumerate(sorted(other.iterdir())):
         run.rename(run.with_name(f"other{number}"))
@@ -123,7 +127,7 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     assert status == 2 and said in error, error
     assert sorted(root.rglob("*")) == before, "a call that fails leaves nothing"
 
-def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path):
+def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path) -> None:
     for name in (".unfinished", ".unfinished-01234567"):
         (root / name).mkdir()
         (root / name / "notes.txt").write_text("mine\n")
@@ -140,20 +144,21 @@ OUTSIDE = ("../x", "runs/../../x", "..", "", ".", "/tmp/x", "/", "//x", "link", 
            "a\0b")
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_inside__refuses_what_is_not_below(tmp_path, name):
+def test_inside__refuses_what_is_not_below(tmp_path, name) -> None:
     folder = tmp_path / "folder"
     (folder / "runs/001").mkdir(parents=True)
     for link in (folder / "link", folder / "runs/link"):
         link.symlink_to(tmp_path)
     (folder / "within").symlink_to("runs")
-    with pytest.raises(files.ToolError, match="a path below this folder"):
+    with pytest.raises(files.ToolError, match="a path below this directory"):
         files.inside(folder, name)
     for good in ("runs", "runs/001", "./runs/none/yet", "within/001", "..x/a..b"):
         assert files.inside(folder, good) == folder / good
 
 @pytest.mark.parametrize("name", ["../../../../../d1/d2/d3/d4/b", "../b", ".", "", None, "{bench}", "link/b"])
-def test_new__a_manifest_that_names_a_folder_elsewhere(tmp_path, name):
-    """Its "folder" was joined to the folder of the logs: they were written five levels above the records."""
+def test_new__a_manifest_that_names_a_folder_elsewhere(tmp_path, name) -> None:
+    """Earlier, its "folder" was joined to the directory of the logs: they were written five levels above the records.
+    """
     root = tmp_path / "e1/e2/e3/e4/records"
     root.mkdir(parents=True)
     bench = make_run(tmp_path / "d1/d2/d3/d4/b", 1, 2.2, 90.0, **CPU)
@@ -163,12 +168,12 @@ def test_new__a_manifest_that_names_a_folder_elsewhere(tmp_path, name):
     (bench / "link").symlink_to(root)
     before = sorted(tmp_path.rglob("*"))
     for argv in (["show", bench], ["compare", bench, bench],
-                 ["new", "--records", root, "X", bench, "--kind=comparison"]):           # last, because it writes
+                 ["new", "--records", root, "X", bench, "--kind=comparison"]):   # `new` is last, because it writes
         status, _, error = call(*argv)
-        assert status == 2 and "expected: a path below this folder" in error, error
+        assert status == 2 and "expected: a path below this directory" in error, error
     assert sorted(tmp_path.rglob("*")) == before
 
-def test_new__a_manifest_whose_side_is_a_path(root, tmp_path):
+def test_new__a_manifest_whose_side_is_a_path(root, tmp_path) -> None:
     bench = tmp_path / "bench"
     lines = [dict(type="bench", pairs=1, sides=NO_FLAGS)]
     for number, (side, source) in enumerate((("A", SOURCE), ("../../escaped", OTHER_SOURCE)), 1):
@@ -183,12 +188,12 @@ def test_new__a_manifest_whose_side_is_a_path(root, tmp_path):
     (FIRST, ["../../../runs/seed0", "seed1", "seed2"], ("groups", "")), (FIRST, ["../seed0"], ("groups", "")),
     (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")), (FIRST, ["../.."], ("bench",)),
     (SECOND, "../elsewhere", ("parent",)), (SECOND, "/tmp", ("parent",)), (FIRST, "../../x", ("name",))])
-def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, value, keys):
+def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, value, keys) -> None:
     """Neither `check` nor `new --update` opens a file outside of the records."""
     shutil.copytree(root / FIRST, root.parent / "elsewhere")
     if value == ["out/seed0"]:
         (root / FIRST / "logs/out").symlink_to(root.parent / "runs")
-        with pytest.raises(files.ToolError, match="a path below this folder"):
+        with pytest.raises(files.ToolError, match="a path below this directory"):
             record.log_of(root / FIRST, "out/seed0")
     restate(root / which, value, *keys)
     opened = []
@@ -200,7 +205,7 @@ def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, va
     assert opened and not outside
 
 @pytest.mark.parametrize("name", ["README.md", "result.json", "train_gpt.py", "logs/seed1/log.txt.gz", "logs/seed1"])
-def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch, name):
+def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch, name) -> None:
     path = root / FIRST / name
     path.rename(root.parent / "elsewhere")
     path.symlink_to(root.parent / "elsewhere")
@@ -212,14 +217,15 @@ def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch
     assert status == 2 and "link" in error and path.is_symlink()
     assert not [one for one in opened if not one.resolve().is_relative_to(root)]
 
-def noted_paths(call, opened: list[Path]):
-    def noting(path: Path):
+def noted_paths(call: Callable[[Path], Any], opened: list[Path]) -> Callable[[Path], Any]:
+    """Wrap a function of a path, and append each path to `opened`."""
+    def noting(path: Path) -> Any:
         opened.append(path)
         return call(path)
     return noting
 
-def test_write__never_through_a_link(root, tmp_path):
-    """Of a picture, a page and numbers that a stranger's folder has as links, also where they stay in the folder."""
+def test_write__never_through_a_link(root, tmp_path) -> None:
+    """A link at the path of a plot, page or result is replaced, even if it leads to a file in the same directory."""
     precious = tmp_path / "precious"
     precious.write_text("precious")
     run = make_run(tmp_path / "run", 0, 2.2, 90.0, **CPU)
@@ -239,14 +245,14 @@ def test_write__never_through_a_link(root, tmp_path):
         assert not picture.is_symlink() and picture.read_bytes().startswith(b"\x89PNG")
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/null")])
-def test_write_bytes__what_is_no_file_stays(tmp_path, make):
+def test_write_bytes__what_is_no_file_stays(tmp_path, make) -> None:
     make(tmp_path / "name")
     before = (tmp_path / "name").lstat()
-    with pytest.raises(files.ToolError, match="a folder, a pipe or a device"):
+    with pytest.raises(files.ToolError, match="a directory, a pipe or a device"):
         files.write_bytes(tmp_path / "name", b"x")
     assert (tmp_path / "name").lstat()[:3] == before[:3] and len(list(tmp_path.iterdir())) == 1
 
-def test_write_bytes__a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+def test_write_bytes__a_failure_leaves_the_old_file(tmp_path, monkeypatch) -> None:
     (tmp_path / "name").write_text("old")
     monkeypatch.setattr(os, "replace", full_disk)
     with pytest.raises(OSError):
@@ -265,7 +271,7 @@ def rename(path: Path, name: str) -> None:
 
 PAGE_SAID = "README.md: found"
 ADD = Path.write_text, "more\n"
-DAMAGES = {                                  # what is said, where in the folder, what is done there
+DAMAGES = {                                  # the finding, the file, how it is damaged
     "a number of the page": (PAGE_SAID, "README.md", edit, "2.159", "2.151"),
     "a list of times": (PAGE_SAID, "README.md", edit, "97.7", "96.7"),
     "a mean": ("result.json: found", "result.json", edit, "2.159", "2.158"),
@@ -281,13 +287,13 @@ DAMAGES = {                                  # what is said, where in the folder
     "another source": ("not the source", "train_gpt.py", edit, "= 7", "= 6"),
     "a stranger's file": ("notes.txt: added", "logs/notes.txt", *ADD), "a hidden file": ("added", ".hidden", *ADD),
     "a picture": ("loss.png: edited", "loss.png", *ADD),
-    "a name": ("found this folder name", "", rename, "2026-01-01_01_Best"),
+    "a name": ("directory name: expected", "", rename, "2026-01-01_01_Best"),
     "a number twice": ("several records", "", rename, "2026-01-01_02_First"),
-    "a date": ("found this folder name", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
+    "a date": ("directory name: expected", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
 }
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_check__damage_is_named(root, name):
+def test_check__damage_is_named(root, name) -> None:
     said, where, act, *given = DAMAGES[name]
     act(root / FIRST / where, *given)
     assert said in check(root)
@@ -296,12 +302,12 @@ def test_check__damage_is_named(root, name):
     ("B.diff: edited", "sources/B.diff", edit, ("+line_7 = 8", "+line_7 = 9")),
     ("B.diff: missing", "sources", remove, ()), ("006_B", "logs/runs/006_B", remove, ()),
     ("manifest.jsonl", "logs/manifest.jsonl", edit, ('"failed"', '"lost"'))])
-def test_check__damage_of_a_comparison_is_named(root, said, where, act, given):
+def test_check__damage_of_a_comparison_is_named(root, said, where, act, given) -> None:
     act(root / SECOND / where, *given)
     assert said in check(root)
 
 def set_facts(logs: Path, seeds: Sequence[int], kinds: str = "", facts: Mapping = {}, scale: float = 1.0) -> None:
-    """Change events of these types in each log.jsonl, and all times; log.txt keeps its own."""
+    """Change facts of events of these types in each log.jsonl, and scale all times; log.txt does not change."""
     for seed in seeds:
         log = logs / f"seed{seed}/log.jsonl"
         events = events_of(log)
@@ -313,6 +319,7 @@ def set_facts(logs: Path, seeds: Sequence[int], kinds: str = "", facts: Mapping 
         write_events(log, events)
 
 def restate(folder: Path, value: object, *keys: str) -> None:
+    """Change what result.json states under nested keys."""
     result = result_of(folder)
     holder = result["stated"]
     for key in keys[:-1]:
@@ -321,7 +328,7 @@ def restate(folder: Path, value: object, *keys: str) -> None:
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
 def copy_run(folder: Path) -> None:
-    """A second seed from a copy, its seed changed wherever it stands."""
+    """Add a second seed that is a copy, with its seed changed everywhere."""
     copy = Path(shutil.copytree(folder / "logs/seed1", folder / "logs/seed5"))
     lines = text_of(copy / "log.jsonl")
     write_text(copy / "log.jsonl", lines.replace('"seed": 1', '"seed": 5'))
@@ -339,7 +346,7 @@ def future(folder: Path) -> None:
     rename(folder, f"{day}_01_First")
 
 ALL = range(3)
-LAUNDERED = {                                # where in the folder, what is done there
+LAUNDERED = {                                # the file, how it is manipulated
     "better losses": ("logs", set_facts, ALL, "val result", dict(val_loss=2.1)),
     "better result": ("logs", set_facts, [2], "result", dict(val_loss=2.1)),
     "nan": ("logs", set_facts, [1], "val", dict(val_loss=math.nan)),
@@ -356,20 +363,20 @@ LAUNDERED = {                                # where in the folder, what is done
 }
 
 @pytest.mark.parametrize("name", LAUNDERED)
-def test_doubts__laundering_is_found(root, name):
+def test_doubts__laundering_is_found(root, name) -> None:
     where, act, *given = LAUNDERED[name]
     act(root / FIRST / where, *given)
     call("new", "--records", root, "--update=01")
     assert check(root), "and update, which refuses or writes, hides nothing"
 
-def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root):
+def test_doubts__a_run_of_the_manifest_cannot_be_left_out(root) -> None:
     shutil.rmtree(root / SECOND / "logs/runs/006_B")
     restate(root / SECOND, ["runs/002_B", "runs/003_B"], "groups", "B")
     status, _, error = call("new", "--records", root, "--update=02")
-    assert status == 2 and "runs/006_B is done and left out" in error
+    assert status == 2 and "runs/006_B succeeded and is left out" in error
 
-def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch):
-    """Second round 9 of the hostile cases: `git log` there ran what its .git/config names."""
+def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch) -> None:
+    """Earlier, `git log` in such a directory executed the programs that its .git/config names."""
     (tmp_path / "bin").mkdir()
     git = tmp_path / "bin/git"
     git.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
@@ -378,14 +385,14 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert check(root) == "" and not (tmp_path / "ran").exists()
 
-def test_findings__a_sealed_record(root):
+def test_findings__a_sealed_record(root) -> None:
     result = result_of(root / FIRST)
     result.pop("picture_sha256", None)
     result["files"] = record.hashes(root / FIRST)
     result["sealed"] = record.sealed(root / FIRST, result)
     (root / FIRST / "result.json").write_text(json.dumps(result))
     assert check(root, "01") == ""
-    assert "a sealed one" in call("new", "--records", root, "--update=01")[2]
+    assert "found:    sealed" in call("new", "--records", root, "--update=01")[2]
     for name, old, other in (("README.md", "2.159", "2.151"), ("logs/seed1/log.txt", "2.1440", "2.1340"),
                              ("result.json", '"class": "plain"', '"class": "table"')):
         path = root / FIRST / name
@@ -395,17 +402,39 @@ def test_findings__a_sealed_record(root):
 
 @pytest.mark.parametrize("settings, expected", [
     (dict(vocab_size=100, bigram_rows=1000), "plain"), (dict(vocab_size=100, bigram_rows=1001), "table"),
-    (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table"), (dict(vocab_size=100), None)])
-def test_class_of__from_the_configuration(settings, expected):
-    """Fault 7: it was taken from the header's table rows, which can be empty."""
+    (dict(vocab_size=100, bigram_rows=5, tables=[dict(rows=10**6)]), "table"), (dict(vocab_size=100), None),
+    (dict(vocab_size=100, **OLD_NAMES), "table"), (dict(vocab_size=500, **OLD_NAMES), "plain"),
+    (dict(vocab_size=100, **NEW_NAMES), "table"), (dict(vocab_size=500, **NEW_NAMES), "plain")])
+def test_class_of__from_the_configuration(settings, expected) -> None:
+    """Earlier, the class was taken from the table rows of the header, which can be empty."""
     assert record.class_of(settings) == expected
+
+SLOWER_TABLE = NEW_TABLE | dict(update_every=4)
+
+@pytest.mark.parametrize("parent, child, changed", [
+    (OLD_NAMES, NEW_NAMES, {}), (OLD_NAMES, OLD_NAMES, {}), (NEW_NAMES, OLD_NAMES, {}),
+    (OLD_NAMES, NEW_NAMES | dict(seqs_per_step=4), dict(seqs_per_step=[8, 4])),
+    (OLD_NAMES, NEW_NAMES | dict(tables=[SLOWER_TABLE]), dict(tables=[[NEW_TABLE], [SLOWER_TABLE]])),
+    (OLD_NAMES, OLD_NAMES | dict(num_slots=4), dict(num_slots=[8, 4]))])
+def test_build__settings_have_the_names_of_their_logs(tmp_path, parent, child, changed) -> None:
+    """A record states settings under the names of its logs, so older records do not change.
+
+    A rename is not listed as a change from the parent.
+    """
+    root = tmp_path / "records"
+    root.mkdir()
+    new(root, "Parent", make_runs(tmp_path / "parent", config=parent), "--kind=comparison", "--date=2026-01-01")
+    runs = make_runs(tmp_path / "child", config=child)
+    result = result_of(new(root, "Child", runs, "--kind=comparison", "--date=2026-01-02", "--parent=01"))
+    assert child.items() <= result["config"].items() and result["changed"] == changed
+    assert check(root) == ""
 
 POOLS = [                                    # name, loss, seconds, rows of the bigram table
     ("Base", 3.278, 90.0, 500), ("Fast", 3.279, 80.0, 500), ("Unproven", 3.281, 70.0, 500),
     ("Systems", 3.2805, 75.0, 500), ("Tables", 3.270, 60.0, 5000),
 ]
 
-def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
+def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
     root = tmp_path / "records"
     root.mkdir()
     for day, (name, loss, seconds, rows) in enumerate(POOLS, 1):
@@ -423,8 +452,8 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
 
-def test_new__a_run_of_the_trainer_as_it_is(tmp_path):
-    """Its log.txt and log.jsonl say the same to these tools."""
+def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
+    """The tools read the same results from its log.txt and its log.jsonl."""
     runs = [run(tmp_path / f"runs/{seed}", f"--seed={seed}", "--max_steps=2", "--sample_tokens=0") for seed in (1, 2)]
     assert [done.status for done in runs] == [0, 0], runs[0].err
     root = tmp_path / "records"
@@ -440,22 +469,22 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path):
     ([2.21], dict(config={"val_tokens": 131_072}), "2.210 nats per token: no entry has"),
     ([2.21], dict(preset="pocket_tables"), "2.210 nats per token: no entry has"),
     ([2.21], dict(result={"tokens": 1024}), "2.210 nats per token: no entry has")])
-def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words):
-    """Without scipy; whether it stands inside is Student's t: 0.0137 x 4.303 x sqrt(1/3 + 1/runs) about 2.159."""
+def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words) -> None:
+    """Does not import scipy. The range is by Student's t: 2.159 +- 0.0137 x 4.303 x sqrt(1/3 + 1/runs)."""
     monkeypatch.setitem(sys.modules, "scipy", None)
     runs = make_runs(tmp_path / "runs", losses, SECONDS, **facts)
     status, out, error = call("stand", "--records", root, runs)
     assert status == 0 and out.startswith(words) and "trigram" not in out, out + error
     assert f"picture: {runs / 'loss.png'}" in out and (runs / "loss.png").exists()
 
-def test_stand__a_run_that_is_not_finished(root, tmp_path):
+def test_stand__a_run_that_is_not_finished(root, tmp_path) -> None:
     run = make_run(tmp_path / "run", 0, 2.2, 9.0)
     write_events(run / "log.jsonl", events_of(run / "log.jsonl")[:-1])
     status, out, error = call("stand", "--records", root, run)
     assert (status, out) == (2, "") and "no result yet" in error
 
-def test_stand__what_it_knows():
-    """The trigram's loss is that of the page named, which the picture of races draws; t is scipy's."""
+def test_stand__what_it_knows() -> None:
+    """The loss of the trigram model is that of the page and of race.svg; the quantiles of t are scipy's."""
     named, nats = record.TRIGRAM
     stated, = re.findall(r"Witten-Bell trigram.* \| (\d\.\d{4}) \|", (record.RECORDS / named / "README.md").read_text())
     drawn, = re.findall(r"^TRIGRAM_NATS = (\S+)", (record.RECORDS / "guide/race.py").read_text(), re.M)
@@ -464,8 +493,9 @@ def test_stand__what_it_knows():
 
 RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1)
 
-def bench_runs(place: Path, sources: dict, seconds: dict, loss: dict, pairs: int = 6) -> Path:
-    """A bench as `records bench` leaves it: sides in turn, forwards and backwards, a manifest, seeds by pair."""
+def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float],
+               pairs: int = 6) -> Path:
+    """Write a bench as `records bench` does: interleaved sides, A B then B A, a manifest, one seed per pair."""
     lines = [dict(type="bench", pairs=pairs, sides={name: {"flags": []} for name in sources})]
     order = [*sources, *reversed(sources)]
     for number in range(1, len(sources) * pairs + 1):
@@ -482,8 +512,8 @@ THIRD_SOURCE = SOURCE.replace("= 9\n", "= 99\n").replace("= 7\n", "= 8\n")
 BASE, PARENT = dict(seconds=100.0, loss=2.16), dict(seconds=80.0, loss=2.17)
 
 @pytest.fixture(scope="module")
-def chain(tmp_path_factory) -> Path:
-    """Three links: the base, a record in turn with it, and one in turn with that one and with the base."""
+def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three entries: the base, one interleaved with it, and one interleaved with that one and with the base."""
     place = tmp_path_factory.mktemp("chain")
     root = place / "records"
     root.mkdir()
@@ -502,7 +532,7 @@ def chain(tmp_path_factory) -> Path:
     assert check(root) == ""
     return place
 
-def test_chain__ratios_are_those_of_the_benches(chain):
+def test_chain__ratios_are_those_of_the_benches(chain) -> None:
     (title, rows), = json.loads(call("table", "--records", chain / "records", "--json")[1]).items()
     assert title == "track pocket_time, class plain" and {row["class"] for row in rows} == {"plain"}
     assert [row["idea"] for row in rows] == ["recipe A, fewest steps", "eight for seven", "ninety nine for nine"]
@@ -513,15 +543,15 @@ def test_chain__ratios_are_those_of_the_benches(chain):
     page = (chain / "records/2026-01-03_03_NinetyNine/README.md").read_text()
     assert "class plain, idea: ninety nine for nine" in page and "[base 2026-01-01_01_Base]" in page
 
-def test_chain__picture(chain, tmp_path):
+def test_chain__picture(chain, tmp_path) -> None:
     image = pytest.importorskip("matplotlib.image")
     status, said, _ = call("table", "--records", chain / "records", f"--plot={tmp_path}/chain.png")
     assert status == 0 and "eight for seven" in said
     ink = image.imread(tmp_path / "chain.png")[..., 3] > 0.5
     assert ink[:, :ink.shape[1] // 2].any() and ink[:, ink.shape[1] // 2:].any(), "both halves"
 
-def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path):
-    """A record of a chain has runs of base and parent too, whose times are others."""
+def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path) -> None:
+    """A record of a chain also contains runs of base and parent, which have other times."""
     its = chain / "records/2026-01-03_03_NinetyNine"
     alone = make_run(tmp_path / "run", 77, 2.18, 60.0, source=THIRD_SOURCE, **RECORD_OF_CHAIN)
     _, said, _ = call("place", alone, its, "--json")
@@ -531,7 +561,8 @@ def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path):
     stranger = make_run(tmp_path / "stranger", 77, 2.18, 60.0, source="other = 1\n", **RECORD_OF_CHAIN)
     assert "mixes source_sha256" in json.loads(call("place", stranger, its, "--json")[1])["reason"]
 
-def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
+def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts: object) -> Path:
+    """Write runs that fit the track of the chain."""
     for seed in range(seeds):
         make_run(folder / f"seed{seed}", seed, loss + seed / 1000, 100.0, **RECORD_OF_CHAIN | facts)
     return folder
@@ -543,7 +574,7 @@ def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts) -> Path:
     (dict(world_size=2), [], "2 on track pocket_time"), (dict(config={"val_tokens": 1024}), [], "65536 on track"),
     (dict(config={"vocab_size": None}), [], "plain or table"),
     ({}, ["--idea=one two three four five six"], "one to 5 words"), ({}, ["--idea="], "one to 5 words")])
-def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
+def test_chain__what_is_no_entry(tmp_path, runs, argv, said) -> None:
     folder = of_chain(tmp_path / "runs", **runs)
     root = tmp_path / "records"
     root.mkdir()
@@ -551,10 +582,11 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said):
     assert status == 2 and said in error, error
 
 @pytest.mark.parametrize("benches, parent, said", [
-    (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "beside the base, 2026-01-01_01_Base"),
-    (["third_with_base"], "02", "beside the parent, 2026-01-02_02_Eight"), (["with_base"], None, "name it: --parent"),
-    (["no_bench"], "01", "no bench")])
-def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said):
+    (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "relative to the base, 2026-01-01_01_Base"),
+    (["third_with_base"], "02", "relative to the parent, 2026-01-02_02_Eight"),
+    (["with_base"], None, "choose it with --parent"),
+    (["no_bench"], "01", "no bench contains")])
+def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said) -> None:
     root = shutil.copytree(chain / "records", tmp_path / "records")
     bench_runs(tmp_path / "slower", {"A": SOURCE, "B": THIRD_SOURCE}, {"A": 100.0, "B": 101.0}, {"A": 2.16, "B": 2.17})
     of_chain(tmp_path / "no_bench", source=THIRD_SOURCE)
@@ -564,7 +596,7 @@ def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, p
     status, _, error = call("new", "--records", root, "X", *places, "--track=pocket_time", "--idea=x", *flags)
     assert status == 2 and said in error, error
 
-def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path):
+def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path) -> None:
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     sources = {"A": SOURCE, "parent": OTHER_SOURCE, "idea": THIRD_SOURCE, "next": THIRD_SOURCE.replace("99", "999")}
@@ -573,7 +605,7 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path):
     own = [path for path in sorted(bench.glob("runs/*")) if not path.name.endswith("next")]
     flags = ["--track=pocket_time", "--idea=x", "--parent=02", "--date=2026-01-03"]
     status, _, error = call("new", "--records", root, "X", *own[:-1], *flags)
-    assert status == 2 and "is done and left out" in error, error
+    assert status == 2 and "succeeded and is left out" in error, error
     folder = new(root, "X", *own, *flags)
     assert check(root) == ""
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
