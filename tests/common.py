@@ -312,7 +312,7 @@ def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
             found |= {f"{label}.{name}": x for name, x in table.store.shard._asdict().items()}
     return found
 
-def engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
+def make_engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
     return tg.Engine(cfg, comm(rank, world), tg.attention_reference, precision)
 
 def check_error(error: tg.TrainerError, *parts: str) -> None:
@@ -325,7 +325,7 @@ def check_error(error: tg.TrainerError, *parts: str) -> None:
     assert not missing, f"{missing} not in: {error}"
 
 @contextlib.contextmanager
-def refused(kind: type, *parts: str) -> Iterator[pytest.ExceptionInfo]:
+def expect_error(kind: type, *parts: str) -> Iterator[pytest.ExceptionInfo]:
     """Expect an error of exactly this kind with these parts."""
     with pytest.raises(kind) as caught:
         yield caught

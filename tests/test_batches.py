@@ -17,8 +17,8 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, engine, comm, logical_rows, nothing, preset, random_stream, refused, started_loader,
-                    steps_of, write_shard)
+from common import (batches_of, comm, expect_error, logical_rows, make_engine, nothing, preset, random_stream,
+                    started_loader, steps_of, write_shard)
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -182,13 +182,13 @@ def test_advance__data_that_end(tmp_path, world):
                 assert bool(loader.next_plans()) == (v.step < cycle - 1)
             for _ in range(2):
                 assert loader.next_plans() == {}
-                with refused(tg.OutOfData, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} "
-                             "steps", "--max_steps", "--epochs=0"):
+                with expect_error(tg.OutOfData, "training data ended", "2 shards", "train_*.bin",
+                                  f"enough for {enough} steps", "--max_steps", "--epochs=0"):
                     loader.advance([])
 
 def test_start__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
-    with refused(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
+    with expect_error(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
         with started(tmp_path, epochs=0):
             pass
 
@@ -272,9 +272,9 @@ def test_next_plans__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where,
         assert loader.next_plans(), "this cycle's, without waiting for the next one"
         loader.next(next(steps))
         said = "waiting" if error else "no result after 0.05 s"
-        with refused(error or tg.RunError, said):
+        with expect_error(error or tg.RunError, said):
             loader.next_plans()
-        with refused(error or tg.RunError, said):
+        with expect_error(error or tg.RunError, said):
             loader.advance([])
         release.set()
 
@@ -337,7 +337,7 @@ def calls_of_thread(name: str, calls: set[tuple[int, str]]) -> None:
 def test_Loader__its_thread_calls_no_clock_engine_or_table():
     """Only sections 3, 5 and 6 and the communicator. Training with n-gram tables in device and in host memory."""
     cfg = preset(tables=TABLES)
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     calls = set()
     calls_of_thread("loader", calls)
     try:

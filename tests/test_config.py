@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-from common import ROOT, comm, refused
+from common import ROOT, comm, expect_error
 
 import train_gpt as tg
 
@@ -20,7 +20,7 @@ def preset_of(name: str) -> tg.Config:
     return tg.Config(preset=name, **tg.PRESETS[name])
 
 def refuse(argv: list[str], *parts: str) -> str:
-    with refused(tg.ConfigError, *parts) as caught:
+    with expect_error(tg.ConfigError, *parts) as caught:
         tg.load_config(argv)
     return str(caught.value)
 
@@ -39,7 +39,7 @@ BAD_LAYERS = {                               # arguments of a layer -> what the 
 def test_Layer__a_feature_that_it_cannot_have(name):
     """A bad row of LAYERS raises where it is written, so no table of layers can contain one."""
     columns, *parts = BAD_LAYERS[name]
-    with refused(tg.ConfigError, "LAYERS", *parts):
+    with expect_error(tg.ConfigError, "LAYERS", *parts):
         tg.Layer(**columns)
     with pytest.raises(FrozenInstanceError):
         LAYERS[0].window = "wide"
@@ -90,7 +90,7 @@ def refuse_stages(changes: dict, parts: list[str]) -> None:
 def test_Stage__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_STAGES[name]
-    with refused(tg.ConfigError, "--stages", "change that row", *parts):
+    with expect_error(tg.ConfigError, "--stages", "change that row", *parts):
         replace(STAGES[0], **changes)
     refuse_stages(changes, parts)
 
@@ -127,7 +127,7 @@ def refuse_tables(changes: dict, parts: list[str]) -> None:
 def test_NgramTable__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_TABLES[name]
-    with refused(tg.ConfigError, "--tables", "change that row", *parts):
+    with expect_error(tg.ConfigError, "--tables", "change that row", *parts):
         replace(TABLE, **changes)
     refuse_tables(changes, parts)
 
@@ -324,7 +324,7 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
         path.write_bytes(content)
     elif content:
         content(path)
-    with refused(tg.DataError, str(path), "name the folder of"):
+    with expect_error(tg.DataError, str(path), "name the folder of"):
         tg.read_settings(tmp_path)
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):

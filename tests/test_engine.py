@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, engine, comm, few_layers, fill_randomly, grad_of, nothing, random_batch,
+from common import (exact_array, make_engine, comm, few_layers, fill_randomly, grad_of, nothing, random_batch,
                     rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from reference import Reference
 
@@ -18,7 +18,7 @@ import train_gpt as tg
 ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order through 11 layers; gradients are of order 1
 
 def filled(cfg: tg.Config) -> tuple[tg.Engine, tg.StepConfig]:
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     fill_randomly(ex.model, 0, ex.comm)
     return ex, tg.Schedule(cfg).at(0)
 
@@ -195,7 +195,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
     tables = tg.parse_value("tables", "device_embed 2 40 stream 1 device 4; host_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5, tables=tables, train_files="formula:60:59:20000:1")
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     for label in ("device_embed", "host_embed"):
         rows = torch.tensor([1, 5, 7])
         state = ex.tables[label].store.shard.index_select(rows)

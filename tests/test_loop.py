@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, engine, comm, launch, nothing, preset, refused
+from common import ROOT, Run, SimulatedTime, make_engine, comm, launch, nothing, preset, expect_error
 
 import train_gpt as tg
 
@@ -179,7 +179,7 @@ def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected
     ranks.wait_for(event)
     assert event.query() and event.clock.now < 108
     stuck = DeviceEvent(monkeypatch)
-    with refused(tg.RunError, expected, "nothing from cpu after 8.0 s", "--comm_timeout"):
+    with expect_error(tg.RunError, expected, "nothing from cpu after 8.0 s", "--comm_timeout"):
         ranks.wait_for(stuck)
     assert 108 <= stuck.clock.now < 109, "before NCCL ends the process"
 
@@ -188,7 +188,7 @@ def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
     log.step(losses(10.0), 100.0)
     fields, *rest, _ = log.pending.pop()
     log.pending.append((fields, *rest, DeviceEvent(monkeypatch)))
-    with refused(tg.RunError, "waiting for the device", "--comm_timeout"):
+    with expect_error(tg.RunError, "waiting for the device", "--comm_timeout"):
         log.flush()
     log.write_aborted("the cause")
     assert [event["type"] for event in events(tmp_path)] == ["aborted"]
@@ -203,7 +203,7 @@ def test_Clock__stop_waits_for_the_device_and_no_longer_than_the_timeout(monkeyp
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
         clock.initial_ms, clock.since = 0.0, event.clock.now
-        with contextlib.nullcontext() if ended else refused(tg.RunError, "waiting for the device"):
+        with contextlib.nullcontext() if ended else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == ended
     assert idle == [device], "other streams come after the event"
@@ -229,14 +229,15 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
         log.step(losses(loss), 0.0)
-    with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr", "--dtype=float32"):
+    with expect_error(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr",
+                      "--dtype=float32"):
         log.step(losses(10.0), 0.0)
     log.write_aborted("RunError: NaN")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
     log = make_log(tmp_path / "other")
-    with refused(tg.RunError, "validation loss at step 0", str(bad), "none"):
+    with expect_error(tg.RunError, "validation loss at step 0", str(bad), "none"):
         log.validation(bad, 0.0, TextData())
     assert events(tmp_path / "other") == []
 
@@ -308,7 +309,7 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
     monkeypatch.setattr(torch, "compile", noting)
     cfg = preset(adam_every=2, compile=1, **changes)
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     log = make_log(tmp_path, **changes)
     tg.warm_up(cfg, comm(), ex, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (PATIENCE, ROOT, Forked, Run, check_error, engine, comm, launch, losses, nothing, preset,
-                    random_stream, refused, run, write_shard)
+from common import (PATIENCE, ROOT, Forked, Run, check_error, make_engine, comm, launch, losses, nothing, preset,
+                    random_stream, expect_error, run, write_shard)
 
 import train_gpt as tg
 
@@ -327,7 +327,7 @@ def folder(tmp_path_factory) -> Path:
     pieces = [*PIECES, b""]
     pieces[ord("~")] = b"no tilde"
     for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
-        tg.save_weights(path / name, "id", cfg, engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
+        tg.save_weights(path / name, "id", cfg, make_engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
@@ -457,7 +457,7 @@ def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, la
     monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(folder))))
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    with refused(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
+    with expect_error(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
         tg.preflight(cfg, "run", [], gpu)
     tg.preflight(cfg, "run", [], comm())
     for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():

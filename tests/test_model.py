@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, engine, fill_randomly, own_rows, preset, randn,
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, make_engine, fill_randomly, own_rows, preset, randn,
                     random_batch, small, unequal, with_tokens)
 from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
 
@@ -91,7 +91,7 @@ def check_spread(x: torch.Tensor, std: float) -> None:
 
 def initial(**changes) -> dict[str, torch.Tensor]:
     """Return the weights of a new engine with one rank, which has all of each."""
-    model = engine(preset(**changes)).model
+    model = make_engine(preset(**changes)).model
     return {label: p.detach() for label, p in model.named_parameters()}
 
 @pytest.mark.recipe
@@ -117,7 +117,7 @@ def test_initial_weights__are_the_recipes():
 @pytest.mark.recipe
 def test_initial_weights__of_ngram_tables():
     """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
-    made = engine(preset(tables=ALTERNATING, dtype="float32"))
+    made = make_engine(preset(tables=ALTERNATING, dtype="float32"))
     plain = initial(dtype="float32")
     found = {label: p.detach() for label, p in made.model.named_parameters()}
     assert found.keys() == plain.keys(), "their rows are no parameters"

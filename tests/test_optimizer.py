@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, engine, comm, fill_randomly, grad_of, owned, randn, refused, small,
-                    started_loader, steps_of, unequal, untied_at)
+from common import (BF16, F32, F64, add_grad, comm, expect_error, fill_randomly, grad_of, make_engine, owned, randn,
+                    small, started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -45,7 +45,7 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
     assert p.equal(want.bfloat16())
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    ex = engine(cfg, world, rank)
+    ex = make_engine(cfg, world, rank)
     whole = fill_randomly(ex.model, where=ex.comm)
     with torch.no_grad():
         ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.comm))
@@ -101,14 +101,14 @@ def test_step__a_missing_gradient_is_refused(missing):
         if label != missing:
             add_grad(optimizer, label, grad, values)
     named = "replicated" if missing == "smear_gate" else missing         # one sum for all that every rank updates
-    with refused(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
+    with expect_error(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
         optimizer.step(values)
     assert unequal(weights_of(optimizer), before) == []
 
 def with_each_group() -> tg.Engine:
     """An engine whose optimizer has a group of each class."""
     tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
-    ex = engine(small(tables=tables, train_files="formula:60:59:20000:1"))
+    ex = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
     fill_randomly(ex.model)
     return ex
 
@@ -229,7 +229,7 @@ def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
     before = memory()
     initial_state = tg.init_optimizer_state
     monkeypatch.setattr(tg, "init_optimizer_state", with_average)
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     numbers = sum(math.prod(row.shape) for row in ex.model.specs.values())
     assert memory() - before == numbers * F64.itemsize
     added = {label: state["another"] for label, state in ex.optimizer.state.items()}

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, engine, comm, grad_of, logical_rows, nothing
+from common import BF16, F64, ROOT, make_engine, comm, grad_of, logical_rows, nothing
 from reference import Reference
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     return weights
 
 def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
-    found = engine(cfg)
+    found = make_engine(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
@@ -582,7 +582,7 @@ def check_schedule(oracle: Oracle) -> None:
             row[:len(values.mtp_weights)] = values.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
-    optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
+    optimizer = make_engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, row in optimizer.model.specs.items():
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else row.lr_mul)

@@ -24,9 +24,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (exact_array, comm, few_layers, fill_randomly, plan_of, preset, refused, started_loader, steps_of,
-                    tensors_of)
-from common import engine as make_engine
+from common import (comm, exact_array, expect_error, few_layers, fill_randomly, make_engine, plan_of, preset,
+                    started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
 from reference import ngram_rows, put_together
@@ -295,7 +294,7 @@ def test_HostRowStore__no_call_waits_longer_than_the_timeout(name):
     if name == "prefetch":
         store.prefetch(second)
     try:
-        with refused(tg.RunError, "copying table rows", "host memory", "no result after 0.1 s"):
+        with expect_error(tg.RunError, "copying table rows", "host memory", "no result after 0.1 s"):
             call_next(store, name, third)
     finally:
         released.set()
