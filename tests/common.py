@@ -96,7 +96,7 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     rows = plan.rows_to_fetch[rows]
     return rows % plan.shard_rows * len(plan.fetch_counts) + rows // plan.shard_rows
 
-def comm(rank: int = 0, world: int = 1) -> tg.Communicator:
+def make_comm(rank: int = 0, world: int = 1) -> tg.Communicator:
     """A rank of a world without a process group: enough for all that communicates nothing."""
     return tg.Communicator(torch.device("cpu"), rank, world)
 
@@ -190,7 +190,7 @@ def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     plans, row_index = {}, dict(batch.row_index)
     for table in tg.table_specs(cfg):
         if table.rowwise:
-            plans[table.label], (found,) = plan_of(table, comm(), [batch.row_index[table.label].numpy()])
+            plans[table.label], (found,) = plan_of(table, make_comm(), [batch.row_index[table.label].numpy()])
             row_index[table.label] = torch.from_numpy(found)
     return batch._replace(plans=plans, row_index=row_index)
 
@@ -313,7 +313,7 @@ def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
     return found
 
 def make_engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
-    return tg.Engine(cfg, comm(rank, world), tg.attention_reference, precision)
+    return tg.Engine(cfg, make_comm(rank, world), tg.attention_reference, precision)
 
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""

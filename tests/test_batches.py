@@ -17,7 +17,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, comm, expect_error, logical_rows, make_engine, nothing, preset, random_stream,
+from common import (batches_of, expect_error, logical_rows, make_comm, make_engine, nothing, preset, random_stream,
                     started_loader, steps_of, write_shard)
 from reference import bigram_rows, ngram_rows
 
@@ -41,7 +41,7 @@ def started(folder, rank: int = 0, world: int = 1, steps: int = 12, **changes):
     """A loader of the tiny preset at work, and its steps. A cycle has two steps unless given."""
     fields = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    return started_loader(cfg, comm(rank, world), steps)
+    return started_loader(cfg, make_comm(rank, world), steps)
 
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
@@ -156,7 +156,7 @@ def test_skip__the_stream_of_a_resumed_run_goes_on_where_it_was(tmp_path):
     want = read_all(tmp_path)
     for done in (2, 6, 10):
         with started(tmp_path) as (other, values):
-            loader = tg.Loader(other.cfg, comm(), other.headers)
+            loader = tg.Loader(other.cfg, make_comm(), other.headers)
             with contextlib.closing(loader):
                 loader.skip(values[:done])
                 loader.start(values[done:done + 2])
@@ -295,7 +295,7 @@ def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_p
     monkeypatch.setattr(tg, "exchange_row_requests", seen)
     words = dict(vocab_size=50, bos_id=3)
     cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=every, tables=tables, **words)
-    where = replace(comm(1, 2), loader_group="the loader's group")
+    where = replace(make_comm(1, 2), loader_group="the loader's group")
     found = []
     with started_loader(cfg, where, 9) as (loader, values):
         for batch in batches_of(loader, values):
@@ -341,7 +341,7 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table():
     calls = set()
     calls_of_thread("loader", calls)
     try:
-        with started_loader(cfg, comm(), 6) as (loader, values):
+        with started_loader(cfg, make_comm(), 6) as (loader, values):
             for v in steps_of(loader, values):
                 tg.train_step(ex, loader, v)
     finally:
@@ -418,10 +418,10 @@ def test_ValidationSet__batches_of_blocks_with_plans_of_their_own(tmp_path, monk
     cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256, tables=TABLES)
     schedule = tg.Schedule(cfg)
     values = schedule.at(schedule.untie_step + after)
-    whole = [batch.tokens for batch in tg.ValidationSet(cfg, comm(), headers).batches(values)]
+    whole = [batch.tokens for batch in tg.ValidationSet(cfg, make_comm(), headers).batches(values)]
     assert [tuple(tokens.shape) for tokens in whole] == [(8, 16), (8, 16)]
     for rank, world in ((0, 1), (0, 4), (3, 4)):
-        where = replace(comm(rank, world), loader_group="the loader's group")
+        where = replace(make_comm(rank, world), loader_group="the loader's group")
         batches = tg.ValidationSet(cfg, where, headers).batches(values)
         for batch, tokens in zip(batches, whole, strict=True):
             assert batch.tokens.equal(tokens[rank::world])
@@ -433,13 +433,13 @@ def test_text_metrics__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
     pieces = [b"a", b"bc", b"\xff\x00", b"defg"]
     lines = [f"{base64.b64encode(piece).decode()} {token}" for token, piece in enumerate(pieces)]
     cfg, headers = validation_config(tmp_path, stream, 256, 5, 4)
-    assert tg.ValidationSet(cfg, comm(), headers).text_metrics(1.0) == {}, "nothing is claimed without the bytes"
+    assert tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.0) == {}, "nothing is claimed without the bytes"
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
     counts = Counter(stream[1:257].tolist())                         # targets: the inputs shifted by one
     nats = -sum(c / 256 * math.log(c / 256) for c in counts.values())
     bytes_in_all = sum(len(pieces[token]) * c for token, c in counts.items() if token != 4)
-    found = tg.ValidationSet(cfg, comm(), headers).text_metrics(1.5)
+    found = tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.5)
     assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / bytes_in_all, unigram_nats=nats), rel=1e-12)
     monkeypatch.chdir(tmp_path)              # the name of a formula looks like a file beside that vocab.txt
     formula = preset()
-    assert tg.ValidationSet(formula, comm(), tg.read_shard_headers(formula.val_files)).text_metrics(1.0) == {}
+    assert tg.ValidationSet(formula, make_comm(), tg.read_shard_headers(formula.val_files)).text_metrics(1.0) == {}

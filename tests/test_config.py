@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-from common import ROOT, comm, expect_error
+from common import ROOT, expect_error, make_comm
 
 import train_gpt as tg
 
@@ -284,10 +284,10 @@ def test_load_config__help_names_every_field_with_the_values_of_the_preset(name,
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_print0__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
-        comm(rank, 2).print0(f"rank {rank}")
+        make_comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
     monkeypatch.setattr("sys.stdout", open("/dev/full", "w", buffering=1))
-    comm().print0("lost")
+    make_comm().print0("lost")
     with pytest.raises(tg.RunError):
         tg.load_config(["--help"])
 
@@ -298,7 +298,7 @@ def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_
     for owner, name in ((tg.dist.distributed_c10d, "_set_pg_timeout"), (tg.dist, "set_timeout")):
         if name in torch_has:
             monkeypatch.setattr(owner, name, partial(calls, name), raising=False)
-    ranks = replace(comm(0, 2), loader_group="plans")
+    ranks = replace(make_comm(0, 2), loader_group="plans")
     ranks.set_timeout(5.0)
     assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
     assert ranks.timeout == 5

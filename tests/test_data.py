@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from common import comm, plan_of, preset, random_stream, expect_error, write_shard
+from common import expect_error, make_comm, plan_of, preset, random_stream, write_shard
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -236,7 +236,7 @@ def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
     for cfg, said in ((shared, f"at least: {tmp_path}/b.bin"), (preset(), "")):
-        tg.open_data(cfg, comm(), b"source")
+        tg.open_data(cfg, make_comm(), b"source")
         out = capsys.readouterr().out
         assert said in out and bool(said) == bool(out)
 
@@ -328,7 +328,7 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
     table = tg.TableSpec("bigram_embed", count, 1, None, rowwise=not fetch_all)
     for tied in (False, True):
         for rows in patterns(count):
-            plan, found = plan_of(table, comm(world - 1, world), rows, tied, fetch_all)
+            plan, found = plan_of(table, make_comm(world - 1, world), rows, tied, fetch_all)
             read = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = slow_plan(set(read.tolist()), count, world)
             if fetch_all:
@@ -350,7 +350,7 @@ def test_plan_rows__equals_plain_sets(count, world, fetch_all):
 def test_count_bytes__without_what_a_rank_sends_to_itself(purpose, sent, received):
     """Rank 0 sends 5 items of 10 bytes to rank 1, and receives 1. Only training is counted."""
     table = object.__new__(tg.ExchangedTable)
-    table.comm, table.byte_totals = comm(0, 2), Counter()
+    table.comm, table.byte_totals = make_comm(0, 2), Counter()
     plan = SimpleNamespace(tag=dict(purpose=purpose))
     table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
     assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)

@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import PATIENCE, ROOT, SimulatedTime, make_engine, preset, expect_error
-from common import comm as init_distributed
+from common import PATIENCE, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
 
 import train_gpt as tg
 
@@ -222,7 +221,7 @@ def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, tit
     Registry(monkeypatch, capability)
     found = tg.slow_attention(title, Cards())
     assert said in found and bool(found) == bool(said)
-    assert tg.slow_attention(title, init_distributed()) == ""
+    assert tg.slow_attention(title, make_comm()) == ""
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
@@ -317,7 +316,7 @@ def record(*flags: str) -> tg.Config:
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_BOS_ID)]
     return tg.resolve_sizes(given, shards, shards)
 
-@pytest.mark.parametrize("comm, kernel", [(init_distributed(), tg.attention_reference),
+@pytest.mark.parametrize("comm, kernel", [(make_comm(), tg.attention_reference),
                                           (on_gpu(), tg.attention_varlen)])
 def test_choose_micro_batch_size__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
@@ -347,7 +346,7 @@ def test_choose_micro_batch_size__tables_on_the_host_are_told_and_not_refused(mo
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
     let_room_be(monkeypatch, 8e9)
-    for cfg, comm in ((host, on_gpu()), (device, init_distributed())):
+    for cfg, comm in ((host, on_gpu()), (device, make_comm())):
         _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
         assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
     with expect_error(tg.RunError, "memory", "at most 7.5 GiB", "weights 35.8", "location host"):

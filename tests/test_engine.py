@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, make_engine, comm, few_layers, fill_randomly, grad_of, nothing, random_batch,
+from common import (exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, nothing, random_batch,
                     rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from reference import Reference
 
@@ -33,14 +33,14 @@ def test_Engine__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
     cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
                 train_files="formula:60:59:20000:1")
     schedule = tg.Schedule(cfg)
-    ex = tg.Engine(cfg, comm(), tg.attention_reference, "plain", micro_batch)
+    ex = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", micro_batch)
     weights = fill_randomly(ex.model)
     weights["embed"] = weights["lm_head"].t()
     with torch.no_grad():
         ex.model.embed.copy_(weights["embed"])
     naive = Reference(cfg, weights)
     steps = 2 * (schedule.untie_step // 2 + 2)
-    with started_loader(cfg, comm(), steps) as (loader, plan):
+    with started_loader(cfg, make_comm(), steps) as (loader, plan):
         for values in steps_of(loader, plan):
             batch = loader.next(values)
             sums = ex.forward_backward(batch, values).seq_sums
@@ -137,7 +137,7 @@ def test_next_logits__those_of_the_whole_context(length):
     last = context[-longest:]
     bounds = np.array([0, len(last)], np.int32)
     slot = tg.PackedSeq(np.array([*last, 0], np.uint16), bounds)
-    batch, = tg.build_batches(cfg, comm(), None, "test", [values], [[slot]])
+    batch, = tg.build_batches(cfg, make_comm(), None, "test", [values], [[slot]])
     naive = Reference(cfg, dict(ex.model.named_parameters()))
     seen = {}
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
@@ -202,7 +202,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
         ex.tables[label].store.load([(rows, tg.RowState(*(x + 1 for x in state)))])
     restore = ex.snapshot()
     before = left_behind(ex)
-    with started_loader(cfg, comm(), 8) as (loader, plan):
+    with started_loader(cfg, make_comm(), 8) as (loader, plan):
         for values in itertools.islice(steps_of(loader, plan), 7):
             ex.forward_backward(loader.next(values), values)
             if values.step < 6:

@@ -18,14 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, SimulatedTime, before_flush, make_engine, comm, full_disk, losses, no_large_files, nothing,
-                    preset, recorded_writes, expect_error, run, unequal, weights)
+from common import (Run, SimulatedTime, before_flush, expect_error, full_disk, losses, make_comm, make_engine,
+                    no_large_files, nothing, preset, recorded_writes, run, unequal, weights)
 
 import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
-NO_TABLES = SimpleNamespace(comm=comm(), tables={})       # an engine as far as a folder without rows needs one
+NO_TABLES = SimpleNamespace(comm=make_comm(), tables={})       # an engine as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
 pytestmark = pytest.mark.usefixtures("small_pieces")

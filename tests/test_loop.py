@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, make_engine, comm, launch, nothing, preset, expect_error
+from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, nothing, preset
 
 import train_gpt as tg
 
@@ -84,7 +84,7 @@ CALLS_OF_STEP = ["forward_backward", "next_plans", "prefetch_rows plans", "optim
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
-    return tg.Log(tmp_path / "run", comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
+    return tg.Log(tmp_path / "run", make_comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
 def events(tmp_path) -> list[dict]:
     return Run(tmp_path / "run", 0, "", "").events
@@ -108,7 +108,7 @@ def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
 
 def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(comm(), 1000.0)
+    clock = tg.Clock(make_comm(), 1000.0)
     clock.start()
     for seconds, expected in ((0, 1000), (3, 7000), (5, 14_000), (1, 11_000)):
         time.work(seconds)
@@ -135,7 +135,7 @@ def test_train_loop__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_pa
     profiled = []
     profiler = SimpleNamespace(step=functools.partial(profiled.append, None))
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes)
-    clock = tg.Clock(comm())
+    clock = tg.Clock(make_comm())
     info = SimpleNamespace(run_id="id", fingerprint=dict(torch="2"))
     loss, out_of_data = tg.train_loop(info, runner, runner, TextData(), clock, log, profiler)
     steps = validated[-1]
@@ -173,7 +173,7 @@ class DeviceEvent:
 
 @pytest.mark.parametrize("world, expected", [(1, "waiting for the device"), (2, "lost another rank")])
 def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected):
-    ranks = comm(0, world)
+    ranks = make_comm(0, world)
     ranks.timeout = 10.0
     event = DeviceEvent(monkeypatch, 107.9)
     ranks.wait_for(event)
@@ -311,16 +311,16 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     cfg = preset(adam_every=2, compile=1, **changes)
     ex = make_engine(cfg)
     log = make_log(tmp_path, **changes)
-    tg.warm_up(cfg, comm(), ex, log)
+    tg.warm_up(cfg, make_comm(), ex, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
     batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
     assert batches[0] == max(batches), "a lack of memory shows in the first minute"
 
     warm = seen.copy()
     seen.clear()
-    clock = tg.Clock(comm())
-    loader = tg.Loader(cfg, comm(), tg.read_shard_headers(cfg.train_files))
-    validation = tg.ValidationSet(cfg, comm(), tg.read_shard_headers(cfg.val_files))
+    clock = tg.Clock(make_comm())
+    loader = tg.Loader(cfg, make_comm(), tg.read_shard_headers(cfg.train_files))
+    validation = tg.ValidationSet(cfg, make_comm(), tg.read_shard_headers(cfg.val_files))
     tg.train_loop(None, loader, ex, validation, clock, log)
     loader.close()
     assert len(seen) > 10 and seen <= warm
@@ -353,7 +353,7 @@ def test_schedule_cycle__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(m
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(comm())
+    clock = tg.Clock(make_comm())
     clock.start()
     steps = trained(schedule, clock, time, SPEEDS[name])
     longest = 1.9 if name == "slow" else 1.4
@@ -446,7 +446,7 @@ def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
         logits = torch.full((cfg.padded_vocab,), 1e4)
         logits[:cfg.vocab_size] = logits_of(tokens)
         return logits
-    where = SimpleNamespace(all_gather=gather or comm().all_gather)
+    where = SimpleNamespace(all_gather=gather or make_comm().all_gather)
     return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=where), None, pieces)
 
 def count_up(tokens: list[int]) -> torch.Tensor:

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (PATIENCE, ROOT, Forked, Run, check_error, make_engine, comm, launch, losses, nothing, preset,
-                    random_stream, expect_error, run, write_shard)
+from common import (PATIENCE, ROOT, Forked, Run, check_error, expect_error, launch, losses, make_comm, make_engine,
+                    nothing, preset, random_stream, run, write_shard)
 
 import train_gpt as tg
 
@@ -82,10 +82,10 @@ def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_re
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
 def test_other_cpu_seconds__counts_another_process():
-    before = tg.other_cpu_seconds(comm())
+    before = tg.other_cpu_seconds(make_comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert tg.other_cpu_seconds(comm()) - before > 0.4, "nothing gives time back"
+    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "nothing gives time back"
 
 def test_finish_run__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
@@ -426,7 +426,7 @@ def test_preflight__a_compiler_that_CC_names_is_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setenv("PATH", "")
-    tg.preflight(preset("tiny", compile=1), "run", [], comm())
+    tg.preflight(preset("tiny", compile=1), "run", [], make_comm())
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
 def test_preflight__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
@@ -459,7 +459,7 @@ def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, la
         monkeypatch.setenv(name, value)
     with expect_error(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
         tg.preflight(cfg, "run", [], gpu)
-    tg.preflight(cfg, "run", [], comm())
+    tg.preflight(cfg, "run", [], make_comm())
     for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
         monkeypatch.setenv(name, str(value))
     tg.preflight(cfg, "run", [], gpu)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import BF16, F32, F64, make_engine, comm, randn, random_batch, expect_error, small, unequal
+from common import BF16, F32, F64, expect_error, make_comm, make_engine, randn, random_batch, small, unequal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -343,7 +343,7 @@ def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, 
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
     """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
     cfg = small(**changes)
-    ex = tg.Engine(cfg, comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
+    ex = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
     values = tg.Schedule(cfg).at(0)
     for _ in range(2):

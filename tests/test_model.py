@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, make_engine, fill_randomly, own_rows, preset, randn,
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_engine, own_rows, preset, randn,
                     random_batch, small, unequal, with_tokens)
 from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
 

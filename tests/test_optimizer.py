@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, comm, expect_error, fill_randomly, grad_of, make_engine, owned, randn,
-                    small, started_loader, steps_of, unequal, untied_at)
+from common import (BF16, F32, F64, add_grad, expect_error, fill_randomly, grad_of, make_comm, make_engine, owned,
+                    randn, small, started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -124,7 +124,7 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update():
 
     assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
     kept = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]        # after each step of a cycle
-    with started_loader(ex.cfg, comm(), 8) as (loader, steps):
+    with started_loader(ex.cfg, make_comm(), 8) as (loader, steps):
         for values in steps_of(loader, steps):
             ex.forward_backward(loader.next(values), values)
             assert with_gradient() == {*groups}
@@ -217,7 +217,7 @@ def test_Optimizer__ranks_own_every_piece_once(world):
 def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
     def memory() -> int:
-        return tg.estimate_memory(cfg, comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
+        return tg.estimate_memory(cfg, make_comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
 
     def with_average(row, shard):
         return initial_state(row, shard) | dict(another=torch.zeros_like(shard))

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, make_engine, comm, grad_of, logical_rows, nothing
+from common import BF16, F64, ROOT, grad_of, logical_rows, make_comm, make_engine, nothing
 from reference import Reference
 from torch import Tensor
 
@@ -193,7 +193,7 @@ class Trajectory:
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
             of_steps.append(slots)
-        return tg.build_batches(self.cfg, comm(), None, "oracle", steps, of_steps)
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", steps, of_steps)
 
     def cycle(self, step: int) -> list[tg.Batch]:
         """Return batches of the step and of those that share its plans."""
@@ -294,7 +294,7 @@ class ConfigS:
 
     def batch_with(self, borders: np.ndarray) -> tg.Batch:
         slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
-        return tg.build_batches(self.cfg, comm(), None, "oracle", [self.values], [slots])[0]
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", [self.values], [slots])[0]
 
     def weighted(self, name: str, values: tg.StepConfig | None = None) -> tg.StepConfig:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
@@ -497,7 +497,7 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
     steps = [replace(any_values, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(plan)]
     batches = []
     for rank in range(world):
-        where = comm(rank, world)
+        where = make_comm(rank, world)
         if validation:
             found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
         else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, before_flush, comm, full_disk, launch, losses, preset, weights
+from common import Run, before_flush, full_disk, launch, losses, make_comm, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -197,5 +197,5 @@ def test_sample_from_save__keeps_tables_on_the_host_and_no_room_for_gradients(pl
     tg.sample_from_save(tg.load_config([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
     assert "\ntoken ids" in capsys.readouterr().out
     cfg = preset(tables=tg.parse_value("tables", HOST))
-    table = tg.Engine(cfg, comm(), tg.attention_reference, head_precision=None).tables["trigram_embed"]
+    table = tg.Engine(cfg, make_comm(), tg.attention_reference, head_precision=None).tables["trigram_embed"]
     assert len(table.cache) == len(table.row_grads) == 0 and len(table.store.shard.rows) == 1000

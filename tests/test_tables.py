@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (comm, exact_array, expect_error, few_layers, fill_randomly, make_engine, plan_of, preset,
+from common import (exact_array, expect_error, few_layers, fill_randomly, make_comm, make_engine, plan_of, preset,
                     started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
@@ -132,7 +132,7 @@ ROW_BYTES = FEATURES * 8 + 8 + 4         # of f64 weights, second moment and las
 def store_of(kind: type = tg.HostRowStore, where: tg.Communicator | None = None, timeout_s: float = 60.0) -> Any:
     """Build a store of ten rows of three f64 weights. timeout_s: the timeout in force."""
     cfg = replace(preset(), dtype="float64", model_dim=FEATURES)
-    where = where or comm()
+    where = where or make_comm()
     where.timeout = timeout_s
     return kind(spec_of(ROWS, "host"), cfg, where)
 
@@ -142,7 +142,7 @@ def spec_of(rows: int, location: str) -> tg.TableSpec:
 def plans_of(*rows_by_update: Sequence[int], rows: int = ROWS) -> list[tg.RowPlan]:
     """Plan updates of these rows; an update reads each of them once."""
     spec = spec_of(rows, "host")
-    return [plan_of(spec, comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
+    return [plan_of(spec, make_comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
 
 def update(store: tg.DeviceRowStore, plan: tg.RowPlan, by: float = 1.0, number: int = 1) -> None:
     """Add to the rows of the plan, as an update does between `read_rows` and `write_back`."""
@@ -308,7 +308,7 @@ def test_ROW_STORES__a_hundred_million_rows_take_memory_for_those_that_are_touch
     """Beyond 2^31 elements, too; updates, the touched rows and a load."""
     rows, width = 10**8, 24
     before = resident_mib()
-    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), comm())
+    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), make_comm())
     plans = plans_of([0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1], [5, rows - 1], rows=rows)
     for number, plan in enumerate(plans[:2], 1):
         update(store, plan, number, number)
@@ -736,7 +736,7 @@ def tables_engine(location: str, **changes) -> tg.Engine:
     """Two tables, the second with many rows, with updates after 2 and after 4 steps."""
     many = replace(TRIPLES, rows=200_000, location=location, update_every=4)
     cfg = preset(tables=(replace(PAIRS, location=location), many), num_scheduled_steps=6, **changes)
-    return tg.Engine(cfg, comm(), tg.attention_reference, "plain")
+    return tg.Engine(cfg, make_comm(), tg.attention_reference, "plain")
 
 @stores
 def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
