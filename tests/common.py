@@ -30,7 +30,7 @@ from torch import Tensor
 
 import train_gpt as tg
 
-PATIENCE = 300                           # s for a process that does main(), on a machine however busy
+PROCESS_TIMEOUT_S = 300                           # s for a process that does main(), on a machine however busy
 ROOT = Path(__file__).resolve().parent.parent
 F32 = torch.float32
 F64 = torch.float64
@@ -58,7 +58,7 @@ def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
-def interpreted(program: str) -> str:
+def run_interpreted(program: str) -> str:
     """Run lines in a process of their own and return what they print: Triton is interpreted in all of it or nowhere."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     environment = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
@@ -67,7 +67,7 @@ def interpreted(program: str) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
 
-def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attrs: dict = {}, **options: int) -> Any:
+def compile_for_gpu(card: int, kernel: Callable, types: dict, constants: dict, attrs: dict = {}, **options: int) -> Any:
     """Compile a kernel without a GPU. types: of its other arguments; attrs: what holds for these, by place."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -76,7 +76,7 @@ def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attr
     source = ASTSource(tg.triton_jit(kernel), signature, constants, attrs)
     return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
 
-def resources(cubin: Path) -> dict[str, int]:
+def resource_usage(cubin: Path) -> dict[str, int]:
     """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -84,10 +84,10 @@ def resources(cubin: Path) -> dict[str, int]:
                           timeout=60).stdout
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
-def nothing(*_: object) -> None:
+def noop(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
 
-def logical_rows(batch: tg.Batch, label: str) -> Tensor:
+def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     """Return the global rows of a table that a batch looks up."""
     rows = batch.row_index[label].long()
     if label not in batch.plans:             # read in place: the index is the global row
@@ -218,7 +218,7 @@ def batches_of(loader: tg.Loader, values: Sequence[tg.StepConfig]) -> Iterator[t
     """Yield the batches of these steps, as the training loop takes them."""
     return map(loader.next, steps_of(loader, values))
 
-def owned(x: Tensor, where: tg.Communicator) -> Tensor:
+def owned_rows(x: Tensor, where: tg.Communicator) -> Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
     rows = x[where.rank::where.world_size]
     mine = torch.zeros(-(-len(x) // where.world_size), *x.shape[1:], dtype=x.dtype)
@@ -235,7 +235,7 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Communicator | None = 
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
         whole[row.label] = noise * spread.get(row.label, 0.7) + (0.6 if row.label == "scalars" else 0.0)
-        mine = owned(whole[row.label], where) if row.table and where else whole[row.label]
+        mine = owned_rows(whole[row.label], where) if row.table and where else whole[row.label]
         model.get_parameter(row.label).copy_(mine)
     return whole
 
@@ -405,7 +405,7 @@ class Forked:
         if self.poll() is None:
             os.kill(self.child, number)
 
-    def wait(self, patience: float = PATIENCE) -> int:
+    def wait(self, patience: float = PROCESS_TIMEOUT_S) -> int:
         """Return the exit status: -9 for a process that is there after patience seconds."""
         deadline = time.monotonic() + patience
         while self.poll() is None:

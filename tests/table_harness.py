@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import exact_array, owned, plan_of
+from common import exact_array, owned_rows, plan_of
 from pytest import MonkeyPatch
 from reference import NaiveTable, cut
 from torch import Tensor
@@ -228,7 +228,7 @@ class Cycles:
             if trial.location:
                 table = tg.RowwiseTable(spec, cfg, comm, max_tokens)
             else:
-                weight = torch.nn.Parameter(owned(initial(trial, pattern, rows), comm))
+                weight = torch.nn.Parameter(owned_rows(initial(trial, pattern, rows), comm))
                 table = tg.ExchangedTable(spec, cfg, comm, weight, max_tokens, head=None)
                 if comm.world_size == 1 and in_place:
                     table = tg.LocalTable(weight)

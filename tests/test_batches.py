@@ -17,7 +17,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, expect_error, logical_rows, make_comm, make_engine, nothing, preset, random_stream,
+from common import (batches_of, expect_error, global_rows_of, make_comm, make_engine, noop, preset, random_stream,
                     started_loader, steps_of, write_shard)
 from reference import bigram_rows, ngram_rows
 
@@ -29,7 +29,7 @@ TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2
 @pytest.fixture(autouse=True)
 def no_other_rank(monkeypatch):
     """What a rank serves is what it fetches itself, as `plan_rows` leaves it."""
-    monkeypatch.setattr(tg, "_all_to_all_requests", nothing)
+    monkeypatch.setattr(tg, "_all_to_all_requests", noop)
 
 def write_shards(folder, *counts: int) -> list[list[int]]:
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
@@ -123,7 +123,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
                 signs[table.label] = [ngram_rows(slot, sign_factors, tg.NUM_SIGN_VECTORS + 1) for slot in tokens]
         assert batch.row_index.keys() == looked_up.keys() and batch.sign_ids.keys() == signs.keys()
         for label, rows in looked_up.items():
-            np.testing.assert_array_equal(logical_rows(batch, label), rows, label)
+            np.testing.assert_array_equal(global_rows_of(batch, label), rows, label)
         for label, ids in signs.items():
             np.testing.assert_array_equal(batch.sign_ids[label], ids, label)
 

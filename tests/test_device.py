@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import PATIENCE, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
+from common import PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
 
 import train_gpt as tg
 
@@ -380,5 +380,5 @@ print(min(passes))                       # given back, memory costs each of them
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_init_distributed__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
-                          timeout=PATIENCE).stdout
+                          timeout=PROCESS_TIMEOUT_S).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, nothing, random_batch,
+from common import (exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, noop, random_batch,
                     rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from reference import Reference
 
@@ -178,7 +178,7 @@ def forget_rotary(monkeypatch, ex: tg.Engine) -> None:
 
 def forget_calls(monkeypatch, ex: tg.Engine, *places: tuple) -> None:
     for place in places:
-        monkeypatch.setattr(*place, nothing)
+        monkeypatch.setattr(*place, noop)
 
 FORGOTTEN = {                            # what forgets it
     **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from common import (Run, SimulatedTime, before_flush, expect_error, full_disk, losses, make_comm, make_engine,
-                    no_large_files, nothing, preset, recorded_writes, run, unequal, weights)
+                    no_large_files, noop, preset, recorded_writes, run, unequal, weights)
 
 import train_gpt as tg
 
@@ -175,7 +175,7 @@ OTHER = {                                # part, case -> its change, what is nam
     ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
     ("weights", "a table of fewer rows"): (on("bigram_embed", fewer), "bigram_embed"),
     ("weights", "unknown"): (on("new", lambda _: torch.zeros(1)), "new"), ("weights", "missing"): (on("mlp"), "mlp"),
-    ("weights", "nothing"): (nothing, "Error"),
+    ("weights", "nothing"): (noop, "Error"),
     ("moments", "missing"): (on("embed.v"), "embed.v"), ("moments", "shape"): (on("attn.momentum", fewer), "attn.mom"),
     ("moments", "dtype"): (on("scalars.m", torch.Tensor.double), "scalars.m"),
     ("rows", "beyond"): (on("ids", beyond), ""), ("rows", "no ids"): (on("ids"), ""),

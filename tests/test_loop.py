@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, nothing, preset
+from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, noop, preset
 
 import train_gpt as tg
 
@@ -375,7 +375,7 @@ def test_schedule_cycle__ranks_take_the_clock_of_rank_0(monkeypatch):
     def gather(ms: float) -> list[float]:
         return [ms - 40_000, ms]
 
-    clock = tg.Clock(SimpleNamespace(synchronize=nothing, all_gather=gather), 50_000)
+    clock = tg.Clock(SimpleNamespace(synchronize=noop, all_gather=gather), 50_000)
     clock.start()
     for first in (0, 2):
         assert [values.step for values in tg.schedule_cycle(first, schedule, clock)] == [first, first + 1]

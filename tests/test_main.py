@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (PATIENCE, ROOT, Forked, Run, check_error, expect_error, launch, losses, make_comm, make_engine,
-                    nothing, preset, random_stream, run, write_shard)
+from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, check_error, expect_error, launch, losses, make_comm,
+                    make_engine, noop, preset, random_stream, run, write_shard)
 
 import train_gpt as tg
 
@@ -70,13 +70,13 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
 
 @pytest.mark.parametrize("others, said", [(0.0, False), (1e6, True)])
 def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch, others, said):
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "other_cpu_seconds", Mock(side_effect=[0.0, others]))
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("cores work for others" in line for line in done.lines[:8]) == said
 
 def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
@@ -160,7 +160,7 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     (["--micro_batch_size=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
 def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags, close):
     """The same run up to --max_steps, too: same losses, same total in the lines."""
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     other = run(tmp_path / "run", "--seed=3", "--max_steps=5", "--sample_tokens=0", *flags)
     assert other.status == 0, other.err
     for (*what, train_loss, val_loss), (*wanted, loss, val) in zip(losses(other.folder), losses(first.folder)):
@@ -211,7 +211,7 @@ def text(tmp_path) -> list[str]:
 
 def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     """Run on text, with the console that `before` makes in its process. The log ends with the result."""
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     process = Forked(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *text], before=before)
     done = Run(folder, process.wait(), *process.texts())
     assert done.events[-1]["type"] == "result" and len(done.lines) > 10
@@ -273,7 +273,7 @@ def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_star
     words = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
     command = f"exec {sys.executable} train_gpt.py {words} {streams}"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
-                          capture_output=True, timeout=PATIENCE)
+                          capture_output=True, timeout=PROCESS_TIMEOUT_S)
     log = Run(tmp_path / "run", done.returncode, "", "")
     assert done.returncode == status and b"Traceback" not in done.stdout + done.stderr
     assert log.events[-1]["type"] == "result" and log.lines[-1].startswith("peak memory")
@@ -292,7 +292,7 @@ def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
 def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch):
     """Also where their clocks differ: a checkpoint has files of all of them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg.time, "strftime", functools.partial(os.environ.get, "RANK"))
     done = launch(tmp_path, 2, "--run_dir=", "--tables=trigram_embed 3 1000", "--checkpoint_every=2", "--max_steps=4",
                   "--val_every=0", "--sample_tokens=0")
@@ -346,7 +346,7 @@ def ask(folder, tmp_path, monkeypatch):
         assert not list(folder.rglob("*.part")), "no auxiliary file stays"
         return done
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "STORE_TIMEOUT_S", 0.1)
     return ask
 

@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, expect_error, fill_randomly, grad_of, make_comm, make_engine, owned,
+from common import (BF16, F32, F64, add_grad, expect_error, fill_randomly, grad_of, make_comm, make_engine, owned_rows,
                     randn, small, started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
@@ -48,7 +48,7 @@ def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     ex = make_engine(cfg, world, rank)
     whole = fill_randomly(ex.model, where=ex.comm)
     with torch.no_grad():
-        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.comm))
+        ex.model.embed.copy_(owned_rows(whole["lm_head"].t(), ex.comm))
     return ex.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, grad_of, logical_rows, make_comm, make_engine, nothing
+from common import BF16, F64, ROOT, global_rows_of, grad_of, make_comm, make_engine, noop
 from reference import Reference
 from torch import Tensor
 
@@ -503,7 +503,7 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
         else:
             found = loaded(cfg, where, headers, steps, plan)
         with pytest.MonkeyPatch.context() as patch:       # one process builds the batches of every rank
-            patch.setattr(tg, "exchange_row_requests", nothing)
+            patch.setattr(tg, "exchange_row_requests", noop)
             batches.append(list(found))
 
     done = 0
@@ -518,7 +518,7 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
 
 def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
     """Return what the vectors hold of a batch, with borders in so many columns or more."""
-    rows = logical_rows(batch, "bigram_embed")
+    rows = global_rows_of(batch, "bigram_embed")
     borders = borders_of(batch.cu_seqlens, columns)
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
 
