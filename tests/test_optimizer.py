@@ -46,7 +46,7 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     ex = make_engine(cfg, world, rank)
-    whole = fill_randomly(ex.model, where=ex.comm)
+    whole = fill_randomly(ex.model, comm=ex.comm)
     with torch.no_grad():
         ex.model.embed.copy_(owned_rows(whole["lm_head"].t(), ex.comm))
     return ex.optimizer

@@ -282,7 +282,7 @@ def started(comm: tg.Communicator, cfg: tg.Config,
     headers = tg.read_shard_headers(cfg.train_files)
     cfg = tg.resolve_sizes(cfg, headers, headers)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
-    fill_randomly(engine.model, where=comm)
+    fill_randomly(engine.model, comm=comm)
     if comm.world_size == 1:             # else it is read from the head
         engine.model.embed.data.copy_(engine.model.lm_head.t())
     with started_loader(cfg, comm, count) as (loader, values):
