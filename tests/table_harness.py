@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from common import exact_array, owned_rows, plan_of
 from pytest import MonkeyPatch
-from reference import NaiveTable, cut
+from reference import NaiveTable, split_by_owner
 from torch import Tensor
 
 import train_gpt as tg
@@ -371,9 +371,9 @@ def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
                 wrong.append(f"{label}: {name} on rank {rank}")
 
         for update, ((rows_to_fetch, fetched), table) in enumerate(zip(got["cycles"], before, strict=True)):
-            shards = np.concatenate(cut(table, world))         # with zeros where there is no row
+            shards = np.concatenate(split_by_owner(table, world))         # with zeros where there is no row
             compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
-        shard = {name: cut(x, world)[rank] for name, x in end.items()}
+        shard = {name: split_by_owner(x, world)[rank] for name, x in end.items()}
         if trial.location:
             shard["touched"] = np.flatnonzero(shard["last"])
             got = got | dict(v=got["v"] * trial.beta2 ** shard.pop("missed"))         # the trainer catches up later

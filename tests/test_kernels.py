@@ -66,7 +66,7 @@ def test_apply_rotary__is_a_complex_product_with_exp_minus_i_angle(length, heads
     positions = torch.arange(length)[:, None].expand(length, heads)
     by_channel = angles_by_channel(positions[..., None] * frequencies)
     got = tg.apply_rotary(x, by_channel.cos(), by_channel.sin())
-    assert_close(got, reference.rotated(x, positions, frequencies.tolist()))
+    assert_close(got, reference.apply_rotary(x, positions, frequencies.tolist()))
     assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
 
 @pytest.mark.parametrize("lead, D, width", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common import compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted
 from pytest import MonkeyPatch
 from forked_ranks import Rank, Ranks
-from reference import put_together
+from reference import merge_shards
 from table_harness import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
 from torch import Tensor
 
@@ -397,7 +397,7 @@ def test_reduced_grads__added_in_the_order_of_ranks(ranks, world):
     def total(ranks: range) -> np.ndarray:
         return functools.reduce(np.add, [addends(rank).numpy() for rank in ranks])
 
-    got = put_together(ranks(world, rank_order), 20)
+    got = merge_shards(ranks(world, rank_order), 20)
     np.testing.assert_array_equal(got, total(range(world)))
     assert not np.array_equal(got, total(range(world)[::-1])), "this test cannot tell"
 

@@ -28,7 +28,7 @@ from common import (exact_array, expect_error, few_layers, fill_randomly, make_c
                     started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
-from reference import ngram_rows, put_together
+from reference import ngram_rows, merge_shards
 from table_harness import PAIRS, PATTERNS, TRIPLES, StagedStore, Trial, differences, drive
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -96,7 +96,7 @@ def test_rowwise_update__in_bf16_to_the_bit(ranks, location):
     assert differences(trial, one) == []
     for (label, alone), name in itertools.product(one[0].items(), ("rows", "v", "last")):
         rows = len(alone["last"])
-        together = put_together([of_rank[label][name] for of_rank in two], rows)
+        together = merge_shards([of_rank[label][name] for of_rank in two], rows)
         assert alone[name].tobytes() == together.tobytes(), f"{label}: {name}"
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
