@@ -84,8 +84,8 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     preference = (distance == nearest) * (2 - (codes & 1).double())
     return values[preference.argmax(dim=-1)].copysign(x)
 
-def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float], loss_scale: float, grad_losses: Tensor,
-             logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
+def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float], loss_scale: float,
+             grad_losses: Tensor, logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
     """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds. y (N, D), w (D, V),
     targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor. logits_dtype: None
     rounds nothing at all."""
