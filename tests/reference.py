@@ -1,8 +1,9 @@
-"""The whole trainer as the recipe says it: one rank, float64, slot by slot. Slow but right.
+"""A slow and simple version of the whole trainer, by RECIPE: one rank, float64, one sequence at a time.
 
-`Reference` is used like tg.Engine, with batches of one rank. It has no row plans, caches, row stores, shards, fused
-matmuls or main_grad; gradients are autograd's. Layers, rates and schedule are read from the trainer's tables, numbers
-of the recipe stand here. Below it are tables at W ranks: row r belongs to rank r mod W, and is its r div W-th.
+`Reference` is used like tg.Engine, with the batches of one rank. It has no row plans, caches, row stores, shards, fused
+matmuls or main_grad; gradients are computed by autograd. It reads layers, learning rates and schedule from the trainer,
+but repeats the constants of the recipe here. The last section has tables at W ranks: rank r % W owns row r, at index r
+// W of its shard.
 """
 from __future__ import annotations
 
@@ -18,17 +19,17 @@ from torch import Tensor
 import train_gpt as tg
 
 F64 = torch.float64
-GATE_INPUTS = 12                         # features that a gate reads
-BIGRAM_FACTORS = (36313, 27191)          # of the newer and the older token
+GATE_INPUTS = 12                         # features a gate reads
+BIGRAM_FACTORS = (36313, 27191)          # multipliers of the newer and the older token
 NORM_EPS = 2.0**-23
 SOFTCAP, SOFTCAP_SHIFT, SOFTCAP_WIDTH = 23.0, 5.0, 7.5
-POLAR_COEFS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),          # of the recipe
+POLAR_COEFS = ((8.156554524902461, -22.48329292557795, 15.878769915207462),          # RECIPE
                (4.042929935166739, -2.808917465908714, 0.5000178451051316),
                (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
                (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
                (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-DOWN_LR_MUL = 2.0                        # of down matrices of the MLP, times the rate of up matrices
-# Of the fp8 head, each rounded to f32 as the products take it.
+DOWN_LR_MUL = 2.0                        # learning rate of MLP down matrices, relative to up matrices
+# Scales of the fp8 head, each rounded to f32 as the matmuls take it.
 Y_SCALE, W_SCALE, GRAD_SCALE = (float(np.float32(largest / 448)) for largest in (100, 1.6, 0.75))
 NUM_SIGN_VECTORS = 8192
 
@@ -38,7 +39,10 @@ def rms_norm(x: Tensor) -> Tensor:
     return x / (x.square().mean(dim=-1, keepdim=True) + NORM_EPS).sqrt()
 
 def apply_rotary(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> Tensor:
-    """x (T, H, E) at positions (T, H): neighbours of the first half times exp(-i position frequency)."""
+    """Rotate pairs of adjacent channels: x (T, H, E) at positions (T, H) -> (T, H, E).
+
+    The pairs of the first half of the channels are multiplied by exp(-i * position * frequency).
+    """
     angles = positions[..., None] * torch.tensor(frequencies, dtype=F64)
     rotated, unrotated = x.chunk(2, dim=-1)
     pairs = torch.complex(rotated[..., 0::2], rotated[..., 1::2])
@@ -46,12 +50,15 @@ def apply_rotary(x: Tensor, positions: Tensor, frequencies: Sequence[float]) -> 
     return torch.cat((result, unrotated), dim=-1)
 
 def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
-    """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
+    """Compute gates between 0 and 1: features (T, ...), weight (heads, GATE_INPUTS) -> (T, heads)."""
     return torch.sigmoid(features[:, :GATE_INPUTS] @ weight.t())
 
 def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float) -> Tensor:
-    """q, k, v (N, H, E) -> (N, H, E): softmax over the keys that a query sees, its own and `window` before it, of its
-    document; borders (C,) of documents ascend from 0."""
+    """Compute softmax attention: q, k, v (N, H, E) -> (N, H, E).
+
+    A query sees its own key and `window` keys before it, within its document. cu_seqlens (C,): ascending document
+    bounds, from 0.
+    """
     positions = torch.arange(len(q))
     doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     distance = positions[:, None] - positions
@@ -61,7 +68,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, 
     return torch.einsum("hqk,khe->qhe", weights, v)
 
 def next_token_losses(logits: Tensor, targets: Tensor, mtp_weights: Sequence[float]) -> Tensor:
-    """logits (T, V), targets (T,), weights of the next tokens -> (T,); none beyond the end of the slot."""
+    """Compute the loss of every position: logits (T, V), targets (T,) -> losses (T,).
+
+    mtp_weights: weights of the 1st, 2nd, ... next token. Tokens beyond the end of the sequence do not count.
+    """
     log_p = softcap(logits).log_softmax(dim=-1)
     losses = logits.new_zeros(len(targets))
     for ahead, weight in enumerate(mtp_weights[:len(targets)]):
@@ -74,7 +84,7 @@ def softcap(logits: Tensor) -> Tensor:
     return SOFTCAP * torch.sigmoid((logits + SOFTCAP_SHIFT) / SOFTCAP_WIDTH)
 
 def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The nearest of the finite numbers of an fp8 type, by brute force; of two as near, the even one."""
+    """Round to the nearest finite value of an fp8 dtype, ties to even, by comparing with all of them."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(dtype).double()
     codes = codes[values.isfinite()]
@@ -86,14 +96,16 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float], loss_scale: float,
              grad_losses: Tensor, logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
-    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds. y (N, D), w (D, V),
-    targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor. logits_dtype: None
-    rounds nothing at all."""
+    """Compute the fp8 head with explicit roundings: losses, gradients of y and w, and the rounded values.
+
+    y (N, D), w (D, V), targets (B, T). grad_losses (N,): gradient of each position's loss, the loss scale times a
+    factor. logits_dtype: rounds the logits; None disables every rounding.
+    """
     def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
         if logits_dtype is None:
             return x
         if dtype == torch.float8_e4m3fn:
-            x = x.float()                                             # quotients of y and w are f32 numbers
+            x = x.float()                                             # quotients of y and w are f32
         return nearest_fp8(x, dtype)
 
     y8 = rounded(y.detach() / Y_SCALE, torch.float8_e4m3fn)
@@ -104,7 +116,7 @@ def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float]
     losses = torch.cat([next_token_losses(*seq, mtp_weights) for seq in zip(seq_logits, targets)])
     grad, = torch.autograd.grad(losses.sum(), logits)
     payload = rounded(grad / GRAD_SCALE, torch.float8_e5m2)
-    grad_factor = (grad_losses / loss_scale)[:, None]     # of each position, besides the loss weight
+    grad_factor = (grad_losses / loss_scale)[:, None]     # factor per position, without the loss scale
     scaled_payload = rounded(grad_factor * payload, torch.float8_e5m2)
     scale = loss_scale * GRAD_SCALE
     grad_y = scale * W_SCALE * grad_factor * (payload @ w8.t())
@@ -115,7 +127,10 @@ def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float]
 
 # ---- Updates
 def polar_express(x: Tensor) -> Tensor:
-    """The polynomials act on singular values: X -> a X + (b A + c A A) X with A = X X^T is s -> a s + b s^3 + c s^5."""
+    """Apply the Polar Express polynomials to the singular values of x.
+
+    X -> a X + (b A + c A A) X with A = X X^T maps a singular value s to a s + b s^3 + c s^5.
+    """
     u, s, v = torch.linalg.svd(x, full_matrices=False)
     norms = s.norm(dim=-1, keepdim=True)
     s = s / (1.02 * norms + 1e-6)
@@ -125,7 +140,7 @@ def polar_express(x: Tensor) -> Tensor:
 
 def normuon(p: Tensor, g: Tensor, state: dict[str, Tensor], mu: float, beta2: float, lr: float, lr_muls: Tensor,
             weight_decay: float) -> Tensor:
-    """One step of matrices (M, r, c), and of their state. muls (M, 1, 1); returns the new p."""
+    """Update matrices p (M, r, c) and their state by one NorMuon step; lr_muls (M, 1, 1). Returns the new p."""
     axis = -1 if p.shape[-2] >= p.shape[-1] else -2
     state["momentum"] = mu * state["momentum"] + (1 - mu) * g
     direction = polar_express((1 - mu) * g + mu * state["momentum"])
@@ -139,7 +154,7 @@ def normuon(p: Tensor, g: Tensor, state: dict[str, Tensor], mu: float, beta2: fl
 
 def adam(p: Tensor, g: Tensor, state: dict[str, Tensor], update_num: int, betas: tuple[float, float], eps: float,
          lr: float, weight_decay: float) -> Tensor:
-    """Update a parameter and its state for the number-th time; returns the new p."""
+    """Update a parameter and its state by Adam; update_num counts its updates from 1. Returns the new p."""
     beta1, beta2 = betas
     state["m"] = beta1 * state["m"] + (1 - beta1) * g
     state["v"] = beta2 * state["v"] + (1 - beta2) * g.square()
@@ -148,9 +163,9 @@ def adam(p: Tensor, g: Tensor, state: dict[str, Tensor], update_num: int, betas:
     return p - update - (update * p > 0) * p * lr * lr * weight_decay
 
 class Reference:
-    """Weights, gradients and updates of a run, each in one piece, by label."""
+    """Weights, gradients and optimizer state of a run, unsharded, by label."""
     def __init__(self, cfg: tg.Config, weights: dict[str, Tensor]) -> None:
-        """weights: of all parameters, or for `optim_step` alone of some."""
+        """weights: of all parameters, or only of some if nothing but `optim_step` is called."""
         self.cfg = cfg
         self.specs = {spec.label: spec for spec in tg.parameter_specs(cfg)}
         self.p = {label: x.detach().double().clone() for label, x in weights.items()}
@@ -158,7 +173,7 @@ class Reference:
         for table in cfg.tables:
             self.ngrams[table.label] = NaiveTable(table.label, table.rows, cfg.model_dim, table.beta2, cfg.adam_eps)
         self.state = {label: self.init_state(label, p) for label, p in self.p.items()}
-        self.updates = dict.fromkeys(self.p, 0)                               # by Adam
+        self.updates = dict.fromkeys(self.p, 0)                               # number of Adam updates
         self.discard_grads()
 
     def init_state(self, label: str, p: Tensor) -> dict[str, Tensor]:
@@ -169,7 +184,7 @@ class Reference:
         return dict(momentum=torch.zeros_like(matrices), second=torch.zeros_like(matrices.narrow(axis, 0, 1)))
 
     def matrices(self, label: str, x: Tensor) -> Tensor:
-        """A bank as its matrices: those of attention are square, those of the MLP of the bank's own height."""
+        """View a bank as its matrices: attention matrices are square, MLP matrices have the height of the bank."""
         width = x.shape[-1]
         return x.reshape(-1, width if label == "attn" else x.shape[-2], width)
 
@@ -179,13 +194,14 @@ class Reference:
         self.requested = {label: np.zeros(table.num_rows, bool) for label, table in self.ngrams.items()}
 
     def leaves(self) -> dict[str, Tensor]:
-        """All that losses depend on, by label, to take gradients of."""
+        """Copy everything the losses depend on into leaves for autograd, by label."""
         full = self.p | {label: torch.from_numpy(table.p) for label, table in self.ngrams.items()}
         return {label: p.clone().requires_grad_() for label, p in full.items()}
 
     def losses(self, leaves: dict[str, Tensor], batch: tg.Batch, seq: int, step_cfg: tg.StepConfig,
                mtp_weights: Sequence[float], activations: dict[str, Tensor] | None = None) -> Tensor:
-        """Each position's loss in one slot of a batch, (T,). seen gets the activations, by name."""
+        """Compute the loss of every position of one sequence, (T,). activations: receives intermediate results by name.
+        """
         activations = {} if activations is None else activations
         banks = {label: leaves[label].unbind() for label in ("attn", "mlp")}
         self.hidden_states(leaves | banks, batch, seq, step_cfg, activations)
@@ -195,7 +211,7 @@ class Reference:
 
     def hidden_states(self, p: dict[str, Any], batch: tg.Batch, seq: int, step_cfg: tg.StepConfig,
                       activations: dict[str, Tensor]) -> None:
-        """Puts into `seen` what enters the head, and all before it."""
+        """Store the input of the head and everything before it in `activations`."""
         cfg = self.cfg
         tokens = batch.tokens[seq].long()
         sizes = {name: len(values) for name, values in tg.initial_scalars(cfg).items()}
@@ -246,7 +262,7 @@ class Reference:
 
     def attend(self, p: dict[str, Any], i: int, x: Tensor, scales: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, step_cfg: tg.StepConfig, activations: dict[str, Tensor]) -> Tensor:
-        """What attention adds to the stream. n (T, D) -> (T, D)."""
+        """Compute what attention adds to the residual stream: x (T, D) -> (T, D)."""
         layer = tg.LAYERS[i]
         H = self.cfg.num_heads
         T, D = x.shape
@@ -263,7 +279,7 @@ class Reference:
             gate = 2 * sigmoid_gate(features, p["ve_gate_bank"][gate_idx])
             v = v + gate[..., None] * rows.view(v.shape)
 
-        # Heads j and j + H/2 of a paired layer share a sequence of 2T positions; their angles take turns by head.
+        # Heads j and j + H/2 of a paired layer share a sequence of 2T positions. Even heads have the even positions.
         positions = torch.arange(T)[:, None].expand(T, H)
         positions_per_token = 1
         if paired:
@@ -278,7 +294,7 @@ class Reference:
         num_seqs = H // positions_per_token
 
         def in_sequence(x: Tensor) -> Tensor:
-            """(T, H, E) -> (per_token T, lanes, E)."""
+            """(T, H, E) -> (positions_per_token T, num_seqs, E)."""
             return torch.stack([x[:, seq::num_seqs].flatten(0, 1) for seq in range(num_seqs)], dim=1)
 
         q, k, v = map(in_sequence, (q, k, v))
@@ -298,7 +314,7 @@ class Reference:
         return values
 
     def forward_backward(self, batch: tg.Batch, step_cfg: tg.StepConfig) -> tg.StepLoss:
-        """Add the gradient of the sum of the slots' losses; `batch` is of one rank, with rows of whole tables."""
+        """Add the gradient of the summed losses of all sequences. `batch` is of one rank and indexes full tables."""
         leaves = self.leaves()
         seq_sums = []
         for seq in range(len(batch.tokens)):
@@ -313,7 +329,9 @@ class Reference:
         return tg.StepLoss(torch.stack(seq_sums), batch.tokens.numel())
 
     def optim_step(self, step_cfg: tg.StepConfig) -> None:
-        """Banks at every step, a table of n-grams at its cadence, all else at the end of an Adam cycle."""
+        """Update banks on every step, n-gram tables every `update_every` steps, and the rest at the end of an Adam
+        cycle.
+        """
         cfg = self.cfg
         for label in self.p:
             spec = self.specs[label]
@@ -354,14 +372,14 @@ class Reference:
         aspect = max(1.0, p.shape[1] / p.shape[2])
         lr_muls = torch.full((len(p), 1, 1), math.sqrt(aspect), dtype=F64)
         if label == "mlp":
-            lr_muls[1::2] *= DOWN_LR_MUL                                      # up, down, up, down, ...
+            lr_muls[1::2] *= DOWN_LR_MUL                                      # order: up, down, up, down, ...
         updated = normuon(p, g, self.state[label], step_cfg.momentum, self.cfg.normuon_beta2, step_cfg.normuon_lr,
                           lr_muls, self.cfg.normuon_weight_decay)
         return updated.view_as(self.p[label])
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[tg.Batch], step_cfg: tg.StepConfig) -> float:
-        """Mean loss per token of the next token."""
+        """Return the mean loss per token, of the next token only."""
         leaves = self.leaves()
         losses = []
         for batch in batches:
@@ -369,14 +387,14 @@ class Reference:
         return float(torch.cat(losses).mean())
 
     def full_state(self, step_cfg: tg.StepConfig, with_moments: bool) -> dict[str, Tensor]:
-        """Return weights and moments by name, as `tg.Engine.whole_state` does."""
+        """Return weights and moments by name, as `tg.Engine.full_state` does."""
         moments = {f"{label}.{name}": x for label, state in self.state.items() for name, x in state.items()}
         return self.p | moments if with_moments else self.p
 
 
 # ---- Rows and tables
 def split_by_owner(table: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """A table in logical order -> the shard of each owner; zeros where there is no row."""
+    """Split a table in the order of global rows into the shards of its owners, padded with zeros."""
     shard_rows = -(-len(table) // world_size)
     padded = np.zeros((shard_rows * world_size, *table.shape[1:]), table.dtype)
     padded[:len(table)] = table
@@ -387,34 +405,41 @@ def merge_shards(shards: list[np.ndarray], num_rows: int) -> np.ndarray:
     return np.stack([shards[row % world_size][row // world_size] for row in range(num_rows)])
 
 def bigram_rows(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Rows of (token before, token) in one slot, (T,); position 1 takes the last row's number for the first token."""
+    """Return the bigram row of each position of a sequence, (T,).
+
+    The hash at position 1 uses the index of the last row as the previous token, in place of the first token.
+    """
     return ngram_rows(np.concatenate([[num_rows - 1], tokens[1:]]), BIGRAM_FACTORS, num_rows)
 
 def ngram_rows(tokens: np.ndarray, factors: Sequence[int], num_rows: int) -> np.ndarray:
-    """Row of the n-gram that ends at each position of one slot, (T,); constants belong to the newest token first."""
+    """Return the row of the n-gram that ends at each position of a sequence, (T,). factors: the newest token's first.
+    """
     result = []
     for i in range(len(tokens)):
         if i < len(factors) - 1:
-            result.append(num_rows - 1)                                       # no such n-gram
+            result.append(num_rows - 1)                                       # no n-gram ends here
             continue
         hashed = 0
         for offset, factor in enumerate(factors):
             hashed ^= int(tokens[i - offset]) * factor % 2**32
         signed = hashed - 2**32 * (hashed >= 2**31)
-        result.append(signed % (num_rows - 1))                                # Python's: never negative
+        result.append(signed % (num_rows - 1))                                # Python's %: never negative
     return np.array(result)
 
 def to_bf16(p: np.ndarray) -> np.ndarray:
-    """Round f32 numbers to the nearest bf16 number, ties to even; the result is f32."""
+    """Round f32 values to the nearest bf16 values, ties to even; the result is f32."""
     bits = p.astype(np.float32).view(np.uint32)
     rounding = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
     return ((bits + rounding) & np.uint32(0xFFFF0000)).view(np.float32)
 
 @dataclass
 class NaiveTable:
-    """A table of n-grams under the row-wise rule: rows x width weights, from zero. Every update decays v of ALL rows
-    and moves the weights of the rows that were asked for. The trainer touches these rows only, and catches up on what
-    their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last)."""
+    """An n-gram table under the row-wise rule, with weights (num_rows, width) that start at zero.
+
+    Every update decays v of ALL rows, and changes the weights of the requested rows. The trainer updates only the
+    requested rows, and catches up on the decays that their v has missed. The results are equal, because v * beta2 * ...
+    * beta2 is v * beta2^(update - last).
+    """
     label: str
     num_rows: int
     width: int
@@ -431,7 +456,10 @@ class NaiveTable:
 
     def update(self, requested: np.ndarray, grads_by_rank: Sequence[np.ndarray], seqs_per_step: int, lr: float,
                weight_decay: float) -> None:
-        """asked (rows,) bool: by any rank in this cycle. sums: of each rank, in rank order, (rows, width)."""
+        """Update the table. requested (num_rows,) bool: rows that any rank looked up in this cycle.
+
+        grads_by_rank: summed gradients (num_rows, width) of each rank, in rank order.
+        """
         self.updates += 1
         g = np.zeros_like(self.p)
         for grad in grads_by_rank:
