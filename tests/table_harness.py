@@ -1,7 +1,7 @@
-"""Cycles of tables without a model: plans, exchange, lookups, gradients and updates as a run makes them, on W ranks.
+"""Run cycles of tables without a model: plans, exchange, lookups, gradients and updates as in training, on W ranks.
 
-Gradients are small integers that depend on the sign of the row that was read. Their sums are exact in every dtype and
-order, and a stale, lost or doubled row changes bits. Rows are sent, and copied from the host, as late as possible.
+Gradients are small integers that depend on the signs of the looked-up rows. Their sums are exact in every dtype and
+order, and a stale, lost or duplicated row changes bits. Rows are sent, and copied from the host, as late as possible.
 """
 from __future__ import annotations
 
@@ -27,21 +27,25 @@ from torch import Tensor
 
 import train_gpt as tg
 
-NUM_SEQS, WIDTH = 8, 5                   # slots of a step, features
+NUM_SEQS, WIDTH = 8, 5                   # sequences per step, features
 LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
 BETA1 = 0.75
-RANK_0_MULTIPLE = 24                     # its multiples are the first rank's at each number of ranks
-# Relative and absolute, of row-wise updates. In bf16 only where p - u cancels: torch's root of f32 is not numpy's.
+RANK_0_MULTIPLE = 24                     # rank 0 owns its multiples, for each tested W
+# Relative and absolute tolerance of row-wise updates. In bf16 only results of cancellation in p - u differ, because the
+# f32 square roots of torch and NumPy differ.
 TOLERANCE = dict(float64=(1e-12, 1e-12), bfloat16=(0.0, 1e-7))
 PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
 TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 Results = dict[str, Any]
 
 
-# ---- What is late ----------------------------------------------------------------------------------------------------
+# ---- Delayed exchanges and copies ------------------------------------------------------------------------------------
 class DelayedAllToAll:
-    """Stands for dist.all_to_all_single. What arrives is NaN until it was waited for, and what left is NaN after that;
-    rows that nobody has waited for arrive after those of the next exchange."""
+    """Replaces dist.all_to_all_single with one whose results arrive as late as possible.
+
+    The output is NaN until it is waited for, and the input is NaN afterwards. Rows that were not waited for arrive
+    after those of a later exchange.
+    """
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.all_to_all = dist.all_to_all_single
@@ -52,7 +56,7 @@ class DelayedAllToAll:
         for name, tensor, splits in (("sent", sent, in_splits), ("received", out, out_splits)):
             if sum(splits):
                 self.bytes[name] += tensor.nbytes // sum(splits) * (sum(splits) - splits[self.rank])
-        if not sent.is_floating_point():                                      # requests of rows
+        if not sent.is_floating_point():                                      # row requests
             return self.all_to_all(out, sent, out_splits, in_splits, **kwargs)
         received = torch.empty_like(out)
         work = self.all_to_all(received, sent, out_splits, in_splits, **kwargs)
@@ -88,7 +92,7 @@ def late_rows(rank: int) -> Iterator[DelayedAllToAll]:
         yield delayed
 
 def copy_and_overwrite(state: tg.RowState) -> tg.RowState:
-    """Return a copy, and overwrite the state itself, so that later reads of it are noticed."""
+    """Return a copy, and overwrite the state itself, so that later reads of it are detected."""
     copied = tg.RowState(*(x.clone() for x in state))
     for x, filler in zip(state, (math.nan, math.nan, -1)):
         x.fill_(filler)
@@ -97,7 +101,7 @@ def copy_and_overwrite(state: tg.RowState) -> tg.RowState:
 class StagedStore(tg.HostRowStore):
     """A host store whose copies take a random time and use staging buffers that are overwritten after each copy."""
     most_delay_s = 0.002
-    empties = False                      # also overwrite rows of the shard once they are on the device
+    empties = False                      # also overwrite rows of the shard after copying them to the device
 
     def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
         time.sleep(random.uniform(0, self.most_delay_s))
@@ -117,12 +121,12 @@ class EmptyingStore(StagedStore):
     empties = True
 
 
-# ---- What is read, and the gradients ---------------------------------------------------------------------------------
+# ---- Lookups and gradients -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Trial:
-    tables: tuple[tuple[str, int], ...]  # pattern of reads, rows
-    mode: str = "sparse"                 # of dense-Adam tables
-    location: str = ""                   # of row-wise tables; "": tables have dense Adam
+    tables: tuple[tuple[str, int], ...]  # (pattern of lookups, number of rows)
+    mode: str = "sparse"                 # --row_comms for dense-Adam tables
+    location: str = ""                   # location of row-wise tables; "": tables have dense Adam
     dtype: str = "float64"
     update_every: int = 2
     updates: int = 7
@@ -133,7 +137,7 @@ class Trial:
 
 @functools.cache
 def rows_by_pattern(rows: int, update: int, step: int, seq: int) -> dict[str, np.ndarray]:
-    """Logical rows that a slot reads of a table in a step, i32."""
+    """Return the global rows that a sequence looks up in a step, i32, by pattern."""
     rng = np.random.default_rng([rows, update, step, seq])
     ids = rng.integers(0, rows, 8)
     lower_half = ids // 2
@@ -162,7 +166,7 @@ def lookups(pattern: str, rows: int, *key: int) -> np.ndarray:
     return rows_by_pattern(rows, *key)[pattern]
 
 def gradient(pattern: str, update: int, step: int, seq: int, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return integers from -2 to 2 for the rows asked for, whose values were read."""
+    """Return integers from -2 to 2 as gradients of the looked-up rows, which have these values."""
     i, j = np.indices(values.shape)
     grad = (3 * i + 5 * step + 7 * seq + 11 * update + 2 * j) % 3 - 1 + np.sign(values)
     if pattern == "zero gradients":
@@ -170,18 +174,18 @@ def gradient(pattern: str, update: int, step: int, seq: int, rows: np.ndarray, v
     return grad.astype(values.dtype)
 
 def learning_rate(update: int) -> float:
-    """Large: signs of rows change."""
+    """Return a learning rate that is large enough to change signs of rows."""
     return 0.15 / (1 + update % 3)
 
 def initial_rows(trial: Trial, pattern: str, rows: int) -> Tensor:
-    """Zeros of row-wise tables, and where a row may never be read."""
+    """Draw the initial rows; zeros for row-wise tables and for the pattern that may never look up a row."""
     weights = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     if trial.location or pattern == "once":
         weights.zero_()
     return weights.to(getattr(torch, trial.dtype))
 
 
-# ---- The trainer -----------------------------------------------------------------------------------------------------
+# ---- The trainer's tables and optimizer ------------------------------------------------------------------------------
 class TableOptimizer(tg.Optimizer):
     """The trainer's optimizer with table groups only."""
     def __init__(self, cfg: tg.Config, comm: tg.Communicator, trial: Trial, specs: list[tg.TableSpec],
@@ -208,9 +212,10 @@ class TableOptimizer(tg.Optimizer):
         self.reduce_order = self.update_order = tuple(self.groups)
 
 class Cycles:
-    """A trial on one rank: plans one cycle ahead, as the loader makes them, and steps as `train_step` makes them."""
+    """A trial on one rank: plans one cycle ahead like the loader, and steps in the order of `train_step`."""
     def __init__(self, comm: tg.Communicator, trial: Trial, use_local_table: bool) -> None:
-        """in_place: a dense table with one rank is read in place, as in the trainer; else it is an ExchangedTable."""
+        """use_local_table: with one rank, dense-Adam tables are LocalTables, as in training; otherwise ExchangedTables.
+        """
         self.comm = comm
         self.trial = trial
         self.seqs = range(comm.rank, NUM_SEQS, comm.world_size)
@@ -237,7 +242,7 @@ class Cycles:
         self.planned: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
-        """Return the plans of a cycle, made once, and each step's index into the rows by table."""
+        """Return the plans of a cycle, which are built once, and the row index of each step, by table."""
         if update in self.planned:
             return self.planned[update]
         plans, index = {}, {}
@@ -257,7 +262,7 @@ class Cycles:
         return self.planned[update]
 
     def plans_after(self, update: int, step: int) -> dict[str, tg.RowPlan]:
-        """Return the plans of the step that follows this one, {} after the last."""
+        """Return the plans of the next step, or {} after the last one."""
         if step + 1 < self.trial.update_every:
             return self.plans(update)[0]
         return self.plans(update + 1)[0] if update + 1 < self.trial.updates else {}
@@ -271,18 +276,21 @@ class Cycles:
         grads = [gradient(self.patterns[label][0], update, step, seq, *args)
                  for seq, *args in zip(self.seqs, rows_by_seq, values_by_seq)]
         grad = torch.from_numpy(np.concatenate(grads)).to(cache.dtype)
-        for chunk in (slice(3), slice(3, None)):              # calls add up
+        for chunk in (slice(3), slice(3, None)):              # two calls add up
             tg.add_rows(row_grads, index[chunk], grad[chunk])
 
     def fetched(self, label: str, update: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a cycle, as owner * C + local row, and what lookups read there."""
+        """Return the fetched rows of a cycle, as owner * C + local row, and the values that lookups read there."""
         plan = self.plans(update)[0].get(label)
         cache, _ = self.tables[label].rows_for_forward(plan)
         rows_to_fetch = np.arange(len(cache)) if plan is None else plan.rows_to_fetch.numpy()
         return rows_to_fetch, exact_array(cache[:len(rows_to_fetch)])
 
     def run(self) -> dict[str, Results]:
-        """Return by table the rows fetched in each cycle, byte totals, and this rank's shard and state at the end."""
+        """Run all cycles.
+
+        Returns by table the rows fetched in each cycle, byte totals, and this rank's final shard and state.
+        """
         trial = self.trial
         results = {label: dict(cycles=[]) for label in self.tables}
         for update in range(trial.updates):
@@ -320,10 +328,10 @@ def drive(comm: tg.Communicator, trial: Trial, use_local_table: bool = True) -> 
     return {label: table_results | dict(bytes=dict(delayed.bytes)) for label, table_results in results.items()}
 
 
-# ---- Slow but right --------------------------------------------------------------------------------------------------
+# ---- The naive run ---------------------------------------------------------------------------------------------------
 @functools.cache
 def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """One rank, whole tables. Returns the rows before each update, and everything after the last."""
+    """Run the trial on one rank with full tables. Returns the rows before each update, and the final state."""
     p = initial_rows(trial, pattern, rows)
     m = torch.zeros(rows, WIDTH, dtype=tg.accum_dtype(p.dtype))
     v = torch.zeros_like(m)
@@ -358,7 +366,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
 
 def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
-    """Name what ranks fetched, or hold at the end, and should not; dense Adam to the bit."""
+    """Name the fetched rows and final states that differ from the naive run; dense Adam must be bitwise equal."""
     world_size = len(by_rank)
     rtol, atol = TOLERANCE[trial.dtype] if trial.location else (0, 0)
     wrong = []
@@ -372,7 +380,7 @@ def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
                 wrong.append(f"{label}: {name} on rank {rank}")
 
         for update, ((rows_to_fetch, fetched), table) in enumerate(zip(table_results["cycles"], before, strict=True)):
-            shards = np.concatenate(split_by_owner(table, world_size))    # with zeros where there is no row
+            shards = np.concatenate(split_by_owner(table, world_size))    # padded with zeros
             compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
         shard = {name: split_by_owner(x, world_size)[rank] for name, x in end.items()}
         if trial.location:

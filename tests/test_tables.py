@@ -44,7 +44,8 @@ update_intervals = pytest.mark.parametrize("update_every", [2, 4])
 
 # ---- Row-wise tables alone -------------------------------------------------------------------------------------------
 SIZES = (53, 97, 31, 40, 29, 3)          # rows; the last are fewer than ranks
-FEW = (("uniform", 53), ("uniform", 5), ("looked up again", 64), ("every other update", 40), ("odd sequences empty", 53))
+FEW = (("uniform", 53), ("uniform", 5), ("looked up again", 64), ("every other update", 40),
+       ("odd sequences empty", 53))
 
 def trial_of(location: str, update_every: int, world: int) -> Trial:
     """Return a trial in float64; the slowest ones have few patterns."""
