@@ -1,9 +1,10 @@
-"""Write tests/vectors: a small part of a directory of reference vectors, in the same layout.
+"""Write tests/vectors: an extract of a directory of reference vectors, in the same layout.
 
-    python tests/make_vectors.py            reads ORACLE_DIR, default ../shared/oracle/a beside the repository
+    python tests/make_vectors.py            reads ORACLE_DIR, by default ../shared/oracle/a next to the repository
 
-Nothing is computed, only left out. Two things keep the extract below 3 MB. Config S keeps the parameters of its first
-layers; the others are 0, and only what lies before them is compared. Rows of tables that no stored token reads are 0.
+The extract omits arrays and computes no new ones. Two measures limit it to 3 MB. In config S, only the first layers
+have parameters: the others are set to 0, and tests compare only what precedes them. Table rows that no stored token
+looks up are also set to 0.
 """
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 TARGET = ROOT / "tests/vectors"
-NUM_LAYERS = 4                                   # config S: layers that keep their parameters
-NUM_VALUE_EMBEDS = 2                             # that they read
+NUM_LAYERS = 4                                   # layers of config S that have parameters
+NUM_VALUE_EMBEDS = 2                             # value embeddings of these layers
 NOTE = f"made by tests/make_vectors.py; in s_inputs, parameters behind the attention of layer {NUM_LAYERS - 1} are 0"
 LAYERS = [str(depth) for depth in range(NUM_LAYERS)]
 
@@ -50,7 +51,7 @@ KEEP = {                                         # file -> patterns of its keys
 }
 
 def zero_unused_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
-    """Set the parameters of config S that no kept array depends on to 0."""
+    """Set the parameters of config S that do not affect the extracted arrays to 0."""
     tokens = arrays["tokens"]
     vocab = meta["config_s"]["vocab_size"]
     arrays["p16.attn"][NUM_LAYERS:] = 0
@@ -64,14 +65,17 @@ def zero_unused_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
         arrays[f"p16.{label}"][unread] = 0
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """np.load reads it; bzip2 packs words of random numbers better than the deflate of np.savez_compressed."""
+    """Write arrays so that np.load can read them, each with the smaller of two compressions.
+
+    bzip2 compresses random values better than deflate, which np.savez_compressed uses.
+    """
     with zipfile.ZipFile(path, "w") as archive:
         for key, array in arrays.items():
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, array)
             data = buffer.getvalue()
             bzip2_is_smaller = len(bz2.compress(data)) < len(zlib.compress(data))
-            info = zipfile.ZipInfo(f"{key}.npy")        # a fixed date: equal bytes every time
+            info = zipfile.ZipInfo(f"{key}.npy")        # its fixed date makes equal contents equal bytes
             info.compress_type = zipfile.ZIP_BZIP2 if bzip2_is_smaller else zipfile.ZIP_DEFLATED
             archive.writestr(info, data)
 
