@@ -27,7 +27,7 @@ def gradients(ex: tg.Engine) -> dict[str, torch.Tensor]:
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
-def test_Engine__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
+def test_Engine__a_run_equals_the_reference(every, micro_batch, row_comms) -> None:
     """Plans, lookups, backward and updates against autograd over whole tables; through every stage and the untying."""
     tables = tg.parse_value("tables", f"every_embed 2 40 stream 1 device {every}; other_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(1), adam_every=every, tables=tables, row_comms=row_comms,
@@ -67,7 +67,7 @@ def test_Engine__a_run_is_that_of_the_reference(every, micro_batch, row_comms):
         assert rows.any() and stored[f"{line.label}.last"].max() == steps // line.update_every
 
 @pytest.mark.parametrize("pieces", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
-def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
+def test_forward_backward__calls_add_up_for_any_split_of_the_sequences(pieces) -> None:
     """Against one call, which is the reference's; micro-batches, too, change rounding only."""
     cfg = small()
     batch = random_batch(cfg, 0, 8, 16)
@@ -83,7 +83,7 @@ def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
     for label, grad in gradients(whole).items():
         np.testing.assert_allclose(found[label], grad, **ROUNDING, err_msg=label)
 
-def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_finite():
+def test_forward_backward__loss_scale_zero_adds_nothing_even_if_the_loss_is_not_finite() -> None:
     cfg = small()
     batch = random_batch(cfg, 0, 2, 16)
     ex, values = filled(cfg)
@@ -104,7 +104,7 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     once.forward_backward(batch, values)
     assert unequal(gradients(ex), gradients(once)) == []
 
-def test_evaluate__waits_for_the_device_by_the_call_that_has_a_bound(monkeypatch):
+def test_evaluate__waits_for_the_device_with_a_timeout(monkeypatch) -> None:
     ex, values = filled(small())
     waits = []
     monkeypatch.setattr(tg.Communicator, "synchronize", lambda self: waits.append(self))
@@ -112,7 +112,7 @@ def test_evaluate__waits_for_the_device_by_the_call_that_has_a_bound(monkeypatch
     assert waits == [ex.comm]
 
 @pytest.mark.recipe
-def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
+def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch) -> None:
     """Whatever the size of the chunks of logits; documents are longer than in training."""
     cfg = small(max_doc_len=4, window_block=60)
     ex, values = filled(cfg)
@@ -127,7 +127,7 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("length", [1, 16, 64, 70])
-def test_next_logits__those_of_the_whole_context(length):
+def test_next_logits__of_the_last_position(length) -> None:
     """At the last position of the same tokens; of a longer context only a validation slot's tokens count."""
     cfg = small()
     ex, values = filled(cfg)
@@ -190,7 +190,7 @@ FORGOTTEN = {                            # what forgets it
 }
 
 @pytest.mark.parametrize("name", [None, *FORGOTTEN])
-def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
+def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch) -> None:
     """Restores in the middle of a cycle, with rows on their way to the row store on the host."""
     dtype = "bfloat16" if name == "*.mantissa" else "float32"
     tables = tg.parse_value("tables", "device_embed 2 40 stream 1 device 4; host_embed 3 30 1 0 host 2")
@@ -219,7 +219,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     restore()
     assert (left_behind(ex) != before) == (name is not None)
 
-def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):
+def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch) -> None:
     """Backend aot_eager: the graphs as they are traced, run operation by operation. Each kind of layer once. Both sides
     take the branches that are for compilers, which are to fuse: of the loss, other operations."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))

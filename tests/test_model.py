@@ -37,7 +37,7 @@ def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
 @pytest.mark.recipe
 @pytest.mark.parametrize("heads, slots, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
                          ids=["4 heads", "2 heads", "n-grams of layers and stream alternate"])
-def test_losses__and_gradients_are_the_recipes(heads, slots, seed, tables):
+def test_losses__and_gradients_equal_the_reference(heads, slots, seed, tables) -> None:
     plain = small(num_heads=heads, model_dim=8 * heads)
     cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)
@@ -74,7 +74,7 @@ def record_rows() -> dict[str, tg.ParameterSpec]:
     return {row.label: row for row in tg.parameter_specs(preset("record", 50_257, 50_256))}
 
 @pytest.mark.recipe
-def test_parameter_specs__of_the_record_preset():
+def test_parameter_specs__of_the_record_preset() -> None:
     rows = record_rows()
     total = 0
     for label, shape, optimizer, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
@@ -95,7 +95,7 @@ def initial(**changes) -> dict[str, torch.Tensor]:
     return {label: p.detach() for label, p in model.named_parameters()}
 
 @pytest.mark.recipe
-def test_initial_weights__are_the_recipes():
+def test_initial_weights__follow_the_recipe() -> None:
     p = initial(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
     scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]   # residual, attention, bigram, the others
     assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # f32
@@ -115,7 +115,7 @@ def test_initial_weights__are_the_recipes():
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
 @pytest.mark.recipe
-def test_initial_weights__of_ngram_tables():
+def test_initial_weights__of_ngram_tables() -> None:
     """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
     made = make_engine(preset(tables=ALTERNATING, dtype="float32"))
     plain = initial(dtype="float32")
@@ -128,7 +128,7 @@ def test_initial_weights__of_ngram_tables():
         rows = made.tables[ngram.label].store.shard.rows
         assert rows.shape == (ngram.rows, 32) and not rows.any(), ngram.label
 
-def test_initial_weights__each_label_draws_from_its_own_generator():
+def test_initial_weights__each_label_draws_from_its_own_generator() -> None:
     base = initial()
     torch.manual_seed(123)                                           # the global generator plays no part
     assert unequal(initial(), base) == []
@@ -144,7 +144,7 @@ def test_initial_weights__each_label_draws_from_its_own_generator():
     values, head = (base[label].flatten()[:16_000] for label in ("value_embed", "lm_head"))
     assert not values.equal(head * 2)
 
-def test_set_rotary__cos_and_sin_of_position_times_frequency():
+def test_set_rotary__cos_and_sin_of_position_times_frequency() -> None:
     cfg = small()
     frequencies = (1.0, 0.125)
     model = model_of(cfg)
@@ -159,7 +159,7 @@ def test_set_rotary__cos_and_sin_of_position_times_frequency():
     half.set_rotary(frequencies)
     assert half.rotary_cos.equal(angles.cos().float().bfloat16()), "angles in f32, rounded once"
 
-def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(monkeypatch):
+def test_set_rotary__a_repeated_stage_copies_nothing_from_the_host(monkeypatch) -> None:
     cfg = small()
     model = model_of(cfg)
     stages = {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
@@ -182,7 +182,7 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
     # The key shift does so in each layer. A document's first token sees one key: nothing to weigh.
     (10, 0.0, (10,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (3, 10), range(3, 7)),
     (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
-def test_hidden_states__positions_that_a_token_moves(monkeypatch, at, smear, shifting, want):
+def test_hidden_states__positions_that_a_token_changes(monkeypatch, at, smear, shifting, want) -> None:
     """In any bit, in slot 0, when its token at `at` changes and its bigram row stays; slot 1 must not move."""
     layers = tuple(replace(layer, key_offset=depth in shifting) for depth, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)
