@@ -1,6 +1,6 @@
 """Section 6: the stream of batches and its row plans against plain loops, the loader thread, the validation set.
 
-Each rank is built without the others: no request is exchanged. The exchange itself is in test_rows.py.
+Each rank is built without the others and exchanges no requests. The exchange itself is in test_rows.py.
 """
 import base64
 import contextlib
@@ -26,12 +26,12 @@ from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
-# More rows than a cycle looks up.
+# Tables with more rows than a cycle looks up.
 TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2, 3000, layer=1, location="host"))
 
 @pytest.fixture(autouse=True)
 def no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank serves is what it fetches itself, as `plan_rows` leaves it."""
+    """Skip the exchange of row requests: a rank serves the rows it fetches, as `plan_rows` leaves it."""
     monkeypatch.setattr(tg, "_all_to_all_requests", noop)
 
 def write_shards(folder: Path, *counts: int) -> list[list[int]]:
@@ -42,7 +42,7 @@ def write_shards(folder: Path, *counts: int) -> list[list[int]]:
 
 def start_loader(folder: Path, rank: int = 0, world_size: int = 1, steps: int = 12,
                  **changes: Any) -> AbstractContextManager[tuple[tg.Loader, list[tg.StepConfig]]]:
-    """A loader of the tiny preset at work, and its steps. A cycle has two steps unless given."""
+    """Start a loader of preset tiny, and return it with its step configs. A cycle has two steps by default."""
     settings = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
     cfg = preset(train_files=f"{folder}/train_*.bin", **settings)
     return started_loader(cfg, make_comm(rank, world_size), steps)
@@ -53,12 +53,16 @@ def read_all(folder: Path, *args: int, **changes: Any) -> list[tg.Batch]:
 
 
 # ---- The stream of batches -------------------------------------------------------------------------------------------
-Spans = list[tuple[int, int]]            # start and end of each document of a sequence, in tokens of the shard
+Spans = list[tuple[int, int]]            # (start, end) of each document of a sequence, in the shard
 PackedTokens = tuple[list[int], list[int]]   # T + 1 tokens, document bounds in the inputs
 
 def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len: int,
                 max_doc_len: int) -> tuple[list[Spans], int] | None:
-    """Recipe 5.2 word by word: (pieces of each slot, next document), or None where the documents run out."""
+    """Pack a batch by RECIPE 5.2, word by word.
+
+    Returns the documents of each sequence and the index of the next document, or None if the shard has too few
+    documents.
+    """
     starts = [i for i, token in enumerate(tokens) if token == bos_id]
     seqs = []
     for _ in range(num_seqs):
@@ -76,7 +80,7 @@ def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len
     return seqs, doc
 
 def naive_sequence(tokens: list[int], spans: Spans) -> PackedTokens:
-    """n + 1 tokens of a slot, and where its documents end in the inputs."""
+    """Return the T + 1 tokens of a sequence, and the bounds of its documents in the inputs."""
     bounds = [0]
     for start, end in spans:
         bounds.append(bounds[-1] + end - start)
@@ -85,7 +89,7 @@ def naive_sequence(tokens: list[int], spans: Spans) -> PackedTokens:
 
 def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig],
                  num_seqs: int = 8) -> list[list[PackedTokens]]:
-    """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
+    """Return all sequences of each step. A batch that does not fit into the rest of a shard starts the next shard."""
     shard = 0
     doc = 0
     seqs_by_step = []
@@ -110,8 +114,10 @@ def check_batches(batches: list[tg.Batch], seqs_by_step: list[list[PackedTokens]
         assert {x.dtype for x in i32_tensors} == {torch.int32}
 
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool, world_size: int) -> None:
-    """Batches of one cycle share plans, in which all that they look up is found. With one rank, only row-wise tables
-    have plans: the others are read in place."""
+    """Check that the batches of one cycle share plans that contain all their lookups.
+
+    With one rank, only row-wise tables have plans, because the other tables are LocalTables.
+    """
     first = batches[0]
     tokens = sum(batch.tokens.shape[1] for batch in batches)                  # the same on all ranks
     expected_tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle_steps, tokens=tokens)
@@ -136,19 +142,22 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
         for label, ids in signs.items():
             np.testing.assert_array_equal(batch.sign_ids[label], ids, label)
 
-SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
+SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # every stage has three steps
 PARTIAL_CYCLE = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED,
                      num_extension_steps=4)
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("counts, passes, world_size, changes", [
-    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a block
+    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a batch
     ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
     ((2000, 6000), 1, 1, dict(tables=TABLES)), ((2000, 6000), 1, 2, dict(tables=TABLES)),
     ((1200, 1100), 2, 1, dict(epochs=2, steps=8, num_extension_steps=30)),
     ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, PARTIAL_CYCLE)])
 def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_size, changes) -> None:
-    """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
+    """Rank r receives sequences r, r + W, ... of each step.
+
+    A stage may change within a cycle, and the last cycle may be incomplete.
+    """
     streams = write_shards(tmp_path, *counts)
     for rank in range(world_size):
         with start_loader(tmp_path, rank, world_size, **changes) as (loader, step_cfgs):
@@ -161,7 +170,10 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
             assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(step_cfgs) / cycle_steps), label
 
 def test_skip__a_resumed_run_continues_the_stream(tmp_path) -> None:
-    """Also where the steps that are skipped end within the first shard, or at the start of another."""
+    """A loader that skips steps returns the batches that follow them.
+
+    The skipped steps may end in the first shard, or at a shard boundary.
+    """
     write_shards(tmp_path, 1500, 300, 2600, 4000)
     expected = read_all(tmp_path)
     for steps_done in (2, 6, 10):
@@ -182,7 +194,10 @@ def too_short(streams: list[list[int]], step_cfgs: list[tg.StepConfig]) -> bool:
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_advance__data_that_end(tmp_path, world_size) -> None:
-    """Every rank trains the same whole cycles. At their end `next_plans` returns {} and `advance` raises the reason."""
+    """Every rank trains the same complete cycles.
+
+    After the last one, `next_plans` returns {} and `advance` raises the reason.
+    """
     streams = write_shards(tmp_path, 1200, 1100)
     for rank in range(world_size):
         with start_loader(tmp_path, rank, world_size, tables=TABLES) as (loader, step_cfgs):
@@ -206,7 +221,7 @@ def test_start__shards_too_small_for_one_step(tmp_path) -> None:
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch) -> None:
-    """Disk, packer and reader of the batches are slow by chance."""
+    """Random delays of disk, packing and the reader of batches change no token."""
     write_shards(tmp_path, 1500, 300, 2600, 4000)
     expected = read_all(tmp_path)
     delays = random.Random(0)
@@ -242,10 +257,10 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
         assert len(threads) == 8 * 2, "`start` waits for the first cycle"
         for step_cfg, steps_packed in zip(steps_of(loader, step_cfgs), (4, 4, 5, 5, 5), strict=True):
             loader.next(step_cfg)
-            loader.next_cycle.result()                               # until the work that was asked for is done
+            loader.next_cycle.result()                               # wait until the requested cycle is built
             assert len(threads) == 8 * steps_packed
         assert len(set(threads) - {threading.main_thread()}) == 1, "only on the loader thread"
-        loader.reader.submit(int).result()                           # it is done with what it was given
+        loader.reader.submit(int).result()                           # wait for the reader thread
         assert shards_read == ["0", "1"]
 
 def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path) -> None:
@@ -260,9 +275,12 @@ def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path) -> None:
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
 def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
                                                         error) -> None:
-    """Damage, ranks that disagree, or no answer (None), on the way to the second cycle. Only one rank may have the
-    error, and it is not the end of the data. No rank may start to send that cycle's rows, so `next_plans` raises it
-    at the end of the first cycle, and so does `advance`."""
+    """An error while the second cycle is built is raised at the end of the first cycle.
+
+    The errors are damage, disagreement between ranks, and a function that does not return (None). Only one rank may
+    have the error, and it is not the end of the data. No rank may start to send that cycle's rows, so `next_plans`
+    raises the error at the end of the first cycle, and so does `advance`.
+    """
     write_shards(tmp_path, 400, 4000)
     calls = []
     release = threading.Event()
@@ -293,7 +311,10 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("tables", [(), (tg.NgramTable("a_embed", 3, 100, update_every=4),)], ids=["dense", "row-wise"])
 def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every, tables) -> None:
-    """Within a cycle those of its next step. The loader thread exchanges each Adam cycle once, in order."""
+    """Within a cycle, `next_plans` returns the plans of its next step.
+
+    The loader thread exchanges the requests of each Adam cycle once, in order.
+    """
     write_shards(tmp_path, 8000)
     exchanged = []
     exchange = tg.exchange_row_requests
@@ -332,8 +353,10 @@ def section_starts() -> list[int]:
     return [number for number, line in enumerate(lines, 1) if line.startswith("# ======")]
 
 def calls_of_thread(prefix: str, calls: set[tuple[int, str]]) -> None:
-    """Record from now on what new threads whose name begins so call: (section, function) of the trainer, or
-    (0, module.function) of a builtin that trainer code calls."""
+    """Record the calls of new threads whose name begins with `prefix`.
+
+    Stores (section, function) for the trainer's functions, and (0, module.function) for builtins that they call.
+    """
     starts = section_starts()
 
     def record(frame: FrameType, event: str, builtin: object) -> None:
@@ -347,7 +370,10 @@ def calls_of_thread(prefix: str, calls: set[tuple[int, str]]) -> None:
     threading.setprofile(record)
 
 def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
-    """Only sections 3, 5 and 6 and the communicator. Training with n-gram tables in device and in host memory."""
+    """The loader thread calls only sections 3, 5 and 6, and methods of the communicator.
+
+    Training uses n-gram tables in device and in host memory.
+    """
     cfg = preset(tables=TABLES)
     engine = make_engine(cfg)
     calls = set()
@@ -391,7 +417,11 @@ def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_p
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("row_comms", ["sparse", "dense"])
 def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, row_comms, world_size) -> None:
-    """But for an embedding that is tied, whose rows are read from the head, and for row-wise tables."""
+    """With --row_comms=dense, plans of dense tables contain every row.
+
+    The exception is a tied embedding, whose rows are read from the head. Plans of row-wise tables contain only the rows
+    that are looked up, in both modes.
+    """
     write_shards(tmp_path, 8000)
     schedule = tg.Schedule(preset(adam_every=2))
     steps = (schedule.untie_step + 1) // 2 * 2 + 2
@@ -419,8 +449,10 @@ def validation_config(folder: Path, stream: np.ndarray, tokens: int, vocab_size:
 
 @pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
 def test_ValidationSet__batches_and_their_plans(tmp_path, monkeypatch, after, tied) -> None:
-    """The slots of each block are dealt to ranks round-robin. The loader's group is not used, because the loader thread
-    may exchange requests at the same time."""
+    """The sequences of each batch are distributed over ranks round-robin.
+
+    The loader's process group is not used, because the loader thread may exchange requests at the same time.
+    """
     groups = []
     exchange = tg.exchange_row_requests
 
@@ -449,11 +481,11 @@ def test_text_metrics__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch) 
     cfg, headers = validation_config(tmp_path, stream, 256, 5, 4)
     assert tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.0) == {}, "no metrics without the bytes of tokens"
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
-    counts = Counter(stream[1:257].tolist())                         # targets: the inputs shifted by one
+    counts = Counter(stream[1:257].tolist())                         # targets are the inputs shifted by one
     nats = -sum(count / 256 * math.log(count / 256) for count in counts.values())
     total_bytes = sum(len(token_bytes[token]) * count for token, count in counts.items() if token != 4)
     found = tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.5)
     assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / total_bytes, unigram_nats=nats), rel=1e-12)
-    monkeypatch.chdir(tmp_path)              # the name of a formula looks like a file beside that vocab.txt
+    monkeypatch.chdir(tmp_path)              # the name of synthetic data looks like a file next to vocab.txt
     synthetic = preset()
     assert tg.ValidationSet(synthetic, make_comm(), tg.read_shard_headers(synthetic.val_files)).text_metrics(1.0) == {}
