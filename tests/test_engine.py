@@ -132,7 +132,7 @@ def test_next_logits__of_the_last_position(context_len) -> None:
     cfg = small()
     engine, step_cfg = filled_engine(cfg)
     max_len = cfg.val_batch_tokens // cfg.seqs_per_step
-    assert max_len == 64, "the cases above"
+    assert max_len == 64, "the parameters above include it"
     context = np.random.default_rng(context_len).integers(0, cfg.vocab_size, context_len).tolist()
     visible = context[-max_len:]
     cu_seqlens = np.array([0, len(visible)], np.int32)
@@ -248,4 +248,4 @@ def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_rec
     torch._dynamo.reset()
     assert unequal(*tensors_by_side) == []
     first_cycle, second_cycle = np.split(np.array(graph_counts), 2)       # cycles of the compiled side
-    assert first_cycle[-1] > 0 and (second_cycle == first_cycle[-1]).all(), "the first cycle compiles, the second one does not"
+    assert first_cycle[-1] > 0 and (second_cycle == first_cycle[-1]).all(), "only the first cycle compiles"
