@@ -1,4 +1,5 @@
-"""Section 9: a run is the reference's, calls add up, micro-batches change rounding only, restore leaves no trace."""
+"""Section 9: a run equals the reference, calls add up, micro-batches change only rounding, restore undoes every change.
+"""
 import fnmatch
 import functools
 import itertools
@@ -15,20 +16,25 @@ from reference import Reference
 
 import train_gpt as tg
 
-TOLERANCE = dict(rtol=1e-9, atol=1e-10)      # float64 sums in another order through 11 layers; gradients are of order 1
+TOLERANCE = dict(rtol=1e-9, atol=1e-10)      # order of f64 sums through 11 layers; gradients are of order 1
 
 def filled_engine(cfg: tg.Config) -> tuple[tg.Engine, tg.StepConfig]:
+    """Build an engine with random weights, and the config of step 0."""
     engine = make_engine(cfg)
     fill_randomly(engine.model, 0, engine.comm)
     return engine, tg.Schedule(cfg).at(0)
 
 def gradients(engine: tg.Engine) -> dict[str, torch.Tensor]:
+    """Return this rank's gradient of every parameter, by label."""
     return {label: grad_of(engine.optimizer, label) for label in engine.model.specs}
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("adam_every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
 def test_Engine__a_run_equals_the_reference(adam_every, micro_batch, row_comms) -> None:
-    """Plans, lookups, backward and updates against autograd over whole tables; through every stage and the untying."""
+    """Plans, lookups, backward passes and updates equal autograd over full tables.
+
+    The run passes through every stage and the untying.
+    """
     tables = tg.parse_value("tables", f"every_embed 2 40 stream 1 device {adam_every}; other_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(1), adam_every=adam_every, tables=tables, row_comms=row_comms,
                 train_files="formula:60:59:20000:1")
@@ -68,7 +74,10 @@ def test_Engine__a_run_equals_the_reference(adam_every, micro_batch, row_comms) 
 
 @pytest.mark.parametrize("splits", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
 def test_forward_backward__calls_add_up_for_any_split_of_the_sequences(splits) -> None:
-    """Against one call, which is the reference's; micro-batches, too, change rounding only."""
+    """Several calls with micro-batches accumulate the gradients of one call, up to rounding.
+
+    That one call equals the reference is tested above.
+    """
     cfg = small()
     batch = random_batch(cfg, 0, 8, 16)
     one_call, step_cfg = filled_engine(cfg)
@@ -84,6 +93,7 @@ def test_forward_backward__calls_add_up_for_any_split_of_the_sequences(splits) -
         np.testing.assert_allclose(grads[label], grad, **TOLERANCE, err_msg=label)
 
 def test_forward_backward__loss_scale_zero_adds_nothing_even_if_the_loss_is_not_finite() -> None:
+    """Calls with loss_scale 0 leave the gradients of the one call with loss_scale 1, bit for bit."""
     cfg = small()
     batch = random_batch(cfg, 0, 2, 16)
     engine, step_cfg = filled_engine(cfg)
@@ -105,6 +115,7 @@ def test_forward_backward__loss_scale_zero_adds_nothing_even_if_the_loss_is_not_
     assert unequal(gradients(engine), gradients(expected)) == []
 
 def test_evaluate__waits_for_the_device_with_a_timeout(monkeypatch) -> None:
+    """`evaluate` synchronizes by `Communicator.synchronize`, which has a timeout."""
     engine, step_cfg = filled_engine(small())
     calls = []
     monkeypatch.setattr(tg.Communicator, "synchronize", lambda self: calls.append(self))
@@ -113,7 +124,10 @@ def test_evaluate__waits_for_the_device_with_a_timeout(monkeypatch) -> None:
 
 @pytest.mark.recipe
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch) -> None:
-    """Whatever the size of the chunks of logits; documents are longer than in training."""
+    """The validation loss equals the reference for any size of the chunks of logits.
+
+    Documents are longer than in training.
+    """
     cfg = small(max_doc_len=4, window_block=60)
     engine, step_cfg = filled_engine(cfg)
     batches = [random_batch(cfg, 0, 8, 16), random_batch(cfg, 1, 3, 32)]
@@ -128,7 +142,10 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch) ->
 @pytest.mark.recipe
 @pytest.mark.parametrize("context_len", [1, 16, 64, 70])
 def test_next_logits__of_the_last_position(context_len) -> None:
-    """At the last position of the same tokens; of a longer context only a validation slot's tokens count."""
+    """The logits are those of the last position of a sequence with the same tokens.
+
+    Only as many tokens of a longer context count as a validation sequence has.
+    """
     cfg = small()
     engine, step_cfg = filled_engine(cfg)
     max_len = cfg.val_batch_tokens // cfg.seqs_per_step
@@ -144,7 +161,7 @@ def test_next_logits__of_the_last_position(context_len) -> None:
     np.testing.assert_allclose(engine.next_logits(context, step_cfg), activations["logits"][-1].detach(), rtol=1e-11)
 
 def all_state(engine: tg.Engine) -> dict[str, object]:
-    """Return all that a run may change, with what is gathered in the middle of a cycle."""
+    """Return everything that a run may change, including what accumulates within a cycle."""
     state = {name: exact_array(x).tobytes() for name, x in tensors_of(engine).items()}
     state["rotary"] = engine.rotary
     for label, table in engine.tables.items():
@@ -157,7 +174,7 @@ def all_state(engine: tg.Engine) -> dict[str, object]:
         state[f"grad of {label}"] = p.grad is None
     return state
 
-# How a restore that forgets something would look.
+# Each of the following functions makes a restore omit something.
 def forget_tensors(monkeypatch: pytest.MonkeyPatch, engine: tg.Engine, pattern: str) -> None:
     state_tensors = tg.Engine.state_tensors
 
@@ -180,8 +197,8 @@ def forget_calls(monkeypatch: pytest.MonkeyPatch, engine: tg.Engine, *methods: t
     for method in methods:
         monkeypatch.setattr(*method, noop)
 
-OMISSIONS = {                            # what forgets it
-    **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # of each kind
+OMISSIONS = {                            # name -> (function, its arguments)
+    **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # one of each kind
     "rotary": (forget_rotary,), "tables": (forget_calls, (tg.LocalTable, "reset")),
     "row-wise tables": (forget_calls, (tg.RowwiseTable, "reset")),
     "rows on the host": (forget_calls, (tg.HostRowStore, "load")), "rows": (forget_calls, (tg.DeviceRowStore, "load")),
@@ -191,7 +208,10 @@ OMISSIONS = {                            # what forgets it
 
 @pytest.mark.parametrize("omitted", [None, *OMISSIONS])
 def test_snapshot__a_restore_that_forgets_one_thing_is_seen(omitted, monkeypatch) -> None:
-    """Restores in the middle of a cycle, with rows on their way to the row store on the host."""
+    """The comparison of states detects a restore that omits one kind of state, and accepts a complete one.
+
+    The restore happens within a cycle, while the host store copies rows.
+    """
     dtype = "bfloat16" if omitted == "*.mantissa" else "float32"
     tables = tg.parse_value("tables", "device_embed 2 40 stream 1 device 4; host_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5, tables=tables, train_files="formula:60:59:20000:1")
@@ -220,14 +240,17 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(omitted, monkeypatch
     assert (all_state(engine) != before) == (omitted is not None)
 
 def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch) -> None:
-    """Backend aot_eager: the graphs as they are traced, run operation by operation. Each kind of layer once. Both sides
-    take the branches that are for compilers, which are to fuse: of the loss, other operations."""
+    """Compiled graphs compute the bits of eager code, and a change of documents causes no recompilation.
+
+    Backend aot_eager runs the traced graphs operation by operation. The model has each kind of layer once. Both sides
+    take the branches for compilers, which expect fusion and compute the loss with other operations.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     tensors_by_side = []
     for compile_flag in (0, 1):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        graph_counts = []                    # so many there are after each step
+        graph_counts = []                    # after each step
         with few_layers(), monkeypatch.context() as patch:
             if not compile_flag:
                 patch.setattr(torch.compiler, "is_compiling", lambda: True)
@@ -235,7 +258,7 @@ def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_rec
             engine, _ = filled_engine(cfg)
             tensors = {}
             for step_cfg in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
-                step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))    # one stage: numbers move
+                step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage with changing weights
                 batch = random_batch(cfg, step_cfg.step, 8, 16)
                 repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * step_cfg.step)
                 batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
@@ -247,5 +270,5 @@ def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_rec
             tensors_by_side.append(tensors)
     torch._dynamo.reset()
     assert unequal(*tensors_by_side) == []
-    first_cycle, second_cycle = np.split(np.array(graph_counts), 2)       # cycles of the compiled side
+    first_cycle, second_cycle = np.split(np.array(graph_counts), 2)       # graph counts of the compiled side
     assert first_cycle[-1] > 0 and (second_cycle == first_cycle[-1]).all(), "only the first cycle compiles"
