@@ -329,8 +329,9 @@ class Reference:
         return tg.StepLoss(torch.stack(seq_sums), batch.tokens.numel())
 
     def optim_step(self, step_cfg: tg.StepConfig) -> None:
-        """Update banks on every step, n-gram tables every `update_every` steps, and the rest at the end of an Adam
-        cycle.
+        """Update the parameters that are due.
+
+        Banks are due on every step, n-gram tables every `update_every` steps, the rest at the end of an Adam cycle.
         """
         cfg = self.cfg
         for label in self.p:

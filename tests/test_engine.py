@@ -1,5 +1,4 @@
-"""Section 9: a run equals the reference, calls add up, micro-batches change only rounding, restore undoes every change.
-"""
+"""Section 9: a run equals the reference, calls add up, micro-batches only change rounding, restore undoes a run."""
 import fnmatch
 import functools
 import itertools
@@ -258,7 +257,7 @@ def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_rec
             engine, _ = filled_engine(cfg)
             tensors = {}
             for step_cfg in map(tg.Schedule(cfg).at, range(2 * cfg.adam_every)):
-                step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage with changing weights
+                step_cfg = replace(step_cfg, mtp_weights=(1.0, 0.5 - step_cfg.step / 10))  # one stage's weights change
                 batch = random_batch(cfg, step_cfg.step, 8, 16)
                 repeats = batch.cu_seqlens[:, -1:].expand(-1, 2 * step_cfg.step)
                 batch = batch._replace(cu_seqlens=torch.cat([batch.cu_seqlens, repeats], dim=1))
