@@ -1,4 +1,4 @@
-"""Section 7: the model against reference.py, its initial weights, and which positions a token may change."""
+"""Section 7: the model against reference.py, its initial weights, and which positions a token affects."""
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ def make_model(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
 
-# Value gates are counted over the tables of layers alone, and scalars over those of the residual stream.
+# Value gates are numbered over the tables of layers only, and scalars over the tables of the residual stream.
 ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, layer=1),
                tg.NgramTable("c_embed", 4, 42, layer=5, signs=1), tg.NgramTable("d_embed", 3, 43),
                tg.NgramTable("e_embed", 2, 44, layer=1))
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
-    """Return a batch that looks up whole n-gram tables, by the reference's hashes."""
+    """Replace the lookups of n-gram tables by indices into full tables, computed by the hashes of the reference."""
     row_index, sign_ids = dict(batch.row_index), {}
     tokens = batch.tokens.numpy()
     for ngram in cfg.tables:
@@ -39,6 +39,7 @@ def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
 @pytest.mark.parametrize("num_heads, num_seqs, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
                          ids=["4 heads", "2 heads", "n-grams of layers and stream alternate"])
 def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, tables) -> None:
+    """Losses and all gradients equal the reference, and every parameter affects the losses."""
     plain = small(num_heads=num_heads, model_dim=8 * num_heads)
     cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)
@@ -60,7 +61,7 @@ def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, ta
     grads |= {label: sums for label, (_, sums) in row_buffers.items()}
     for seq in range(num_seqs):
         expected = naive.losses(naive.leaves(), batch, seq, step_cfg, step_cfg.mtp_weights)
-        np.testing.assert_allclose(losses[seq].detach(), expected.detach(), rtol=0, atol=1e-10)   # through 11 layers
+        np.testing.assert_allclose(losses[seq].detach(), expected.detach(), rtol=0, atol=1e-10)   # error of 11 layers
     naive.forward_backward(batch, step_cfg)
     expected_grads = naive.grads | {label: torch.from_numpy(grad) for label, grad in naive.ngram_grads.items()}
     assert grads.keys() == expected_grads.keys()
@@ -76,6 +77,7 @@ def record_specs() -> dict[str, tg.ParameterSpec]:
 
 @pytest.mark.recipe
 def test_parameter_specs__of_the_record_preset() -> None:
+    """Shapes, optimizers and multipliers of preset `record` are those of RECIPE 2.1 and 3.5."""
     specs = record_specs()
     total = 0
     for label, shape, optimizer, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
@@ -91,20 +93,22 @@ def check_std(x: torch.Tensor, std: float) -> None:
     assert abs(float(x.mean())) < std / 50
 
 def initial_weights(**changes: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of a new engine with one rank, which has all of each."""
+    """Return the initial weights of an engine with one rank, which owns all of them."""
     model = make_engine(preset(**changes)).model
     return {label: p.detach() for label, p in model.named_parameters()}
 
 @pytest.mark.recipe
 def test_initial_weights__follow_the_recipe() -> None:
+    """Constants, ranges and standard deviations of initial weights are those of RECIPE 2.1 and 2.6."""
     p = initial_weights(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
-    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]   # residual, attention, bigram, the others
-    assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # f32
+    # In order: residual, attention, bigram, smear, backout, skip.
+    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]
+    assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # rounding of f32
     for label in ("x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed"):
         assert not p[label].any(), label
     bound = 3**0.5 * 0.5 * 48**-0.5
     for x in (p["attn"], p["mlp"][:, 0]):
-        assert float(x.abs().max()) == pytest.approx(bound, rel=0.01)        # of thousands of draws; bf16: 0.4 %
+        assert float(x.abs().max()) == pytest.approx(bound, rel=0.01)        # thousands of draws; bf16 rounds by 0.4 %
         check_std(x, bound / 3**0.5)
     assert not p["mlp"][:, 1].any(), "the output of every MLP is zero at first"
     for label, std in (("lm_head", 0.005), ("value_embed", 0.01)):
@@ -117,7 +121,10 @@ def test_initial_weights__follow_the_recipe() -> None:
 
 @pytest.mark.recipe
 def test_initial_weights__of_ngram_tables() -> None:
-    """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
+    """A table adds a coefficient of 0.1 in each of the 11 layers, or a gate if it belongs to a layer.
+
+    The rows are zeros.
+    """
     engine = make_engine(preset(tables=ALTERNATING, dtype="float32"))
     plain = initial_weights(dtype="float32")
     weights = {label: p.detach() for label, p in engine.model.named_parameters()}
@@ -130,8 +137,9 @@ def test_initial_weights__of_ngram_tables() -> None:
         assert rows.shape == (ngram.rows, 32) and not rows.any(), ngram.label
 
 def test_initial_weights__each_label_draws_from_its_own_generator() -> None:
+    """Initial weights depend only on seed, label and shape, not on other parameters or the global generator."""
     base = initial_weights()
-    torch.manual_seed(123)                                           # the global generator plays no part
+    torch.manual_seed(123)                                           # the global generator is not used
     assert unequal(initial_weights(), base) == []
     in_f64 = initial_weights(dtype="float64")
     for dtype in ("float32", "bfloat16"):
@@ -146,12 +154,13 @@ def test_initial_weights__each_label_draws_from_its_own_generator() -> None:
     assert not value_embed.equal(lm_head * 2)
 
 def test_set_rotary__cos_and_sin_of_position_times_frequency() -> None:
+    """The rotary tables contain cos and sin of position * frequency, and are written in place."""
     cfg = small()
     frequencies = (1.0, 0.125)
     model = make_model(cfg)
     addresses = [x.data_ptr() for x in model.buffers()]
     model.set_rotary(frequencies)
-    positions = torch.arange(96)[:, None]                            # twice the length: paired layers have 2T positions
+    positions = torch.arange(96)[:, None]                            # paired layers have 2T positions
     angles = angles_by_channel(positions * torch.tensor(frequencies, dtype=F64))
     np.testing.assert_allclose(model.rotary_cos, angles.cos(), rtol=0, atol=1e-14)
     np.testing.assert_allclose(model.rotary_sin, angles.sin(), rtol=0, atol=1e-14)
@@ -161,6 +170,7 @@ def test_set_rotary__cos_and_sin_of_position_times_frequency() -> None:
     assert bf16_model.rotary_cos.equal(angles.cos().float().bfloat16()), "angles in f32, rounded once"
 
 def test_set_rotary__a_repeated_stage_copies_nothing_from_the_host(monkeypatch) -> None:
+    """The rotary tables of a stage that the warm-up has seen are computed without a copy from the host."""
     cfg = small()
     model = make_model(cfg)
     stages = {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
@@ -169,22 +179,26 @@ def test_set_rotary__a_repeated_stage_copies_nothing_from_the_host(monkeypatch) 
         for frequencies in stages:
             model.set_rotary(frequencies)
             cos_by_stage[frequencies] = model.rotary_cos.clone()
-        monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
+        monkeypatch.setattr(torch, "tensor", None)                   # copying from the host would synchronize
     assert unequal(training, warm_up) == []
     first, second, *_ = training.values()
     assert not first.equal(second)
 
 @pytest.mark.parametrize("position, smear, offset_layers, expected", [
-    # Attention leaks neither over documents nor from the future; the second document is a single token.
+    # Attention sees neither other documents nor later positions. The second document is a single token.
     *((position, 0.0, (), range(position, end)) for position, end in
       ((0, 7), (3, 7), (6, 7), (7, 8), (8, 14), (13, 14), (14, 24), (20, 24))),
-    # Smear crosses documents by one position.
+    # The smear crosses document bounds by one position.
     (3, 0.8, (), range(3, 7)), (6, 0.8, (), range(6, 8)), (13, 0.8, (), range(13, 24)), (23, 0.8, (), [23]),
-    # The key shift does so in each layer. A document's first token sees one key: nothing to weigh.
+    # So does the key offset, in each layer. The first token of a document sees one key, so its attention weights are
+    # constant.
     (10, 0.0, (10,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (3, 10), range(3, 7)),
     (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
 def test_hidden_states__positions_that_a_token_changes(monkeypatch, position, smear, offset_layers, expected) -> None:
-    """In any bit, in slot 0, when its token at `at` changes and its bigram row stays; slot 1 must not move."""
+    """Changing the token at `position` of sequence 0 changes exactly the expected positions, in any bit.
+
+    The bigram row of the token does not change. No position of sequence 1 may change.
+    """
     layers = tuple(replace(layer, key_offset=i in offset_layers) for i, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)
     cfg = small(max_doc_len=24)
