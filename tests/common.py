@@ -302,7 +302,7 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     group.num_backwards = 1
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, step_cfg: tg.StepConfig) -> None:
+def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     """Add to the gradient of a parameter as a backward pass does, on a single rank; for a table, to every row."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.TableGroup):
