@@ -1,4 +1,4 @@
-"""Section 8: NorMuon and Adam beside reference.py, and what each rank owns. As functions: test_oracle.py."""
+"""Section 8: NorMuon and Adam against reference.py, and the shards of each rank. As functions: test_oracle.py."""
 import functools
 import inspect
 import math
@@ -18,7 +18,10 @@ TABLES = ("bigram_embed", "value_embed", "embed")
 
 @pytest.mark.recipe
 def test_normuon_direction__rounds_to_bf16_where_the_recipe_does(monkeypatch) -> None:
-    """NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
+    """NorMuon rounds the input of Polar Express and the factor of each row to bf16, once each.
+
+    Adam rounds the weight to the nearest bf16 value.
+    """
     def record_input(x: torch.Tensor) -> torch.Tensor:
         polar_inputs.append(x)
         return orthogonal
@@ -45,6 +48,7 @@ def test_normuon_direction__rounds_to_bf16_where_the_recipe_does(monkeypatch) ->
     assert p.equal(expected.bfloat16())
 
 def make_optimizer(cfg: tg.Config, rank: int = 0, world_size: int = 1) -> tg.Optimizer:
+    """Build the optimizer of an engine with random weights, whose embedding equals the head."""
     engine = make_engine(cfg, world_size, rank)
     full = fill_randomly(engine.model, comm=engine.comm)
     with torch.no_grad():
@@ -52,15 +56,18 @@ def make_optimizer(cfg: tg.Config, rank: int = 0, world_size: int = 1) -> tg.Opt
     return engine.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
+    """Draw gradients that depend on step and parameter only."""
     parameters = enumerate(optimizer.model.named_parameters())
     return {label: randn(*p.shape, seed=100 * step + i) for i, (label, p) in parameters}
 
 def take_step(optimizer: tg.Optimizer, step_cfg: tg.StepConfig) -> None:
+    """Add random gradients as a backward pass does, and take an optimizer step."""
     for label, grad in random_grads(optimizer, step_cfg.step).items():
         add_grad(optimizer, label, grad)
     optimizer.step(step_cfg)
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, by label."""
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
 
 OTHER_SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
@@ -69,8 +76,11 @@ OTHER_SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3
 @pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in OTHER_SETTINGS.items())],
                          ids=str)
 def test_step__equals_the_reference(changes) -> None:
-    """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step. With other
-    settings, too: one that is ignored would have its default."""
+    """Parameters, moments and remaining gradients equal the reference after each step.
+
+    The run has tied steps, the step that unties, and untied steps. Some cases change a setting, because the default would
+    hide that the trainer ignores it.
+    """
     cfg = small(stages=untied_at(1), **changes)
     optimizer = make_optimizer(cfg)
     schedule = tg.Schedule(cfg)
@@ -94,6 +104,7 @@ def test_step__equals_the_reference(changes) -> None:
 
 @pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"])
 def test_step__a_missing_gradient_is_refused(missing) -> None:
+    """The error names the group without gradients, and no weight changes."""
     cfg = small()
     optimizer = make_optimizer(cfg)
     before = weights_of(optimizer)
@@ -101,20 +112,24 @@ def test_step__a_missing_gradient_is_refused(missing) -> None:
     for label, grad in random_grads(optimizer, 0).items():
         if label != missing:
             add_grad(optimizer, label, grad)
-    group_label = "replicated" if missing == "smear_gate" else missing   # one sum for all that every rank updates
+    # Parameters that every rank updates are reduced together, as one group.
+    group_label = "replicated" if missing == "smear_gate" else missing
     with expect_error(tg.RunError, f"no gradients for ['{group_label}']", "forward_backward"):
         optimizer.step(step_cfg)
     assert unequal(weights_of(optimizer), before) == []
 
 def engine_with_all_groups() -> tg.Engine:
-    """An engine whose optimizer has a group of each class."""
+    """Build an engine whose optimizer has a group of each class."""
     tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
     engine = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
     fill_randomly(engine.model)
     return engine
 
 def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
-    """Of every class of groups; asking changes nothing, and is no check."""
+    """`has_gradient` is true from a backward pass to the update, for groups of every class.
+
+    It changes nothing and checks nothing.
+    """
     engine = engine_with_all_groups()
     groups = engine.optimizer.groups
 
@@ -133,9 +148,12 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
             assert with_gradient() == expected[step_cfg.step % 4]
 
 def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer() -> None:
-    """The tensors of `Optimizer.state` are the groups' own; a row-wise table keeps its state in its row store."""
+    """The tensors in `Optimizer.state` are those of the groups, and no group refers to optimizer, engine or model.
+
+    A row-wise table stores its state in its row store.
+    """
     def reachable_from(obj: object, reached_by_id: dict[int, object]) -> dict[int, object]:
-        """Return all that is found from here through attributes, containers and arguments that are bound to calls."""
+        """Return all objects that are reachable through attributes, containers, closures and bound arguments."""
         if id(obj) in reached_by_id or isinstance(obj, (torch.Tensor, type, str, int, float)):
             return reached_by_id
         reached_by_id[id(obj)] = obj
@@ -166,6 +184,7 @@ def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer() -> None:
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
 def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch) -> None:
+    """Permuted orders of collectives give the same bits; an order that omits or repeats a group is refused."""
     def run() -> dict[str, torch.Tensor]:
         cfg = small(stages=untied_at(1))
         optimizer = make_optimizer(cfg)
@@ -183,13 +202,17 @@ def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_
     assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
+    """Return this rank's shard of a parameter."""
     group = optimizer.groups[label]
     return group.shard if label in optimizer.sharded_groups else group.table.shard
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 8])
 def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
-    """Shards of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
-    state for what is owned alone. Shards are stored with room for whole ones, whose padding is zeros."""
+    """The shards of all ranks together are the full parameters, also if W does not divide their size.
+
+    Matrices and rows of the head are sharded in blocks, table rows round-robin. A rank has optimizer state only for its
+    shard. Buffers have space for W shards of equal size, padded with zeros.
+    """
     cfg = small(bigram_rows=101)
     single_rank = make_optimizer(cfg)
     ranks = [make_optimizer(cfg, rank, world_size) for rank in range(world_size)]
@@ -198,7 +221,8 @@ def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
         shards = [shard_of(optimizer, label) for optimizer in ranks]
         assert all(len(shard) <= -(-len(full) // world_size) for shard in shards), label
         if label in TABLES:
-            padded_rows = torch.stack(shards, dim=1).flatten(0, 1)   # (place, rank): by row, then the padding
+            # Flattening (local row, rank) gives the order of global rows, then the padding.
+            padded_rows = torch.stack(shards, dim=1).flatten(0, 1)
             assert padded_rows[:len(full)].equal(full), label
             assert not padded_rows[len(full):].any(), "padded with zeros"
         else:
@@ -216,7 +240,10 @@ def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
         assert torch.cat(lr_muls).equal(single_rank.groups[label].lr_muls)
 
 def test_init_optimizer_state__an_added_tensor_is_saved_and_counted(monkeypatch) -> None:
-    """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
+    """A tensor that a fork adds to the state, such as a late average of the weights, is handled everywhere.
+
+    Snapshots and files contain it, and the memory estimate counts it.
+    """
     def memory() -> int:
         return tg.estimate_memory(cfg, make_comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
 
