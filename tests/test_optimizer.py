@@ -78,8 +78,8 @@ OTHER_SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3
 def test_step__equals_the_reference(changes) -> None:
     """Parameters, moments and remaining gradients equal the reference after each step.
 
-    The run has tied steps, the step that unties, and untied steps. Some cases change a setting, because the default would
-    hide that the trainer ignores it.
+    The run has tied steps, the step that unties, and untied steps. Some cases change a setting, because its default
+    would hide that the trainer ignores it.
     """
     cfg = small(stages=untied_at(1), **changes)
     optimizer = make_optimizer(cfg)
