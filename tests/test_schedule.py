@@ -1,4 +1,4 @@
-"""Section 2: what a run derives from its stages and steps. The record's numbers, step by step, are in the vectors."""
+"""Section 2: what a run derives from stages and steps. The vectors have the values of preset `record` at each step."""
 import math
 from typing import Any
 
@@ -16,12 +16,13 @@ FEWER_STAGES = STAGES[2:]
 STAGE_LISTS = dict(three=STAGES, four=MORE_STAGES, one=FEWER_STAGES, tiny=tg.TINY["stages"], record=tg.STAGES)
 
 def make_config(**changes: Any) -> tg.Config:
-    """Stages of three scheduled steps each, and three steps of extension; Adam on every second step."""
+    """Build a config with three scheduled steps per stage, an extension of three, and Adam on every second step."""
     settings = dict(stages=STAGES, num_scheduled_steps=9, num_extension_steps=3, val_every=5, adam_every=2)
     return preset("tiny", **settings | changes)
 
 @pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
 def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages) -> None:
+    """The final validation has the wider long window; its short window and YaRN are those of the last step."""
     cfg = make_config(stages=stages, num_scheduled_steps=30, final_long_window=20)
     schedule = tg.Schedule(cfg)
     final_cfg = schedule.at(33)
@@ -35,11 +36,12 @@ def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages
 
 @pytest.mark.parametrize("steps, ramps, expected", [
     pytest.param((1507, 40), {}, (300, 50), marks=pytest.mark.recipe),
-    pytest.param((520, 20), {}, (105, 17), marks=pytest.mark.recipe),          # in proportion: 300, 50 x 540 / 1547
+    pytest.param((520, 20), {}, (105, 17), marks=pytest.mark.recipe),  # 300 and 50 steps, times 540 / 1547
     pytest.param((84, 4), {}, (17, 3), marks=pytest.mark.recipe),
     ((520, 20), dict(momentum_warmup_frac=7 / 540, momentum_cooldown_frac=0), (7, 0)),
 ])
 def test_momentum_at__ramps_are_fractions_of_the_run(steps, ramps, expected) -> None:
+    """Momentum rises and falls linearly over its fractions of all steps."""
     cfg = make_config(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
     rise_steps, fall_steps = expected
     num_steps = sum(steps)
@@ -60,15 +62,20 @@ for stage in (0, 3, None):
     CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
 
 def forward_kinds(step_cfgs: list[tg.StepConfig]) -> set[tuple[int, bool]]:
+    """Return stage and update_adam of these steps."""
     return {(step_cfg.stage, step_cfg.update_adam) for step_cfg in step_cfgs}
 
 def update_kinds(step_cfgs: list[tg.StepConfig]) -> set[tuple[int, bool]]:
+    """Return stage and tied of the steps that update by Adam."""
     return {(step_cfg.stage, step_cfg.tied) for step_cfg in step_cfgs if step_cfg.update_adam}
 
 @pytest.mark.parametrize("changes", CASES)
 def test_warm_up_steps__meet_every_kind_of_step(changes) -> None:
-    """A graph depends on the stage, on whether Adam updates and on being tied: the warm-up runs each kind of the race.
-    In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last."""
+    """The warm-up runs each kind of step of the training loop.
+
+    Compiled graphs depend on the stage, on update_adam and on tied. The warm-up consists of complete cycles, because an
+    Adam update needs all its gradients. A cycle that max_steps shortens is the last one.
+    """
     schedule = tg.Schedule(make_config(**changes))
     step_cfgs = [schedule.at(step) for step in range(schedule.end_step)]
     steps = schedule.warm_up_steps()
@@ -83,10 +90,12 @@ def test_warm_up_steps__meet_every_kind_of_step(changes) -> None:
         assert len(cycle) == schedule.cycle_steps or i + schedule.cycle_steps > len(steps)
 
 def test_warm_up_steps__the_largest_stage_comes_first() -> None:
-    assert tg.Schedule(make_config(max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest stage of the run"
+    """The warm-up begins with the stage of the largest batch, so that a lack of memory shows early."""
+    steps = tg.Schedule(make_config(max_steps=5)).warm_up_steps()
+    assert steps == [2, 3, 0, 1, 4], "stage 1 is the largest stage of the run"
 
 def check_tied(step_cfgs: list[tg.StepConfig], untie_step: float) -> None:
-    """The embedding reads the head up to this step, which unties it."""
+    """Check that all steps up to `untie_step` are tied, and that this step unties."""
     for step_cfg in step_cfgs:
         assert step_cfg.untie_after == (step_cfg.step == untie_step)
         assert step_cfg.tied == (step_cfg.step <= untie_step)
@@ -97,7 +106,7 @@ def check_tied(step_cfgs: list[tg.StepConfig], untie_step: float) -> None:
     (MORE_STAGES, 12, 3, 9), (FEWER_STAGES, 12, 1, 12), (STAGES, 12, None, math.inf)])
 def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stages, scheduled_steps, stage_idx,
                                                                            stage_start, adam_every) -> None:
-    """All steps of that cycle still read the head; the odd one, if there are two, has fresh moments."""
+    """All steps of that cycle are tied. If it has two, the second one, on which Adam updates the moments, unties."""
     untie_step = stage_start | 1 if adam_every == 2 and stage_idx is not None else stage_start
     cfg = make_config(num_scheduled_steps=scheduled_steps, stages=untied_at(stage_idx, stages), adam_every=adam_every)
     schedule = tg.Schedule(cfg)
@@ -108,6 +117,7 @@ def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stage
 
 @pytest.mark.parametrize("max_steps, end_step", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_end_step__max_steps_stops_early_and_changes_no_value(max_steps, end_step) -> None:
+    """A run that max_steps stops has the step configs of the full run."""
     full = tg.Schedule(make_config())
     stopped = tg.Schedule(make_config(max_steps=max_steps))
     assert (stopped.end_step, stopped.planned_steps) == (end_step, 12)
@@ -117,7 +127,10 @@ def test_end_step__max_steps_stops_early_and_changes_no_value(max_steps, end_ste
 
 @pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
 def test_at__follows_the_stages_and_a_linear_cooldown(stages) -> None:
-    """Stages share 100 scheduled steps evenly; the cooldown is over 100 x (1 - 0.55), rounded down, on."""
+    """Every step config follows from its stage, and learning rates decay linearly.
+
+    The stages divide 100 scheduled steps evenly. The cooldown begins at step 100 * (1 - 0.55), rounded down.
+    """
     cfg = make_config(stages=stages, num_scheduled_steps=100, num_extension_steps=10, cooldown_frac=0.55, lr_floor=0.1)
     schedule = tg.Schedule(cfg)
     stage_starts = [round(100 * i / (len(stages) - 1)) for i in range(len(stages))] + [110]
@@ -139,7 +152,7 @@ def test_at__follows_the_stages_and_a_linear_cooldown(stages) -> None:
 @pytest.mark.parametrize("checkpoint_every", [0, 1, 2, 3, 4, 6, 7])
 def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle_steps,
                                                                                       checkpoint_every) -> None:
-    """A checkpoint in the middle of a cycle would lose its gradients."""
+    """Checkpoints are written at cycle starts, because gradients that accumulate within a cycle are not saved."""
     tables = (tg.NgramTable("a_embed", 3, 100, update_every=cycle_steps),)
     cfg = make_config(tables=tables, adam_every=min(cycle_steps, 2), num_scheduled_steps=45,
                       checkpoint_every=checkpoint_every)
@@ -155,11 +168,11 @@ def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_mul
 STEP_FIELDS = ("step", "update_adam", "tied", "untie_after", "begins_cycle", "checkpoint", "validate")
 
 def planned_values(step_cfg: tg.StepConfig) -> dict[str, Any]:
-    """What goes by the place in the plan, not by the number of the step."""
+    """Return the values that depend on progress, without those that depend on the step."""
     return {name: value for name, value in vars(step_cfg).items() if name not in STEP_FIELDS}
 
 def test_progress__with_a_time_budget() -> None:
-    """Both steps of a cycle have its place; stages, rates, momentum and token weights are those of the plan there."""
+    """All steps of a cycle have its progress; stage, rates, momentum and MTP weights are those of the plan there."""
     cfg = make_config(time_budget=60.0)
     planned = tg.Schedule(make_config())
     cycle_progress = [0, 2, 2, 5, 9]
@@ -176,7 +189,10 @@ def test_progress__with_a_time_budget() -> None:
     assert before.momentum <= between.momentum <= after.momentum
 
 def test_end_step__with_a_time_budget() -> None:
-    """Nobody knows it until the clock has said so; then it is that cycle's first step, which is not trained."""
+    """The end step is unknown until the progress of a cycle reaches the end; then it is the first step of that cycle.
+
+    That cycle is not trained.
+    """
     schedule = tg.Schedule(make_config(time_budget=60.0))
     for progress in (0.0, 3.1, 6.2, 9.3):
         schedule.cycle_progress.append(progress)
@@ -192,7 +208,10 @@ def test_end_step__with_a_time_budget() -> None:
 @pytest.mark.parametrize("update_every, cycle_progress, untie_step", [
     (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
 def test_untie_step__with_a_time_budget(update_every, cycle_progress, untie_step) -> None:
-    """The first Adam cycle whose place has reached the stage; what was said before never changes."""
+    """The first Adam cycle whose progress has reached the stage unties.
+
+    Progress that is added later does not change earlier steps.
+    """
     tables = (tg.NgramTable("a_embed", 3, 100, update_every=update_every),)
     schedule = tg.Schedule(make_config(time_budget=60.0, tables=tables))
     step_cfgs = []
@@ -202,4 +221,4 @@ def test_untie_step__with_a_time_budget(update_every, cycle_progress, untie_step
         step_cfgs += [schedule.at(step) for step in range(first, first + update_every)]
     assert schedule.untie_step == untie_step
     check_tied(step_cfgs, untie_step)
-    assert step_cfgs == [schedule.at(step) for step in range(len(step_cfgs))], "later progress does not change earlier steps"
+    assert step_cfgs == [schedule.at(step) for step in range(len(step_cfgs))], "earlier steps are unchanged"
