@@ -1,6 +1,7 @@
-"""Rows of tables in checkpoints and saves: written by every owner, read at any number of ranks and from either home.
+"""Rows of n-gram tables in checkpoints and saves: every owner writes them, any number of ranks reads them.
 
-Ranks are processes forked from this one. What damage does to a reader is in test_files.py.
+They can be read into device or host memory, wherever they were stored. Ranks are forked from this process.
+test_files.py tests how damaged files are handled.
 """
 from __future__ import annotations
 
@@ -19,25 +20,25 @@ import train_gpt as tg
 LABELS = ("more_bigram_embed", "trigram_embed")
 DEVICE = "more_bigram_embed 2 700 stream 1; trigram_embed 3 1000 stream 1"
 HOST = DEVICE.replace("stream 1", "stream 1 host")
-FLOAT64 = ("--dtype=float64", "--adam_lr=0.1")                # so that a sample is not what any weights would give
-STOP_AT_9 = ("--max_steps=9", "--sample_tokens=0")            # leaves the checkpoints of steps 6 and 8
-CONTINUE = ("--max_steps=0", "--sample_tokens=8")             # of a resumed run
+FLOAT64 = ("--dtype=float64", "--adam_lr=0.1")  # a high learning rate, so that samples depend on the training
+STOP_AT_9 = ("--max_steps=9", "--sample_tokens=0")            # retains the checkpoints of steps 6 and 8
+CONTINUE = ("--max_steps=0", "--sample_tokens=8")             # flags of a resumed run
 EVERY_2_STEPS = "--checkpoint_every=2"
-LOSS_TOLERANCE = 1e-8                    # of losses
-ROW_TOLERANCE = 1e-6                     # a fork that divides by small norms reaches 6e-8
+LOSS_TOLERANCE = 1e-8                    # absolute
+ROW_TOLERANCE = 1e-6                     # relative; errors reach 6e-8 if a fork divides by small norms
 WARM_UP = tg.warm_up
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 def run_ok(folder: Path, world_size: int, *flags: str) -> Run:
-    """A run of so many ranks, which ends with status 0; what rank 0 left."""
+    """Run on a number of ranks, check that all exit with status 0, and return the run as seen by rank 0."""
     by_rank = launch(folder, world_size, *flags)
     assert [rank.status for rank in by_rank] == [0] * world_size, by_rank[0].err
     return by_rank[0]
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of one and of two ranks: whole (with a save), and cut short after the checkpoint of step 8."""
+    """Train with one and with two ranks, completely (with a save), and stopped after the checkpoint of step 8."""
     folder = tmp_path_factory.mktemp("tables")
     for world_size in (1, 2):
         flags = f"--tables={DEVICE}", *FLOAT64, EVERY_2_STEPS
@@ -47,13 +48,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 def saved_rows(folder: Path, label: str) -> dict[str, Tensor]:
-    """All rows in a checkpoint or a save, in the order of ids."""
+    """Load all rows of a checkpoint or save, in the order of their ids."""
     chunks = [torch.load(path) for path in folder.glob(f"rows-{label}-*.pt")]
     order = torch.cat([chunk["ids"] for chunk in chunks]).sort().indices
     return {name: torch.cat([chunk[name] for chunk in chunks])[order] for name in chunks[0]}
 
 def rows_equal(directory: Path, other: Path, tolerance: float = 0) -> bool:
-    """Do two folders hold the same rows, to the last bit or to rounding? Ids and last updates always exactly."""
+    """Return whether two directories contain the same rows, within a tolerance; ids and last updates always exactly."""
     for label in LABELS:
         expected = saved_rows(other, label)
         for name, x in saved_rows(directory, label).items():
@@ -63,15 +64,18 @@ def rows_equal(directory: Path, other: Path, tolerance: float = 0) -> bool:
     return True
 
 def checkpoint_dir(run_dir: Path, step: int) -> Path:
+    """Return the directory of the checkpoint of a step."""
     return run_dir / tg.CHECKPOINT_DIR / f"step-{step:07d}"
 
 def val_losses(folder: Path) -> list[float]:
-    """The losses on which all ranks agree: a step's line has the loss of one rank's slots."""
+    """Return the validation losses, which are equal on all ranks; the loss of a step is that of one rank's sequences.
+    """
     return [event[3] for event in losses(folder) if event[0] == "val"]
 
 
-# ---- Resumed ---------------------------------------------------------------------------------------------------------
+# ---- Resumed runs ----------------------------------------------------------------------------------------------------
 def test_touched_row_files__every_owner_writes_its_touched_rows(runs) -> None:
+    """A checkpoint of two ranks has several files per rank and table, with the rows that the rank owns and updated."""
     result, = Run(runs / "whole2", 0, "", "").of("result")
     for label in LABELS:
         for rank in range(2):
@@ -85,7 +89,10 @@ def test_touched_row_files__every_owner_writes_its_touched_rows(runs) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("tables", [(), (f"--tables={HOST}", EVERY_2_STEPS)], ids=["same location", "other location"])
 def test_load_checkpoint__resumes_bitwise(runs, tmp_path, monkeypatch, world_size, tables) -> None:
-    """On one rank after a warm-up, which has touched rows."""
+    """A resumed run has the losses, rows and weights of an uninterrupted one, also if tables move to host memory.
+
+    On one rank, it resumes after a warm-up, which has updated rows.
+    """
     if world_size == 1:
         monkeypatch.setattr(tg, "warm_up", WARM_UP)
     resumed_run = run_ok(tmp_path / "run", world_size, f"--resume={runs / f'cut{world_size}'}", *CONTINUE, *tables,
@@ -102,12 +109,14 @@ def test_load_checkpoint__resumes_bitwise(runs, tmp_path, monkeypatch, world_siz
 @pytest.mark.parametrize("saved_world_size, world_size", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(runs, tmp_path, saved_world_size,
                                                                       world_size) -> None:
+    """A checkpoint can be resumed with another number of ranks; results differ by rounding only."""
     run_ok(tmp_path / "run", world_size, f"--resume={runs / f'cut{saved_world_size}'}", *CONTINUE, f"--tables={HOST}",
            f"--save={tmp_path / 'save'}")
     assert val_losses(tmp_path / "run") == pytest.approx(val_losses(runs / "whole1"), abs=LOSS_TOLERANCE)
     assert rows_equal(tmp_path / "save", runs / "save1", ROW_TOLERANCE)
 
 def test_touched_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(runs) -> None:
+    """Runs with one and with two ranks save the same rows, up to rounding."""
     assert val_losses(runs / "whole2") == pytest.approx(val_losses(runs / "whole1"), abs=LOSS_TOLERANCE)
     assert rows_equal(runs / "save2", runs / "save1", ROW_TOLERANCE)
     assert rows_equal(checkpoint_dir(runs / "whole2", 10), checkpoint_dir(runs / "whole1", 10), ROW_TOLERANCE)
@@ -117,6 +126,7 @@ def test_touched_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(runs
     (2, DEVICE, HOST, "bfloat16")], ids=["update_every 4", "bf16"])
 def test_load_checkpoint__other_tables_resume_bitwise_in_another_location(tmp_path, world_size, tables, moved_tables,
                                                                           dtype) -> None:
+    """Tables with update_every 4, and tables in bf16, resume bitwise in the other location."""
     flags = f"--tables={tables}", f"--dtype={dtype}", "--checkpoint_every=4", "--sample_tokens=0"
     run_ok(tmp_path / "whole", world_size, *flags, f"--save={tmp_path / 'save'}")
     run_ok(tmp_path / "run", world_size, f"--resume={tmp_path / 'whole'}", f"--tables={moved_tables}",
@@ -128,6 +138,7 @@ def on_rank(rank: int) -> bool:
     return os.environ.get("RANK") == str(rank)
 
 def test_load_checkpoint__if_one_rank_cannot_read_all_use_the_previous_checkpoint(runs, tmp_path, monkeypatch) -> None:
+    """A read error on one rank makes all ranks resume from the previous checkpoint, with a warning."""
     sha256 = tg.file_sha256
 
     def failing(path: Path) -> str:
@@ -142,8 +153,9 @@ def test_load_checkpoint__if_one_rank_cannot_read_all_use_the_previous_checkpoin
     assert losses(tmp_path / "run") == losses(runs / "whole2") and rows_equal(tmp_path / "save", runs / "save2")
 
 
-# ---- Stopped while it writes -----------------------------------------------------------------------------------------
+# ---- Interrupted writes ----------------------------------------------------------------------------------------------
 def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
+    """Kill the process while it writes a file of rows."""
     def half_written(path: Path) -> None:
         if path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
@@ -151,6 +163,7 @@ def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
     before_flush(patch, half_written, "step-0000008")
 
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
+    """Kill the process after it has written all files of a checkpoint, before the directory is renamed."""
     rename = Path.rename
 
     def kill_or_rename(path: Path, target: Path) -> Path:
@@ -161,6 +174,7 @@ def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kill", [kill_in_a_file, kill_before_the_name])
 def test_write_directory__a_killed_run_resumes_from_the_previous_checkpoint(runs, tmp_path, monkeypatch, kill) -> None:
+    """A killed process leaves a partial directory, and the run resumes from the checkpoint before it."""
     with monkeypatch.context() as patch:
         kill(patch)
         killed, = launch(tmp_path / "killed", 1, f"--tables={DEVICE}", *FLOAT64, EVERY_2_STEPS, *STOP_AT_9)
@@ -172,7 +186,10 @@ def test_write_directory__a_killed_run_resumes_from_the_previous_checkpoint(runs
     assert resumed_run.of("resumed")[0]["step"] == 6
 
 def test_write_directory__a_full_disk_of_one_rank(runs, tmp_path, monkeypatch) -> None:
-    """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
+    """If one rank cannot write its second file, training continues without the checkpoint.
+
+    The weights are saved to the run directory instead.
+    """
     def fail(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
             full_disk()
@@ -189,13 +206,14 @@ def test_write_directory__a_full_disk_of_one_rank(runs, tmp_path, monkeypatch) -
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
 def test_sample_from_save__prints_the_text_of_the_run(runs, tmp_path) -> None:
-    """Saves of one rank and of two are the same to rounding."""
+    """Saves of runs with one and with two ranks, which differ by rounding, give the text of the run."""
     resumed_run = run_ok(tmp_path / "run", 1, f"--resume={runs / 'cut1'}", *CONTINUE)
     one_rank, two_ranks = (run_ok(tmp_path, 1, f"--sample={runs / f'save{world_size}'}", "--sample_tokens=8").out
                            for world_size in (1, 2))
     assert one_rank == two_ranks and one_rank.strip().splitlines()[-1] in resumed_run.out
 
 def test_sample_from_save__stores_tables_on_the_host_without_gradients(runs, monkeypatch, capsys) -> None:
+    """Sampling stores tables in host memory, and allocates neither gradients nor an optimizer."""
     monkeypatch.delitem(tg.ROW_STORES, "device")
     monkeypatch.setattr(tg, "Optimizer", None)
     tg.sample_from_save(tg.load_config([f"--sample={runs / 'save1'}", "--sample_tokens=4"]))
