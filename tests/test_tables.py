@@ -200,7 +200,7 @@ def test_invalidate__later_reads_return_the_shard() -> None:
     assert store.read_rows(second).rows[:, 0].tolist() == [2, 0]
 
 class FailingOnceStore(tg.HostRowStore):
-    def _store(self, *args):
+    def _store(self, *args: Any) -> None:
         self._store = super()._store
         raise MemoryError("no staging")
 
@@ -250,7 +250,7 @@ class SlowStore(tg.HostRowStore):
         time.sleep(0.2)
         return super()._copy_to_device(*args)
 
-    def _store(self, *args):
+    def _store(self, *args: Any) -> None:
         time.sleep(0.1)
         super()._store(*args)
 
