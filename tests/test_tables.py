@@ -1,7 +1,7 @@
-"""Row-wise tables and their stores: against a naive dense model, at any number of ranks, in either location.
+"""Row-wise tables and their stores, compared with a naive dense model, for several numbers of ranks, in both locations.
 
-The functions with an argument `rank` are what each of W ranks does; the tests after them look at what the ranks found.
-Copies of the host store take a random time in these runs, and overwrite their staging buffers.
+The functions with an argument `rank` run on each of W ranks. The tests after them check what the ranks returned. Copies
+of the host store take a random time in these runs, and overwrite their staging buffers.
 """
 from __future__ import annotations
 
@@ -42,31 +42,36 @@ locations = pytest.mark.parametrize("location", LOCATIONS)
 update_intervals = pytest.mark.parametrize("update_every", [2, 4])
 
 
-# ---- Row-wise tables alone -------------------------------------------------------------------------------------------
-SIZES = (53, 97, 31, 40, 29, 3)          # rows; the last are fewer than ranks
+# ---- Row-wise tables without a model ---------------------------------------------------------------------------------
+SIZES = (53, 97, 31, 40, 29, 3)          # numbers of rows; 3 is less than some W
 FEW_TABLES = (("uniform", 53), ("uniform", 5), ("looked up again", 64), ("every other update", 40),
               ("odd sequences empty", 53))
 
 def make_trial(location: str, update_every: int, world_size: int) -> Trial:
-    """Return a trial in float64; the slowest ones have few patterns."""
+    """Return a trial in float64; the slowest trials have few patterns."""
     tables = tuple((pattern, SIZES[i % len(SIZES)]) for i, pattern in enumerate(PATTERNS))
     slow = world_size > 2 and update_every > 2
     return Trial(FEW_TABLES if slow else tables, location=location, update_every=update_every)
 
 def run_trial(rank: Rank, trial: Trial) -> dict[str, dict[str, Any]]:
+    """Run the trial on this rank."""
     return drive(rank.comm(), trial)
 
 @world_sizes
 @locations
 @update_intervals
 def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world_size, location, update_every) -> None:
+    """Updating only the requested rows gives the results of updating the whole table."""
     trial = make_trial(location, update_every, world_size)
     assert differences(trial, ranks(world_size, run_trial, trial=trial)) == []
 
 @world_sizes
 @update_intervals
 def test_HostRowStore__has_the_bits_of_the_device_store(ranks, world_size, update_every) -> None:
-    """Rows from the host are late, are copied through staging that is overwritten, and exist nowhere else meanwhile."""
+    """A host store gives the bits of a device store.
+
+    Its copies are late and use staging buffers that are overwritten. During a copy, the shard has no valid rows.
+    """
     trials = [make_trial(location, update_every, world_size) for location in LOCATIONS]
     device, host = (ranks(world_size, run_trial, trial=trial) for trial in trials)
     for device_results, host_results in zip(device, host, strict=True):
@@ -76,7 +81,7 @@ def test_HostRowStore__has_the_bits_of_the_device_store(ranks, world_size, updat
 @world_sizes
 @locations
 def test_zero_grad__byte_totals_of_row_stores(ranks, world_size, location) -> None:
-    """Every update copies the rows that any rank looked up from the owner's host memory and back."""
+    """Every update copies the rows that any rank looked up between the owner's host memory and its device."""
     trial = make_trial(location, 2, world_size)
     by_rank = ranks(world_size, run_trial, trial=trial)
     row_bytes = by_rank[0]["uniform of 53"]["rows"][0].nbytes + 8 + 4
@@ -93,7 +98,7 @@ def test_zero_grad__byte_totals_of_row_stores(ranks, world_size, location) -> No
 
 @locations
 def test_rowwise_update__in_bf16_to_the_bit(ranks, location) -> None:
-    """All sums are exact here, so that one rank and two ranks have the same bits."""
+    """One rank and two ranks give the same bits in bf16, because all sums are exact in these trials."""
     trial = Trial(FEW_TABLES, location=location, dtype="bfloat16")
     one_rank, two_ranks = (ranks(world_size, run_trial, trial=trial) for world_size in (1, 2))
     assert differences(trial, one_rank) == []
@@ -104,7 +109,10 @@ def test_rowwise_update__in_bf16_to_the_bit(ranks, location) -> None:
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend) -> None:
-    """In bf16. Sums of squares of these gradients are exact in any order."""
+    """The compiled update gives the bits of eager code in bf16, with one graph for any number of rows.
+
+    Sums of squares of these gradients are exact in any order.
+    """
     backend_counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(tg.rowwise_update, backend=backend_counter, dynamic=False, fullgraph=True)
     update_num = torch.tensor(7, dtype=torch.int32)
@@ -125,26 +133,27 @@ def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number
         eager_active, compiled_active = results
         assert all(x.equal(y) for x, y in zip(eager_active, compiled_active))
         assert not eager_active[0].equal(rows.bfloat16())
-        frame_counts.append(backend_counter.frame_count)      # retracing counts too
+        frame_counts.append(backend_counter.frame_count)      # includes retracing
     assert frame_counts[1] == frame_counts[0] > 0
 
 
 # ---- Row stores -----------------------------------------------------------------------------------------------------
 NUM_ROWS, NUM_FEATURES = 10, 3
-ROW_BYTES = NUM_FEATURES * 8 + 8 + 4     # of f64 weights, second moment and last update
+ROW_BYTES = NUM_FEATURES * 8 + 8 + 4     # f64 weights, second moment, last update (i32)
 
 def make_store(store_type: type = tg.HostRowStore, comm: tg.Communicator | None = None, timeout_s: float = 60.0) -> Any:
-    """Build a store of ten rows of three f64 weights. timeout_s: the timeout in force."""
+    """Build a store of 10 rows with 3 f64 weights. timeout_s: the communicator's timeout."""
     cfg = replace(preset(), dtype="float64", model_dim=NUM_FEATURES)
     comm = comm or make_comm()
     comm.timeout = timeout_s
     return store_type(make_spec(NUM_ROWS, "host"), cfg, comm)
 
 def make_spec(num_rows: int, location: str) -> tg.TableSpec:
+    """Return the spec of a row-wise table."""
     return tg.TableSpec("a", num_rows, 1, None, rowwise=True, location=location)
 
 def make_plans(*rows_by_update: Sequence[int], num_rows: int = NUM_ROWS) -> list[tg.RowPlan]:
-    """Plan updates of these rows; an update reads each of them once."""
+    """Plan updates of these rows; each update looks up each of its rows once."""
     spec = make_spec(num_rows, "host")
     return [plan_of(spec, make_comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
 
@@ -158,13 +167,14 @@ def update(store: tg.DeviceRowStore, plan: tg.RowPlan, addend: float = 1.0, upda
 
 @pytest.mark.parametrize("prefetched", [True, False])
 def test_read_rows__includes_changes_of_the_previous_update(prefetched) -> None:
+    """Rows have the changes of the previous update, also if they were prefetched before it."""
     store = make_store(StagedStore)
     requests = [[5], [0, 1, 2], [1, 2, 3], [], [2, 3, 4], [3, 4, 9], [9, 0, 3]]
     plans = make_plans(*requests)
     for plan, next_plan in itertools.zip_longest(plans, plans[1:]):
         active = store.read_rows(plan)
         if prefetched and next_plan:
-            store.prefetch(next_plan)                         # before the update, as `train_step` does
+            store.prefetch(next_plan)                         # before the update, like `train_step`
         active.rows.add_(1)
         store.write_back(plan, active)
     store.wait_for_writes()
@@ -173,7 +183,10 @@ def test_read_rows__includes_changes_of_the_previous_update(prefetched) -> None:
     assert store.traffic == dict(bytes_up=copied_bytes, bytes_down=copied_bytes)
 
 def test_read_rows__frees_prefetched_rows() -> None:
-    """Else both the prefetched rows and their copy with the changes of the update before would take memory."""
+    """`read_rows` frees the prefetched rows.
+
+    Otherwise they would use memory in addition to their copy with the changes of the previous update.
+    """
     store = make_store()
     first, second = make_plans([1, 2], [2, 3])
     store.read_rows(first)
@@ -181,12 +194,12 @@ def test_read_rows__frees_prefetched_rows() -> None:
     fetched, _ = store.prefetched[1].result(timeout=60)
     rows_ref = weakref.ref(fetched.rows)
     del fetched
-    store.worker.submit(int).result(timeout=60)               # so that the worker has dropped its references
+    store.worker.submit(int).result(timeout=60)               # wait until the worker has dropped its references
     store.read_rows(second)
     assert rows_ref() is None
 
 def test_invalidate__later_reads_return_the_shard() -> None:
-    """A step that is repeated after drop_gradients reads its rows again, without the changes that were not stored."""
+    """A step that is repeated after discard_grads reads its rows again, without the changes that were not stored."""
     store = make_store()
     first, second = make_plans([1, 2], [2, 3])
     update(store, first)
@@ -200,6 +213,7 @@ def test_invalidate__later_reads_return_the_shard() -> None:
     assert store.read_rows(second).rows[:, 0].tolist() == [2, 0]
 
 class FailingOnceStore(tg.HostRowStore):
+    """A host store that fails when it stores rows for the first time."""
     def _store(self, *args: Any) -> None:
         self._store = super()._store
         raise MemoryError("no staging")
@@ -208,6 +222,7 @@ NEXT_CALLS = ("wait_for_writes", "read_rows", "write_back", "read_weights", "tou
               "invalidate", "load")
 
 def call_next(store: tg.HostRowStore, name: str, plan: tg.RowPlan) -> None:
+    """Call the method of this name."""
     if name in ("prefetch", "read_rows"):
         getattr(store, name)(plan)
     elif name == "write_back":
@@ -223,9 +238,12 @@ def call_next(store: tg.HostRowStore, name: str, plan: tg.RowPlan) -> None:
 
 @pytest.mark.parametrize("name, prefetched", [
     *((name, False) for name in NEXT_CALLS),
-    *((name, True) for name in (*NEXT_CALLS, "prefetch") if name != "write_back")])       # it comes after read_rows
+    *((name, True) for name in (*NEXT_CALLS, "prefetch") if name != "write_back")])       # write_back follows read_rows
 def test_HostRowStore__an_error_of_its_worker_is_raised_by_the_next_call(name, prefetched) -> None:
-    """The worker stores rows together with the next prefetch, or when another call waits for them."""
+    """The next call raises the error, whichever method it is.
+
+    The worker stores rows together with the next prefetch, or when another call waits for them.
+    """
     store = make_store(FailingOnceStore)
     first, second, third = make_plans([1, 2], [3, 4], [5])
     update(store, first)
@@ -236,7 +254,10 @@ def test_HostRowStore__an_error_of_its_worker_is_raised_by_the_next_call(name, p
 
 @pytest.mark.parametrize("name", ["wait_for_writes", "touched_rows"])
 def test_HostRowStore__rows_that_could_not_be_stored_are_not_forgotten(name) -> None:
-    """`write_checkpoint` goes on after an error. Either the next call raises it again, or it stores the rows."""
+    """The next call raises the error again, or stores the rows.
+
+    This matters because `write_checkpoint` continues after an error.
+    """
     store = make_store(FailingOnceStore)
     plan, = make_plans([1, 2])
     update(store, plan)
@@ -246,6 +267,7 @@ def test_HostRowStore__rows_that_could_not_be_stored_are_not_forgotten(name) -> 
         assert store.read_weights(torch.tensor([1, 2])).tolist() == [[1, 1, 1], [1, 1, 1]]
 
 class SlowStore(tg.HostRowStore):
+    """A host store with slow copies."""
     def _copy_to_device(self, *args: Any) -> tuple[tg.RowState, Any]:
         time.sleep(0.2)
         return super()._copy_to_device(*args)
@@ -257,6 +279,7 @@ class SlowStore(tg.HostRowStore):
 @pytest.mark.parametrize("prefetched", [False, True], ids=["", "prefetched"])
 @pytest.mark.parametrize("reader", ["read_weights", "touched_state", "wait_for_writes", "load", "invalidate"])
 def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefetched) -> None:
+    """Every method that reads the shard first waits until the worker has stored the last update."""
     store = make_store(SlowStore)
     first, second = make_plans([1, 2], [2, 5])
     update(store, first)
@@ -269,14 +292,17 @@ def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefet
         rows = state.rows
     elif reader == "load":
         store.load([(torch.tensor([2]), tg.RowState(*(x[:1] + 7 for x in store.shard)))])
-        rows = store.shard.rows[[1, 2]] + torch.tensor([[1], [-6]])           # 0 and 7
+        rows = store.shard.rows[[1, 2]] + torch.tensor([[1], [-6]])           # adds to 0 and 7
     else:
         getattr(store, reader)()
         rows = store.shard.rows[[1, 2]]
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1]]
 
 def test_read_rows__may_be_late_while_other_ranks_compile() -> None:
-    """The worker waits for the GPU, which may wait for other ranks. A longer timeout may be set after the start."""
+    """A timeout that is raised after the start applies to the worker.
+
+    The worker waits for the GPU, which may wait for other ranks while they compile.
+    """
     store = make_store(SlowStore, timeout_s=0.01)
     plan, = make_plans([5])
     store.comm.set_timeout(60.0)
@@ -284,7 +310,7 @@ def test_read_rows__may_be_late_while_other_ranks_compile() -> None:
 
 @pytest.mark.parametrize("name", [*NEXT_CALLS, "prefetch"])
 def test_HostRowStore__no_call_waits_longer_than_the_timeout(name) -> None:
-    """The worker is stuck in a copy. No wait is a hang."""
+    """While the worker is stuck in a copy, every call raises RunError after the timeout."""
     released = threading.Event()
 
     class StuckStore(tg.HostRowStore):
@@ -304,12 +330,16 @@ def test_HostRowStore__no_call_waits_longer_than_the_timeout(name) -> None:
         released.set()
 
 def resident_mib() -> float:
+    """Return the resident memory of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems may allocate the memory of the whole table")
 @locations
 def test_ROW_STORES__memory_grows_only_with_touched_rows(location) -> None:
-    """Beyond 2^31 elements, too; updates, the touched rows and a load."""
+    """Two updates of a table of 10^8 rows, listing its touched rows, and a load need less than 64 MiB.
+
+    The table has more than 2^31 elements.
+    """
     num_rows, num_features = 10**8, 24
     before_mib = resident_mib()
     cfg = replace(preset(), model_dim=num_features)
@@ -330,11 +360,11 @@ def test_ROW_STORES__memory_grows_only_with_touched_rows(location) -> None:
     touched_rows = torch.cat([local_rows for local_rows, _ in store.touched_state()])
     assert touched_rows.tolist() == local_rows[2:].tolist()
     assert not store.read_weights(torch.tensor([0, 5])).any()
-    assert store.read_rows(plans[2]).rows.sum(dim=1).tolist() == [0, 2 * num_features]    # both in the last update
+    assert store.read_rows(plans[2]).rows.sum(dim=1).tolist() == [0, 2 * num_features]    # the load reset row 5
     assert resident_mib() < before_mib + 64
 
 
-# ---- Random sequences of calls: the host store is the device store ---------------------------------------------------
+# ---- Random sequences of calls: both stores behave the same ----------------------------------------------------------
 NUM_SEQUENCES, CALLS_PER_SEQUENCE = 400, 40
 CALL_WEIGHTS = dict(prefetch=5, read_rows=6, change=6, write_back=6, read_weights=1, touched_state=1, wait_for_writes=1,
                     invalidate=1, load=1)
@@ -343,29 +373,30 @@ class QuickStore(StagedStore):
     most_delay_s = 0.0003
 
 class StorePair:
-    """A device store and a host store that get the same calls, in orders in which a trainer may make them.
+    """A device store and a host store that receive the same calls, in orders that a trainer may use.
 
-    Every call compares what the stores return. With `looks`, it also compares all rows and counts, for which the
-    worker has to finish; without it, calls meet the worker at work.
+    Every call compares what the stores return. With `compare_all`, it also waits for the worker, and compares all rows
+    and counts. Without it, calls happen while the worker is active.
     """
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.compare_all = seed % 2 == 0
         self.device = make_store(tg.DeviceRowStore)
         self.host = make_store(QuickStore)
-        self.copied_bytes = dict(bytes_up=0, bytes_down=0)    # by the host store since it was invalidated
-        self.plan: tg.RowPlan | None = None                   # read, and not written back
-        self.active: list[tg.RowState] = []                   # its rows, of both stores
+        self.copied_bytes = dict(bytes_up=0, bytes_down=0)    # bytes the host store copied since it was invalidated
+        self.plan: tg.RowPlan | None = None                   # read, but not written back
+        self.active: list[tg.RowState] = []                   # active rows of both stores
         self.changed = False
         self.prefetched_plan: tg.RowPlan | None = None
         self.last_plan: tg.RowPlan | None = None
-        self.stale_plan: tg.RowPlan | None = None             # prefetched before the update that is being made
+        self.stale_plan: tg.RowPlan | None = None             # prefetched before the current update
         self.dropped_plan: tg.RowPlan | None = None           # prefetched when the stores were invalidated
         self.saved_states: list[list[tuple[Tensor, tg.RowState]]] = [[]]
         self.num_updates = 0
-        self.situations: set[str] = set()                     # kinds of situations, so that none is missed
+        self.situations: set[str] = set()                     # checked at the end, so that none is missed
 
     def run(self) -> None:
+        """Make random calls, and compare the stores after each."""
         names = list(CALL_WEIGHTS)
         weights = np.array(list(CALL_WEIGHTS.values())) / sum(CALL_WEIGHTS.values())
         for name in self.rng.choice(names, CALLS_PER_SEQUENCE, p=weights):
@@ -377,13 +408,16 @@ class StorePair:
         self.compare()
 
     def is_allowed(self, name: str) -> bool:
-        """A change is followed by its write-back, or dropped; nothing is read for the next update in between."""
+        """Return whether the call may be next: changed rows are written back or dropped before rows are read again."""
         if name in ("change", "write_back"):
             return self.plan is not None and (name == "write_back") == self.changed
         return name != "read_rows" or not self.changed
 
     def choose_plan(self) -> tg.RowPlan:
-        """Return a new plan, or one that was just used or prefetched: a step is repeated after drop_gradients, too."""
+        """Return a new plan, or one that was used or prefetched recently.
+
+        A step may be repeated after discard_grads, with a plan that the stores have seen.
+        """
         plans = self.prefetched_plan, self.prefetched_plan, self.last_plan, self.dropped_plan
         known_plans = [plan for plan in plans if plan is not None]
         if known_plans and self.rng.random() < 0.6:
@@ -466,7 +500,7 @@ class StorePair:
         self.reset()
 
     def reset(self) -> None:
-        """An invalid store has no active and no prefetched rows."""
+        """Forget active and prefetched rows, as invalidated stores do."""
         if self.changed:
             self.situations.add("a change is dropped")
         if self.prefetched_plan is not None:
@@ -478,7 +512,7 @@ class StorePair:
         self.changed = False
 
     def compare(self) -> None:
-        """Compare the active rows; and with `looks` all rows, as if what is to be stored were stored."""
+        """Compare the active rows; with `compare_all` also all rows, as if the host store had stored all changes."""
         if self.active:
             same_state(*self.active)
         if not self.compare_all:
@@ -496,6 +530,7 @@ def same_state(expected: tg.RowState, found: tg.RowState) -> None:
     assert all(x.equal(y) for x, y in zip(expected, found, strict=True)), (expected, found)
 
 def test_HostRowStore__random_sequences_of_calls_equal_the_device_store() -> None:
+    """Both stores behave the same in random sequences of calls, which reach every kind of situation."""
     situations: set[str] = set()
     for seed in range(NUM_SEQUENCES):
         pair = StorePair(seed)
@@ -507,12 +542,12 @@ def test_HostRowStore__random_sequences_of_calls_equal_the_device_store() -> Non
     assert len(situations) == 9, f"some situations never occur; these do: {sorted(situations)}"
 
 
-# ---- The CUDA branch of the host store, on streams that stand in -----------------------------------------------------
+# ---- The CUDA branch of the host store, on fake streams --------------------------------------------------------------
 class BackwardRunning(AssertionError):
-    """An operation waits for the running backward pass."""
+    """An operation waited for the running backward pass."""
 
 class Stream:
-    """Operations that run when a thread or another stream waits for them: as late as on a GPU that is far behind."""
+    """A fake stream whose operations run as late as possible: when a thread or another stream waits for them."""
     def __init__(self, device: torch.device | None = None) -> None:
         self.operations: list[Callable[[], object]] = []
         self.done = 0
@@ -533,19 +568,19 @@ class Event:
     position: int
 
     def complete(self) -> None:
-        """Run the stream up to this event."""
+        """Run the operations of the stream before this event."""
         with self.stream.lock:
             while self.stream.done < self.position:
                 self.stream.operations[self.stream.done]()
                 self.stream.done += 1
 
     def synchronize(self) -> None:
-        """Let a thread wait: only the worker may."""
+        """Wait in a thread; only the worker may."""
         assert threading.current_thread().name.startswith("row-store"), "the main thread waits for the GPU"
         self.complete()
 
 class ComputeStream(Stream):
-    """The stream of the main thread. Its operations run at once, except a backward pass, which lasts until `end`."""
+    """The main thread's stream. Its operations run immediately, except for a backward pass, which runs until `end`."""
     running = False
 
     def backward(self) -> None:
@@ -563,7 +598,7 @@ class ComputeStream(Stream):
         event.complete()
 
 class CudaStore(tg.HostRowStore):
-    """The host store with buffers that are not pinned and start as NaN, and with a worker that can be held up."""
+    """A host store with unpinned buffers that start as NaN, and a worker that can be paused."""
     def __init__(self, *args: Any) -> None:
         self.go_on = threading.Event()
         self.go_on.set()
@@ -577,15 +612,16 @@ class CudaStore(tg.HostRowStore):
         return super()._copy_to_device(*args)
 
 def filler_like(x: Tensor) -> Tensor:
+    """Return a tensor of NaN or -1."""
     return torch.full(x.shape, math.nan if x.is_floating_point() else -1, dtype=x.dtype)
 
 class FakeCuda:
-    """A host store that takes the CPU for a GPU. Copies are operations of the stream that its thread uses."""
+    """A host store that treats the CPU as a GPU. Copies become operations of the current stream of their thread."""
     def __init__(self, patch: MonkeyPatch) -> None:
         self.compute = ComputeStream()
         self.thread = threading.local()
-        self.used_by: set[tuple[int, Stream]] = set()         # address of a tensor, and a stream that uses it
-        self.thread_names: list[str] = []                     # names of threads
+        self.used_by: set[tuple[int, Stream]] = set()         # (address of a tensor, stream that uses it)
+        self.thread_names: list[str] = []                     # threads that called set_thread_device
         self.original_copy, self.original_to = torch.Tensor.copy_, torch.Tensor.to
         for name, replacement in dict(Stream=Stream, current_stream=self.current_stream, stream=self.use).items():
             patch.setattr(torch.cuda, name, replacement)
@@ -637,11 +673,15 @@ def fake_cuda(monkeypatch: MonkeyPatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 def first_column(state: tg.RowState) -> list[float]:
+    """Return the weight of each row, whose features are all equal."""
     assert state.rows.eq(state.rows[:, :1]).all()
     return state.rows[:, 0].tolist()
 
 def test_prefetch__waits_for_no_running_backward_pass(fake_cuda) -> None:
-    """And no call of the main thread waits for the GPU. A write-back does, on a stream of its own."""
+    """A prefetch does not wait for a running backward pass, and no call of the main thread waits for the GPU.
+
+    A write-back waits for the backward pass, on a separate stream.
+    """
     store = fake_cuda.store
     first, second, third = make_plans([1, 2], [2, 3], [3, 4])
     update(store, first, addend=10)
@@ -654,7 +694,7 @@ def test_prefetch__waits_for_no_running_backward_pass(fake_cuda) -> None:
     assert fetched.rows.isnan().all() and fetched.last.eq(-1).all(), "copied too early"
     copied.complete()
     assert first_column(fetched) == [3, 4]
-    active.rows.add_(100)                                     # launched behind the backward pass
+    active.rows.add_(100)                                     # launched after the backward pass
     store.write_back(second, active)
     _, on_host, copied = store.unstored
     with pytest.raises(BackwardRunning):
@@ -668,7 +708,10 @@ def test_prefetch__waits_for_no_running_backward_pass(fake_cuda) -> None:
     assert fake_cuda.thread_names == ["row-store_0"]
 
 def test_prefetch__is_not_queued_behind_a_write_back(fake_cuda) -> None:
-    """The worker is late: the main thread has launched the update and its write-back before the prefetch starts."""
+    """A late worker does not copy rows after the write-back of the current update.
+
+    The main thread launches the update and its write-back before the prefetch starts.
+    """
     store = fake_cuda.store
     first, second = make_plans([1, 2], [2, 3])
     active = store.read_rows(first)
@@ -684,7 +727,7 @@ def test_prefetch__is_not_queued_behind_a_write_back(fake_cuda) -> None:
     assert first_column(store.read_rows(second)) == [12, 3]
 
 def test_write_back__does_not_reuse_buffers_of_the_previous_one(fake_cuda) -> None:
-    """Rows of the update before are on the host, but the worker has not stored them yet."""
+    """A write-back uses other buffers if the worker has not yet stored the rows of the previous update."""
     store = fake_cuda.store
     first, second, third = make_plans([1, 2], [2, 3], [3, 1])
     active = store.read_rows(first)
@@ -693,7 +736,7 @@ def test_write_back__does_not_reuse_buffers_of_the_previous_one(fake_cuda) -> No
     store.write_back(first, active)
     active = store.read_rows(second)
     store.go_on.clear()
-    store.prefetch(third)                                     # stores the first update, once the worker goes on
+    store.prefetch(third)                                     # stores the first update when the worker continues
     active.rows.add_(100)
     store.write_back(second, active)
     store.unstored[2].complete()
@@ -703,6 +746,7 @@ def test_write_back__does_not_reuse_buffers_of_the_previous_one(fake_cuda) -> No
     assert first_column(store.shard) == [0, 11, 112, 103, 4, 5, 6, 7, 8, 9]
 
 def test_write_back__waits_for_a_previous_one_that_no_prefetch_has_stored(fake_cuda) -> None:
+    """Two write-backs without a prefetch in between are both stored."""
     store = fake_cuda.store
     first, second = make_plans([1, 2], [2, 3])
     for plan, addend in ((first, 10), (second, 100)):
@@ -711,7 +755,10 @@ def test_write_back__waits_for_a_previous_one_that_no_prefetch_has_stored(fake_c
     assert first_column(store.shard) == [0, 11, 102, 103, 4, 5, 6, 7, 8, 9]
 
 def test_HostRowStore__tells_the_allocator_which_streams_use_a_tensor(fake_cuda) -> None:
-    """Else the memory of rows would be used again before they are copied."""
+    """Tensors are recorded on the streams that use them.
+
+    Otherwise the allocator would reuse their memory before they are copied.
+    """
     store = fake_cuda.store
     first, second = make_plans([1, 2], [2, 3])
     update(store, first)
@@ -728,33 +775,39 @@ def test_HostRowStore__tells_the_allocator_which_streams_use_a_tensor(fake_cuda)
 # ---- Snapshots of engines --------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def few_layers_and_staging() -> Iterator[None]:
-    """A small model, and a host store that hides no fault."""
+    """Use a small model, and a host store that overwrites its staging buffers to expose errors."""
     with few_layers(), MonkeyPatch.context() as patch:
         patch.setitem(tg.ROW_STORES, "host", StagedStore)
         yield
 
 def train(engine: tg.Engine, steps: int) -> dict[str, bytes]:
+    """Train for a number of steps; return the state."""
     with started_loader(engine.cfg, engine.comm, steps) as (loader, step_cfgs):
         for step_cfg in steps_of(loader, step_cfgs):
             tg.train_step(engine, loader, step_cfg)
     return state_bytes(engine)
 
 def state_bytes(engine: tg.Engine) -> dict[str, bytes]:
+    """Return all state as bytes."""
     return {name: exact_array(x).tobytes() for name, x in tensors_of(engine).items()}
 
 def tables_engine(location: str, **changes: Any) -> tg.Engine:
-    """Two tables, the second with many rows, with updates after 2 and after 4 steps."""
+    """Build an engine with two n-gram tables, updated every 2 and 4 steps; the second one has 200,000 rows."""
     trigrams = replace(TRIPLES, rows=200_000, location=location, update_every=4)
     cfg = preset(tables=(replace(PAIRS, location=location), trigrams), num_scheduled_steps=6, **changes)
     return tg.Engine(cfg, make_comm(), tg.attention_reference, "plain")
 
 @locations
 def test_snapshot__has_touched_rows_and_restores_every_bit(location) -> None:
+    """A snapshot copies only touched rows, and restoring it restores every bit.
+
+    It can be restored repeatedly, and training continues with the same bits.
+    """
     with few_layers_and_staging():
         engine = tables_engine(location)
         restore_start = engine.snapshot()
         start = state_bytes(engine)
-        first = train(engine, 5)                            # in the middle of a cycle
+        first = train(engine, 5)                            # ends within a cycle
         (local_rows, state), = engine.tables["trigram_embed"].store.touched_state()
         assert 0 < len(local_rows) == len(state.rows) <= 4 * max(stage.batch_tokens for stage in engine.cfg.stages)
         restore = engine.snapshot()
@@ -770,8 +823,8 @@ def test_snapshot__has_touched_rows_and_restores_every_bit(location) -> None:
         restore_start()
         assert state_bytes(engine) == start and not list(engine.tables["trigram_embed"].store.touched_state())
         assert train(engine, 5) == first
-        # Of this run alone: rows of its one update are copied both ways, and those of the cycle that has begun only to
-        # the device.
+        # The traffic counts only the run since the restore. Its one update copied its rows in both directions. The rows
+        # of the cycle that has begun were only copied to the device.
         traffic = engine.traffic_totals()["trigram_embed"]
         next_rows = engine.tables["trigram_embed"].pending_plan.rows_to_update
         assert len(next_rows) > 0
@@ -782,7 +835,10 @@ def test_snapshot__has_touched_rows_and_restores_every_bit(location) -> None:
 
 @locations
 def test_reseed__a_second_run_equals_a_separate_run(location) -> None:
-    """Also in bf16. Nothing of the first run is left in a table."""
+    """The second of two runs gives the bits of a separate run with its seed, also in bf16.
+
+    No table contains anything of the first run.
+    """
     with few_layers_and_staging():
         two_runs, separate = (tables_engine(location, dtype="bfloat16", seed=seed) for seed in (4, 5))
         restore = two_runs.snapshot()
@@ -796,6 +852,7 @@ def test_reseed__a_second_run_equals_a_separate_run(location) -> None:
 
 # ---- The model ------------------------------------------------------------------------------------------------------
 def test_sign_vectors__are_signs_from_a_constant_seed() -> None:
+    """Sign vectors are random signs, the same in each call, and the last one is all ones."""
     signs = tg.sign_vectors(24)
     assert signs.shape == (tg.NUM_SIGN_VECTORS + 1, 24)
     assert signs.abs().eq(1).all() and signs[-1].eq(1).all()
@@ -803,12 +860,12 @@ def test_sign_vectors__are_signs_from_a_constant_seed() -> None:
     assert len(signs[:-1].unique(dim=0)) > 0.99 * tg.NUM_SIGN_VECTORS
     assert signs.equal(tg.sign_vectors(24))
 
-GATED_LAYER = 2                          # a paired layer that has a value table: its gate does not look at the row
+GATED_LAYER = 2                          # a paired layer with a value embedding; its gate does not read the row
 TABLE_ROWS = 61
 TRIGRAM_FACTORS, TRIGRAM_SIGN_FACTORS = (17351, 60961, 45259), (58699, 39779, 26801)
 
 def dense_rows(tokens: np.ndarray, weights: Tensor, signs: int) -> Tensor:
-    """Return what the table adds at each position, for autograd."""
+    """Compute what the table adds at each position, by operations that autograd supports."""
     rows = F.embedding(torch.from_numpy(np.stack([ngram_rows(x, TRIGRAM_FACTORS, TABLE_ROWS) for x in tokens])),
                        weights)
     if signs:
@@ -817,7 +874,7 @@ def dense_rows(tokens: np.ndarray, weights: Tensor, signs: int) -> Tensor:
     return rows
 
 def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
-    """Slot sums, the gradient of the head, and a validation loss on the first batch; and that batch."""
+    """Return loss sums, gradient of the head and validation loss of the first batch; and that batch."""
     cfg = engine.cfg
     with started_loader(cfg, engine.comm, 1) as (loader, step_cfgs):
         step_cfg, = steps_of(loader, step_cfgs)
@@ -829,18 +886,21 @@ def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
 @pytest.mark.parametrize("layer", [None, GATED_LAYER], ids=["residual stream", "value stream"])
 @pytest.mark.parametrize("signs", [0, 1], ids=["no signs", "signs"])
 def test_GPT__uses_an_ngram_table_like_a_dense_one(monkeypatch, layer, signs) -> None:
-    """The same comes of recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
+    """Losses and gradients are those of a model without n-gram tables to which the rows are added by autograd.
+
+    The rows are added to the bigram rows of every layer, or to the value embedding of one layer.
+    """
     ngram = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, layer=layer)
     engine = make_engine(preset(tables=(ngram,), dtype="float64"))
     fill_randomly(engine.model)
     label, idx = "value_embed", tg.LAYERS[GATED_LAYER].value_embed
     gates = engine.model.ve_gate_bank.data
-    if layer is None:                                         # the weight in each layer that recipe A's bigrams have
+    if layer is None:                                         # use the coefficients of the bigram table
         label, idx = "bigram_embed", 0
         sizes = engine.model.scalar_sizes
         scalars = dict(zip(sizes, engine.model.scalars.data.split(list(sizes.values()))))
         scalars[ngram.label].copy_(scalars["bigram"])
-    else:                                                     # the gates of that layer's value table
+    else:                                                     # use the gate of the layer's value embedding
         gates[-1] = gates[idx]
     table = engine.tables[ngram.label]
     weights = torch.randn(table.store.shard.rows.shape, generator=torch.Generator().manual_seed(1)).double()
@@ -851,7 +911,7 @@ def test_GPT__uses_an_ngram_table_like_a_dense_one(monkeypatch, layer, signs) ->
     grad[planned_rows] = table.row_grads[:len(planned_rows)]
 
     plain_engine = make_engine(preset(dtype="float64"))
-    for name, p in plain_engine.model.named_parameters():     # without what is appended for the table
+    for name, p in plain_engine.model.named_parameters():     # without what the table appended
         p.data.copy_(engine.model.get_parameter(name).detach()[:len(p)])
     weights.requires_grad_()
     lookup = tg.GPT.lookup
