@@ -19,8 +19,8 @@ CAPABILITIES = [capability for capability, names in tg.ATTENTION_BY_CAPABILITY.i
 
 pytestmark = [
     pytest.mark.skipif(not any(importlib.metadata.distributions(name="flash-attn-4")),
-                       reason="no flash-attn-4 package: requirements-gpu.txt"),
-    pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 takes no attention windows for it")]
+                       reason="no flash-attn-4 package; see requirements-gpu.txt"),
+    pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 supports no attention windows with it")]
 
 def attend(capability: int) -> None:
     """Call forward and backward through torch, with layouts, documents and a window of the trainer."""
@@ -29,19 +29,19 @@ def attend(capability: int) -> None:
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (capability, 0)
     _fa4._FA4_MODULE_PATH = "flash_attn.cute.interface"
-    tokens, heads, width = 700, 2, 128
-    shape = tokens, heads, width
-    options = dict(scale=0.1, window_size_left=128, window_size_right=0)
+    tokens, heads, head_dim = 700, 2, 128
+    shape = tokens, heads, head_dim
+    kwargs = dict(scale=0.1, window_size_left=128, window_size_right=0)
     with FakeTensorMode():
         q, k, grad = (torch.empty(shape, device="cuda", dtype=BF16) for _ in range(3))
         # The values of a plain layer are a slice of the product that has queries, keys and values.
-        v = torch.empty_strided(shape, (3 * heads * width, width, 1), device="cuda", dtype=BF16)
-        bounds = torch.empty(7, device="cuda", dtype=torch.int32)
-        spans = bounds, bounds, 269, 269
-        out, logsumexp, state, offset, _ = _fa4._fa4_flash_attention_forward_impl(
-            q, k, v, *spans, 0.0, False, False, **options)
+        v = torch.empty_strided(shape, (3 * heads * head_dim, head_dim, 1), device="cuda", dtype=BF16)
+        cu_seqlens = torch.empty(7, device="cuda", dtype=torch.int32)
+        seqlen_args = cu_seqlens, cu_seqlens, 269, 269
+        out, logsumexp, rng_state, offset, _ = _fa4._fa4_flash_attention_forward_impl(
+            q, k, v, *seqlen_args, 0.0, False, False, **kwargs)
         grads = _fa4._fa4_flash_attention_backward_impl(
-            grad, q, k, v, out, logsumexp, *spans, 0.0, False, state, offset, **options)
+            grad, q, k, v, out, logsumexp, *seqlen_args, 0.0, False, rng_state, offset, **kwargs)
     for x in (out, *grads):
         assert x.shape == shape and x.dtype == BF16 and x.is_contiguous()
     assert len(grads) == 3
@@ -51,8 +51,8 @@ def attend(capability: int) -> None:
 def test_flash_attention_4__returns_what_torch_unpacks(capability) -> None:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     # The first chooses among the package's kernels, the second is the target of their compiler.
-    card = dict(FLASH_ATTENTION_ARCH=f"sm_{capability}0", CUTE_DSL_ARCH=f"sm_{capability}0a")
+    arch_env = dict(FLASH_ATTENTION_ARCH=f"sm_{capability}0", CUTE_DSL_ARCH=f"sm_{capability}0a")
     command = [sys.executable, "-W", "ignore", "-c", f"import test_attention_wheel as t; t.attend({capability})"]
-    environment = os.environ | dict(PYTHONPATH=paths) | card
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    env = os.environ | dict(PYTHONPATH=paths) | arch_env
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
