@@ -1,7 +1,8 @@
-"""FlashAttention 4 as torch calls it, without a GPU: its kernels are compiled for fake tensors, and none is run.
+"""FlashAttention 4 as torch calls it, without a GPU: its kernels are compiled for fake tensors, and none runs.
 
-torch unpacks what the package's forward returns, and releases of the package differ in that. A pair of versions that
-does not fit fails here, and not on a rented card. The trainer compares numbers when it starts; this test does not.
+torch unpacks what the package's forward function returns, and releases of the package differ in it. A pair of versions
+that does not fit fails here instead of on a rented GPU. This test does not compare numbers; the trainer does so when it
+starts.
 """
 import importlib.metadata
 import os
@@ -24,7 +25,7 @@ pytestmark = [
 
 def attend(capability: int) -> None:
     """Call forward and backward through torch, with layouts, documents and a window of the trainer."""
-    import flash_attn.cute.interface  # noqa: F401   before the lines below: it would look for the GPU that they promise
+    import flash_attn.cute.interface  # noqa: F401   first, because with the lines below it would look for a GPU
     from torch.nn.attention import _fa4
     torch.cuda.is_available = lambda: True
     torch.cuda.get_device_capability = lambda device=None: (capability, 0)
@@ -34,7 +35,7 @@ def attend(capability: int) -> None:
     kwargs = dict(scale=0.1, window_size_left=128, window_size_right=0)
     with FakeTensorMode():
         q, k, grad = (torch.empty(shape, device="cuda", dtype=BF16) for _ in range(3))
-        # The values of a plain layer are a slice of the product that has queries, keys and values.
+        # In a plain layer, the attention values are a slice of the matmul output with queries, keys and values.
         v = torch.empty_strided(shape, (3 * heads * head_dim, head_dim, 1), device="cuda", dtype=BF16)
         cu_seqlens = torch.empty(7, device="cuda", dtype=torch.int32)
         seqlen_args = cu_seqlens, cu_seqlens, 269, 269
@@ -49,8 +50,9 @@ def attend(capability: int) -> None:
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_flash_attention_4__returns_what_torch_unpacks(capability) -> None:
+    """The installed package returns the tensors that torch expects, with the right shapes and dtypes."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    # The first chooses among the package's kernels, the second is the target of their compiler.
+    # The first variable selects the package's kernels, the second one the target of their compiler.
     arch_env = dict(FLASH_ATTENTION_ARCH=f"sm_{capability}0", CUTE_DSL_ARCH=f"sm_{capability}0a")
     command = [sys.executable, "-W", "ignore", "-c", f"import test_attention_wheel as t; t.attend({capability})"]
     env = os.environ | dict(PYTHONPATH=paths) | arch_env
