@@ -21,7 +21,7 @@ CAPABILITIES = [capability for capability, names in tg.ATTENTION_BY_CAPABILITY.i
 pytestmark = [
     pytest.mark.skipif(not any(importlib.metadata.distributions(name="flash-attn-4")),
                        reason="no flash-attn-4 package; see requirements-gpu.txt"),
-    pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 supports no attention windows with it")]
+    pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 lacks its attention windows")]
 
 def attend(capability: int) -> None:
     """Call forward and backward through torch, with layouts, documents and a window of the trainer."""
