@@ -14,8 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import PATIENCE, ROOT, SimulatedTime, engine, preset, refused
-from common import comm as init_distributed
+from common import PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
 
 import train_gpt as tg
 
@@ -211,7 +210,7 @@ def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch,
     tg.time.monotonic = clock.perf_counter
     tg.time.sleep = clock.work
     name = "FA3" if other == "varlen" else "varlen"
-    with refused(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
+    with expect_error(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
         tg.choose_attention(preset(**WIDE), cards)
 
 @pytest.mark.parametrize("capability, title, said", [
@@ -222,12 +221,12 @@ def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, tit
     Registry(monkeypatch, capability)
     found = tg.slow_attention(title, Cards())
     assert said in found and bool(found) == bool(said)
-    assert tg.slow_attention(title, init_distributed()) == ""
+    assert tg.slow_attention(title, make_comm()) == ""
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
     Registry(monkeypatch, varlen=WINDOW_MORE)
-    with refused(tg.ConfigError, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt"):
+    with expect_error(tg.ConfigError, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt"):
         tg.choose_attention(replace(preset(attention=asked, **WIDE), preset=name), Cards())
 
 
@@ -241,7 +240,7 @@ def bytes_of(tensors) -> int:
 def test_estimate_memory__weights_gradients_and_moments(dtype, world, rank, mode):
     """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
-    runner = engine(cfg, world, rank)
+    runner = make_engine(cfg, world, rank)
     parts = tg.estimate_memory(cfg, runner.comm, tg.attention_reference, cfg.seqs_per_step // world)
     exact = tg.accum_dtype(getattr(torch, dtype))
     weights = [p.data for p in runner.model.parameters()]
@@ -279,7 +278,7 @@ def test_estimate_memory__large_tables(home, world, rows, cadence):
     """Against the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows; not the 8 bytes of
     state of a row."""
     cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
-    table = engine(cfg, world, 0).tables["trigram_embed"]
+    table = make_engine(cfg, world, 0).tables["trigram_embed"]
     found, without = (tg.estimate_memory(c, on_gpu(world), tg.attention_reference, 1)
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}
@@ -317,7 +316,7 @@ def record(*flags: str) -> tg.Config:
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_BOS_ID)]
     return tg.resolve_sizes(given, shards, shards)
 
-@pytest.mark.parametrize("comm, kernel", [(init_distributed(), tg.attention_reference),
+@pytest.mark.parametrize("comm, kernel", [(make_comm(), tg.attention_reference),
                                           (on_gpu(), tg.attention_varlen)])
 def test_choose_micro_batch_size__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
@@ -330,10 +329,10 @@ def test_choose_micro_batch_size__less_room_means_smaller_micro_batches(monkeypa
         assert tg.choose_micro_batch_size(replace(cfg, micro_batch_size=1), comm, kernel)[0] == 1
     let_room_be(monkeypatch, total[4] - 1)
     assert tg.choose_micro_batch_size(cfg, comm, kernel)[0] == 2
-    with refused(tg.RunError, "memory", "at most", "GiB"):
+    with expect_error(tg.RunError, "memory", "at most", "GiB"):
         tg.choose_micro_batch_size(replace(cfg, micro_batch_size=4), comm, kernel)
     let_room_be(monkeypatch, total[1] - 1)
-    with refused(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
+    with expect_error(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
         tg.choose_micro_batch_size(cfg, comm, kernel)
 
 @pytest.mark.recipe
@@ -347,10 +346,10 @@ def test_choose_micro_batch_size__tables_on_the_host_are_told_and_not_refused(mo
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
     let_room_be(monkeypatch, 8e9)
-    for cfg, comm in ((host, on_gpu()), (device, init_distributed())):
+    for cfg, comm in ((host, on_gpu()), (device, make_comm())):
         _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
         assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
-    with refused(tg.RunError, "memory", "at most 7.5 GiB", "weights 35.8", "location host"):
+    with expect_error(tg.RunError, "memory", "at most 7.5 GiB", "weights 35.8", "location host"):
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.style
@@ -381,5 +380,5 @@ print(min(passes))                       # given back, memory costs each of them
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_init_distributed__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
-                          timeout=PATIENCE).stdout
+                          timeout=PROCESS_TIMEOUT_S).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

@@ -18,14 +18,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import (Run, SimulatedTime, before_flush, engine, comm, full_disk, losses, no_large_files, nothing,
-                    preset, recorded_writes, refused, run, unequal, weights)
+from common import (Run, SimulatedTime, before_flush, expect_error, full_disk, losses, make_comm, make_engine,
+                    no_large_files, noop, preset, recorded_writes, run, unequal, weights)
 
 import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
-NO_TABLES = SimpleNamespace(comm=comm(), tables={})       # an engine as far as a folder without rows needs one
+NO_TABLES = SimpleNamespace(comm=make_comm(), tables={})       # an engine as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
@@ -71,7 +71,7 @@ def sample(folder: Path) -> None:
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
-    return tg.load_checkpoint(newest.parent.parent, engine(cfg))["log"]["steps_done"]
+    return tg.load_checkpoint(newest.parent.parent, make_engine(cfg))["log"]["steps_done"]
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -113,7 +113,7 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     path = first(save, in_save)
     DAMAGES[damage](path)
     without_manifest = in_save == tg.MANIFEST_FILE and damage != "cut"            # it then vouches for nothing
-    with refused(tg.DataError, "weights.pt" if without_manifest else path.name):
+    with expect_error(tg.DataError, "weights.pt" if without_manifest else path.name):
         sample(save)
     path = first(newest, in_run)
     DAMAGES[damage](path)
@@ -125,15 +125,15 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
-    with refused(tg.DataError, "step-0000002", "an intact checkpoint"):
+    with expect_error(tg.DataError, "step-0000002", "an intact checkpoint"):
         load(newest)
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Communicator, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
-    ranks = engine(preset(), world=2)
+    ranks = make_engine(preset(), world=2)
     monkeypatch.setattr(tg.Communicator, "all_gather", two)
-    with refused(tg.ConfigError, "none on rank 1"):
+    with expect_error(tg.ConfigError, "none on rank 1"):
         tg.load_checkpoint(newest.parent.parent, ranks)
 
 class Evil:
@@ -149,7 +149,7 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
     path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
-    with refused(tg.DataError, "weights.pt", "unreadable or with pickled code") as caught:
+    with expect_error(tg.DataError, "weights.pt", "unreadable or with pickled code") as caught:
         sample(save)
     assert "weights_only" not in str(caught.value) and not Path("evil_was_here").exists()
 
@@ -175,7 +175,7 @@ OTHER = {                                # part, case -> its change, what is nam
     ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
     ("weights", "a table of fewer rows"): (on("bigram_embed", fewer), "bigram_embed"),
     ("weights", "unknown"): (on("new", lambda _: torch.zeros(1)), "new"), ("weights", "missing"): (on("mlp"), "mlp"),
-    ("weights", "nothing"): (nothing, "Error"),
+    ("weights", "nothing"): (noop, "Error"),
     ("moments", "missing"): (on("embed.v"), "embed.v"), ("moments", "shape"): (on("attn.momentum", fewer), "attn.mom"),
     ("moments", "dtype"): (on("scalars.m", torch.Tensor.double), "scalars.m"),
     ("rows", "beyond"): (on("ids", beyond), ""), ("rows", "no ids"): (on("ids"), ""),
@@ -190,7 +190,7 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
     if part != "moments":                                     # a save has none
         path = first(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
         change(path, edit)
-        with refused(tg.DataError, str(save), named):
+        with expect_error(tg.DataError, str(save), named):
             sample(save)
     if part in ("weights", "moments"):
         change(newest / "run.pt", on("state", edit))
@@ -203,13 +203,13 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
-    with refused(tg.DataError, "an intact checkpoint"):
+    with expect_error(tg.DataError, "an intact checkpoint"):
         load(newest, **changes)
 
 def test_sample_from_save__damaged_settings(save):
     path = save / tg.SETTINGS_FILE
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
-    with refused(tg.DataError, tg.SETTINGS_FILE, "as in manifest.json"):
+    with expect_error(tg.DataError, tg.SETTINGS_FILE, "as in manifest.json"):
         sample(save)
 
 
@@ -243,7 +243,7 @@ def test_write_directory__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", failing)
     contents = {f"{number}.pt": dict(x=torch.ones(3)) for number in range(3)}
-    with refused(tg.RunError, "No space left on device"):
+    with expect_error(tg.RunError, "No space left on device"):
         tg.write_directory(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
 
@@ -266,7 +266,7 @@ def test_write_directory__a_file_system_that_cannot_flush_folders_loses_nothing(
     assert (done.status, done.err) == (0, "") and f"weights saved in {tmp_path / 'save'}" in done.lines
     assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002"]
     monkeypatch.setattr(os, "fsync", failing)
-    with refused(tg.RunError, os.strerror(code)):
+    with expect_error(tg.RunError, os.strerror(code)):
         tg.write_directory(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
 
 def take_by_folder(folder: Path) -> None:
@@ -280,7 +280,7 @@ def test_write_directory__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_pat
             take(folder)
 
     before_flush(monkeypatch, taken)
-    with refused(tg.RunError, str(folder)):
+    with expect_error(tg.RunError, str(folder)):
         tg.write_directory(folder, "id", dict(mine=b""), NO_TABLES)
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
@@ -337,7 +337,7 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     folder = tmp_path / tg.CHECKPOINT_DIR
     for step in (2, 4, 100, 200):
         (folder / f"step-{step:07d}").mkdir(parents=True)
-    tg.write_checkpoint(tmp_path, "id", {}, engine(cfg), tg.Schedule(cfg).at(6))
+    tg.write_checkpoint(tmp_path, "id", {}, make_engine(cfg), tg.Schedule(cfg).at(6))
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import BF16, F32, F64, engine, comm, randn, random_batch, refused, small, unequal
+from common import BF16, F32, F64, expect_error, make_comm, make_engine, randn, random_batch, small, unequal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -155,7 +155,7 @@ def test_run_deferred__a_factor_that_was_changed_is_refused(changed):
     for each in factors:
         tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
     factors[1][changed] += 1
-    with refused(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
+    with expect_error(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
@@ -291,7 +291,7 @@ def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callab
     """Also where the arriving gradient is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
-    with refused(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
+    with expect_error(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
         torch.autograd.grad(total, x, create_graph=True)
 
 def test_first_order_only__guards_every_operation_of_the_trainer():
@@ -335,7 +335,7 @@ def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, 
     def batch_of(step: int) -> tuple[tg.Batch, tg.StepConfig]:
         return random_batch(cfg, step, 8, 16, step), schedule.at(step)
 
-    return engine(cfg), batch_of
+    return make_engine(cfg), batch_of
 
 @pytest.mark.parametrize("changes, bank_type", [
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
@@ -343,7 +343,7 @@ def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, 
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
     """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
     cfg = small(**changes)
-    ex = tg.Engine(cfg, comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
+    ex = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
     values = tg.Schedule(cfg).at(0)
     for _ in range(2):
@@ -407,7 +407,7 @@ def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     monkeypatch.setattr(tg, "add_to_main_grad", wrong)
     ex.forward_backward(batch, values)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
-    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
+    with expect_error(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
         ex.optim_step(values)
     assert unequal(dict(ex.model.named_parameters()), before) == []
 
@@ -429,7 +429,7 @@ def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch):
                 batch, values = batch_of(step)
                 ex.forward_backward(batch, values)
                 if deferred:
-                    with refused(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
+                    with expect_error(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
                         ex.optim_step(values)
                 tg.run_deferred(queue)
                 ex.optim_step(values)

@@ -1,4 +1,4 @@
-"""Section 8: NorMuon and Adam beside reference.py, and what each rank owns. As functions: test_oracle.py."""
+"""Section 8: NorMuon and Adam against reference.py, and the shards of each rank. As functions: test_oracle.py."""
 import functools
 import inspect
 import math
@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, engine, comm, fill_randomly, grad_of, owned, randn, refused, small,
-                    started_loader, steps_of, unequal, untied_at)
+from common import (BF16, F32, F64, add_grad, expect_error, fill_randomly, grad_of, make_comm, make_engine, owned_rows,
+                    randn, small, started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -17,229 +17,257 @@ BANKS = ("attn", "mlp")
 TABLES = ("bigram_embed", "value_embed", "embed")
 
 @pytest.mark.recipe
-def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
-    """NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
-    def direction(x: torch.Tensor) -> torch.Tensor:
-        seen.append(x)
-        return o
+def test_normuon_direction__rounds_to_bf16_where_the_recipe_does(monkeypatch) -> None:
+    """NorMuon rounds the input of Polar Express and the factor of each row to bf16, once each.
 
-    seen = []
-    o = randn(1, 4, 3, dtype=BF16)
-    monkeypatch.setattr(tg, "polar_express", direction)
+    Adam rounds the weight to the nearest bf16 value.
+    """
+    def record_input(x: torch.Tensor) -> torch.Tensor:
+        polar_inputs.append(x)
+        return orthogonal
+
+    polar_inputs = []
+    orthogonal = randn(1, 4, 3, dtype=BF16)
+    monkeypatch.setattr(tg, "polar_express", record_input)
     grad = randn(1, 4, 3, seed=1, dtype=F32)
-    second = randn(1, 4, 1, seed=2, dtype=F32).abs()
-    exact = o.double()
-    mean_square = 0.95 * second.double() + 0.05 * exact.square().mean(-1, keepdim=True)
-    root = mean_square.sqrt()
-    u = tg.normuon_direction(grad, torch.zeros(1, 4, 3), second, torch.tensor(0.9, dtype=F64), 0.95, BF16)
-    assert seen[0].equal((grad * (1 - 0.9) + (1 - 0.9) * grad * 0.9).bfloat16())
-    factor = exact.norm() / (exact / root).norm() / root
-    assert u.equal(o.float() * factor.float().bfloat16().float())
+    second_moment = randn(1, 4, 1, seed=2, dtype=F32).abs()
+    exact = orthogonal.double()
+    mean_square = 0.95 * second_moment.double() + 0.05 * exact.square().mean(-1, keepdim=True)
+    std = mean_square.sqrt()
+    update = tg.normuon_direction(grad, torch.zeros(1, 4, 3), second_moment, torch.tensor(0.9, dtype=F64), 0.95, BF16)
+    assert polar_inputs[0].equal((grad * (1 - 0.9) + (1 - 0.9) * grad * 0.9).bfloat16())
+    row_factors = exact.norm() / (exact / std).norm() / std
+    assert update.equal(orthogonal.float() * row_factors.float().bfloat16().float())
 
     p = randn(1000, dtype=BF16)
     exact = p.double()
-    want = exact - 0.01 - exact * (p > 0) * 0.005                            # m / sqrt(v) = 0.1 / sqrt(0.01) = 1
+    expected = exact - 0.01 - exact * (p > 0) * 0.005                        # m / sqrt(v) = 0.1 / sqrt(0.01) = 1
     m = torch.zeros(1000)
-    numbers = torch.tensor([0.01, 0.005], dtype=F64).unbind()
-    tg.adam_update(p, torch.ones(1000), m, m.clone(), 1.0, (0.9, 0.99), 0.0, *numbers)
-    assert p.equal(want.bfloat16())
+    adam_scalars = torch.tensor([0.01, 0.005], dtype=F64).unbind()
+    tg.adam_update(p, torch.ones(1000), m, m.clone(), 1.0, (0.9, 0.99), 0.0, *adam_scalars)
+    assert p.equal(expected.bfloat16())
 
-def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    ex = engine(cfg, world, rank)
-    whole = fill_randomly(ex.model, where=ex.comm)
+def make_optimizer(cfg: tg.Config, rank: int = 0, world_size: int = 1) -> tg.Optimizer:
+    """Build the optimizer of an engine with random weights, whose embedding equals the head."""
+    engine = make_engine(cfg, world_size, rank)
+    full = fill_randomly(engine.model, comm=engine.comm)
     with torch.no_grad():
-        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.comm))
-    return ex.optimizer
+        engine.model.embed.copy_(owned_rows(full["lm_head"].t(), engine.comm))
+    return engine.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
+    """Draw gradients that depend on step and parameter only."""
     parameters = enumerate(optimizer.model.named_parameters())
-    return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in parameters}
+    return {label: randn(*p.shape, seed=100 * step + i) for i, (label, p) in parameters}
 
-def take_step(optimizer: tg.Optimizer, values: tg.StepConfig) -> None:
-    for label, grad in random_grads(optimizer, values.step).items():
-        add_grad(optimizer, label, grad, values)
-    optimizer.step(values)
+def take_step(optimizer: tg.Optimizer, step_cfg: tg.StepConfig) -> None:
+    """Add random gradients as a backward pass does, and take an optimizer step."""
+    for label, grad in random_grads(optimizer, step_cfg.step).items():
+        add_grad(optimizer, label, grad)
+    optimizer.step(step_cfg)
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
+    """Return copies of all weights, by label."""
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
 
-OTHER_VALUES = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
+OTHER_SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in OTHER_VALUES.items())],
+@pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in OTHER_SETTINGS.items())],
                          ids=str)
-def test_step__is_the_references(changes):
-    """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step. With other
-    settings, too: one that is ignored would have its default."""
+def test_step__equals_the_reference(changes) -> None:
+    """Parameters, moments and remaining gradients equal the reference after each step.
+
+    The run has tied steps, the step that unties, and untied steps. Some cases change a setting, because its default
+    would hide that the trainer ignores it.
+    """
     cfg = small(stages=untied_at(1), **changes)
-    optimizer = make(cfg)
+    optimizer = make_optimizer(cfg)
     schedule = tg.Schedule(cfg)
     naive = Reference(cfg, weights_of(optimizer))
     steps = schedule.untie_step + 2 * cfg.adam_every + 1
-    for values in map(schedule.at, range(steps)):
-        for label, grad in random_grads(optimizer, values.step).items():
+    for step_cfg in map(schedule.at, range(steps)):
+        for label, grad in random_grads(optimizer, step_cfg.step).items():
             naive.grads[label] += grad
-        take_step(optimizer, values)
-        naive.optim_step(values)
+        take_step(optimizer, step_cfg)
+        naive.optim_step(step_cfg)
         for label, p in optimizer.model.named_parameters():
-            np.testing.assert_allclose(p.detach(), naive.p[label], rtol=0, atol=1e-9, err_msg=f"{label}, {values.step}")
+            where = f"{label}, step {step_cfg.step}"
+            np.testing.assert_allclose(p.detach(), naive.p[label], rtol=0, atol=1e-9, err_msg=where)
             for name, x in optimizer.state[label].items():
-                if values.update_adam or label in BANKS:
+                if step_cfg.update_adam or label in BANKS:
                     np.testing.assert_allclose(x, naive.state[label][name], rtol=1e-9, atol=1e-12, err_msg=label)
-            kept = grad_of(optimizer, label)
-            assert (kept is None) == (values.update_adam or label in BANKS), label
-            assert kept is None or kept.equal(naive.grads[label]) or cfg.adam_every > 2, label
-    assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "they did part"
+            remaining = grad_of(optimizer, label)
+            assert (remaining is None) == (step_cfg.update_adam or label in BANKS), label
+            assert remaining is None or remaining.equal(naive.grads[label]) or cfg.adam_every > 2, label
+    assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "head and embedding were untied"
 
 @pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"])
-def test_step__a_missing_gradient_is_refused(missing):
+def test_step__a_missing_gradient_is_refused(missing) -> None:
+    """The error names the group without gradients, and no weight changes."""
     cfg = small()
-    optimizer = make(cfg)
+    optimizer = make_optimizer(cfg)
     before = weights_of(optimizer)
-    values = tg.Schedule(cfg).at(cfg.adam_every - 1)
+    step_cfg = tg.Schedule(cfg).at(cfg.adam_every - 1)
     for label, grad in random_grads(optimizer, 0).items():
         if label != missing:
-            add_grad(optimizer, label, grad, values)
-    named = "replicated" if missing == "smear_gate" else missing         # one sum for all that every rank updates
-    with refused(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
-        optimizer.step(values)
+            add_grad(optimizer, label, grad)
+    # Parameters that every rank updates are reduced together, as one group.
+    group_label = "replicated" if missing == "smear_gate" else missing
+    with expect_error(tg.RunError, f"no gradients for ['{group_label}']", "forward_backward"):
+        optimizer.step(step_cfg)
     assert unequal(weights_of(optimizer), before) == []
 
-def with_each_group() -> tg.Engine:
-    """An engine whose optimizer has a group of each class."""
+def engine_with_all_groups() -> tg.Engine:
+    """Build an engine whose optimizer has a group of each class."""
     tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
-    ex = engine(small(tables=tables, train_files="formula:60:59:20000:1"))
-    fill_randomly(ex.model)
-    return ex
+    engine = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
+    fill_randomly(engine.model)
+    return engine
 
-def test_has_gradient__true_from_a_backward_pass_to_the_update():
-    """Of every class of groups; asking changes nothing, and is no check."""
-    ex = with_each_group()
-    groups = ex.optimizer.groups
+def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
+    """`has_gradient` is true from a backward pass to the update, for groups of every class.
+
+    It changes nothing and checks nothing.
+    """
+    engine = engine_with_all_groups()
+    groups = engine.optimizer.groups
 
     def with_gradient() -> set[str]:
-        found = [{label for label, group in groups.items() if group.has_gradient()} for _ in range(2)]
-        assert found[0] == found[1]
-        return found[0]
+        labels = [{label for label, group in groups.items() if group.has_gradient()} for _ in range(2)]
+        assert labels[0] == labels[1]
+        return labels[0]
 
     assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
-    kept = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]        # after each step of a cycle
-    with started_loader(ex.cfg, comm(), 8) as (loader, steps):
-        for values in steps_of(loader, steps):
-            ex.forward_backward(loader.next(values), values)
+    expected = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]    # after each step of a cycle
+    with started_loader(engine.cfg, make_comm(), 8) as (loader, step_cfgs):
+        for step_cfg in steps_of(loader, step_cfgs):
+            engine.forward_backward(loader.next(step_cfg), step_cfg)
             assert with_gradient() == {*groups}
-            ex.optim_step(values)
-            assert with_gradient() == kept[values.step % 4]
+            engine.optim_step(step_cfg)
+            assert with_gradient() == expected[step_cfg.step % 4]
 
-def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer():
-    """The tensors of `Optimizer.state` are the groups' own; a row-wise table keeps its state in its row store."""
-    def reached(thing: object, seen: dict[int, object]) -> dict[int, object]:
-        """Return all that is found from here through attributes, containers and arguments that are bound to calls."""
-        if id(thing) in seen or isinstance(thing, (torch.Tensor, type, str, int, float)):
-            return seen
-        seen[id(thing)] = thing
-        inner = [*getattr(thing, "__dict__", {}).values(), getattr(thing, "__self__", None)]
-        if isinstance(thing, dict):
-            inner += thing.values()
-        elif isinstance(thing, (list, tuple)):
-            inner += thing
-        elif isinstance(thing, functools.partial):
-            inner += [thing.func, *thing.args, *thing.keywords.values()]
-        elif inspect.isfunction(thing):
-            inner += [cell.cell_contents for cell in thing.__closure__ or ()]
-        for each in inner:
-            if not isinstance(each, types.ModuleType):
-                reached(each, seen)
-        return seen
+def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer() -> None:
+    """The tensors in `Optimizer.state` are those of the groups, and no group refers to optimizer, engine or model.
 
-    ex = with_each_group()
-    optimizer = ex.optimizer
-    own = [(label, name, x) for group in optimizer.groups.values()
-           for label, state in group.state.items() for name, x in state.items()]
-    assert len(own) == sum(map(len, optimizer.state.values()))
-    assert all(optimizer.state[label][name] is x for label, name, x in own)
-    assert {*optimizer.state} == {label for label, row in ex.model.specs.items() if row.optimizer != "rowwise"}
+    A row-wise table stores its state in its row store.
+    """
+    def reachable_from(obj: object, reached_by_id: dict[int, object]) -> dict[int, object]:
+        """Return all objects that are reachable through attributes, containers, closures and bound arguments."""
+        if id(obj) in reached_by_id or isinstance(obj, (torch.Tensor, type, str, int, float)):
+            return reached_by_id
+        reached_by_id[id(obj)] = obj
+        children = [*getattr(obj, "__dict__", {}).values(), getattr(obj, "__self__", None)]
+        if isinstance(obj, dict):
+            children += obj.values()
+        elif isinstance(obj, (list, tuple)):
+            children += obj
+        elif isinstance(obj, functools.partial):
+            children += [obj.func, *obj.args, *obj.keywords.values()]
+        elif inspect.isfunction(obj):
+            children += [cell.cell_contents for cell in obj.__closure__ or ()]
+        for child in children:
+            if not isinstance(child, types.ModuleType):
+                reachable_from(child, reached_by_id)
+        return reached_by_id
+
+    engine = engine_with_all_groups()
+    optimizer = engine.optimizer
+    group_state = [(label, name, x) for group in optimizer.groups.values()
+                   for label, state in group.state.items() for name, x in state.items()]
+    assert len(group_state) == sum(map(len, optimizer.state.values()))
+    assert all(optimizer.state[label][name] is x for label, name, x in group_state)
+    assert {*optimizer.state} == {label for label, spec in engine.model.specs.items() if spec.optimizer != "rowwise"}
     for label, group in optimizer.groups.items():
-        found = reached(group, {})
-        assert id(optimizer) not in found and id(ex) not in found and id(ex.model) not in found, label
+        reachable = reachable_from(group, {})
+        assert not {id(optimizer), id(engine), id(engine.model)} & reachable.keys(), label
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
-def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch):
+def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch) -> None:
+    """Permuted orders of collectives give the same bits; an order that omits or repeats a group is refused."""
     def run() -> dict[str, torch.Tensor]:
         cfg = small(stages=untied_at(1))
-        optimizer = make(cfg)
+        optimizer = make_optimizer(cfg)
         for step in range(6):
             take_step(optimizer, tg.Schedule(cfg).at(step))
         return weights_of(optimizer)
 
     base = run()
     labels = getattr(tg, order)
-    for bad in (labels[1:], (*labels[1:], "mlp"), (*labels, "mlp")):
+    for bad_order in (labels[1:], (*labels[1:], "mlp"), (*labels, "mlp")):
         with monkeypatch.context() as patch, pytest.raises(AssertionError, match="each group once in each"):
-            patch.setattr(tg, order, bad)
-            make(small())
+            patch.setattr(tg, order, bad_order)
+            make_optimizer(small())
     monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(labels)))
     assert unequal(run(), base) == []
 
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
+    """Return this rank's shard of a parameter."""
     group = optimizer.groups[label]
     return group.shard if label in optimizer.sharded_groups else group.table.shard
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_Optimizer__ranks_own_every_piece_once(world):
-    """Shards of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
-    state for what is owned alone. Shards are stored with room for whole ones, whose padding is zeros."""
+@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+def test_Optimizer__every_shard_has_one_owner(world_size) -> None:
+    """The shards of all ranks together are the full parameters, also if W does not divide their size.
+
+    Matrices and rows of the head are sharded in blocks, table rows round-robin. A rank has optimizer state only for its
+    shard. Buffers have space for W shards of equal size, padded with zeros.
+    """
     cfg = small(bigram_rows=101)
-    alone = make(cfg)
-    ranks = [make(cfg, rank, world) for rank in range(world)]
+    single_rank = make_optimizer(cfg)
+    ranks = [make_optimizer(cfg, rank, world_size) for rank in range(world_size)]
     for label in (*BANKS, "lm_head", *TABLES):
-        whole = shard_of(alone, label)
-        parts = [shard_of(optimizer, label) for optimizer in ranks]
-        assert all(len(part) <= -(-len(whole) // world) for part in parts), label
+        full = shard_of(single_rank, label)
+        shards = [shard_of(optimizer, label) for optimizer in ranks]
+        assert all(len(shard) <= -(-len(full) // world_size) for shard in shards), label
         if label in TABLES:
-            by_place = torch.stack(parts, dim=1).flatten(0, 1)       # (place, rank): by row, then the padding
-            assert by_place[:len(whole)].equal(whole), label
-            assert not by_place[len(whole):].any(), "after a shard is nothing but zeros"
+            # Flattening (local row, rank) gives the order of global rows, then the padding.
+            padded_rows = torch.stack(shards, dim=1).flatten(0, 1)
+            assert padded_rows[:len(full)].equal(full), label
+            assert not padded_rows[len(full):].any(), "padded with zeros"
         else:
-            assert torch.cat(parts).equal(whole), label
-        for optimizer, part in zip(ranks, parts):
+            assert torch.cat(shards).equal(full), label
+        for optimizer, shard in zip(ranks, shards):
             group = optimizer.groups[label]
-            assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
+            assert all(len(x) == len(shard) for x in optimizer.state[label].values()), label
             if label not in TABLES:
-                for room in (group.padded, group.main_grad, group.comm_buffer):
-                    assert len(room) == world * group.shard_size and not room[len(whole):].any(), label
+                for buffer in (group.padded, group.main_grad, group.comm_buffer):
+                    assert len(buffer) == world_size * group.shard_size and not buffer[len(full):].any(), label
                 assert group.weight.data_ptr() == group.padded.data_ptr()
                 assert group.weight.main_grad.data_ptr() == group.main_grad.data_ptr()
     for label in BANKS:
         lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
-        assert torch.cat(lr_muls).equal(alone.groups[label].lr_muls)
+        assert torch.cat(lr_muls).equal(single_rank.groups[label].lr_muls)
 
-def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
-    """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
+def test_init_optimizer_state__an_added_tensor_is_saved_and_counted(monkeypatch) -> None:
+    """A tensor that a fork adds to the state, such as a late average of the weights, is handled everywhere.
+
+    Snapshots and files contain it, and the memory estimate counts it.
+    """
     def memory() -> int:
-        return tg.estimate_memory(cfg, comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
+        return tg.estimate_memory(cfg, make_comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
 
-    def with_average(row, shard):
-        return initial_state(row, shard) | dict(another=torch.zeros_like(shard))
+    def with_average(spec: tg.ParameterSpec, shard: torch.Tensor) -> dict[str, torch.Tensor]:
+        return init_state(spec, shard) | dict(another=torch.zeros_like(shard))
 
     cfg = small()
-    in_bf16 = make(small(dtype="bfloat16")).state
-    assert {label for label in in_bf16 if "mantissa" in in_bf16[label]} == {*BANKS}
-    assert in_bf16["lm_head"]["m"].dtype == torch.float32
+    bf16_state = make_optimizer(small(dtype="bfloat16")).state
+    assert {label for label in bf16_state if "mantissa" in bf16_state[label]} == {*BANKS}
+    assert bf16_state["lm_head"]["m"].dtype == torch.float32
     before = memory()
-    initial_state = tg.init_optimizer_state
+    init_state = tg.init_optimizer_state
     monkeypatch.setattr(tg, "init_optimizer_state", with_average)
-    ex = engine(cfg)
-    numbers = sum(math.prod(row.shape) for row in ex.model.specs.values())
-    assert memory() - before == numbers * F64.itemsize
-    added = {label: state["another"] for label, state in ex.optimizer.state.items()}
-    assert added.keys() == ex.model.specs.keys()
-    for number, x in enumerate(added.values(), 1):
-        x.fill_(number)
-    restore = ex.snapshot()
-    saved = ex.full_state(tg.Schedule(cfg).at(0), with_moments=True)
-    for put_back in (restore, functools.partial(ex.load_state, saved)):
+    engine = make_engine(cfg)
+    num_elements = sum(math.prod(spec.shape) for spec in engine.model.specs.values())
+    assert memory() - before == num_elements * F64.itemsize
+    added = {label: state["another"] for label, state in engine.optimizer.state.items()}
+    assert added.keys() == engine.model.specs.keys()
+    for value, x in enumerate(added.values(), 1):
+        x.fill_(value)
+    restore = engine.snapshot()
+    saved = engine.full_state(tg.Schedule(cfg).at(0), with_moments=True)
+    for restore_state in (restore, functools.partial(engine.load_state, saved)):
         for x in added.values():
             x.zero_()
-        put_back()
-        assert all(x.eq(number).all() for number, x in enumerate(added.values(), 1))
+        restore_state()
+        assert all(x.eq(value).all() for value, x in enumerate(added.values(), 1))

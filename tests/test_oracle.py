@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, engine, comm, grad_of, logical_rows, nothing
+from common import BF16, F64, ROOT, global_rows_of, grad_of, make_comm, make_engine, noop
 from reference import Reference
 from torch import Tensor
 
@@ -161,7 +161,7 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     return weights
 
 def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
-    found = engine(cfg)
+    found = make_engine(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
@@ -193,7 +193,7 @@ class Trajectory:
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
             of_steps.append(slots)
-        return tg.build_batches(self.cfg, comm(), None, "oracle", steps, of_steps)
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", steps, of_steps)
 
     def cycle(self, step: int) -> list[tg.Batch]:
         """Return batches of the step and of those that share its plans."""
@@ -294,7 +294,7 @@ class ConfigS:
 
     def batch_with(self, borders: np.ndarray) -> tg.Batch:
         slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
-        return tg.build_batches(self.cfg, comm(), None, "oracle", [self.values], [slots])[0]
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", [self.values], [slots])[0]
 
     def weighted(self, name: str, values: tg.StepConfig | None = None) -> tg.StepConfig:
         return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
@@ -384,7 +384,7 @@ def check_opt(oracle: Oracle) -> None:
     for case, in vectors.find(r"pe_in\.(.*)"):
         x = vectors.tensor(f"pe_in.{case}")
         matrices = x.view(-1, *x.shape[-2:])
-        for polar in (tg.polar_express, reference.polar):
+        for polar in (tg.polar_express, reference.polar_express):
             vectors.check(f"pe_out.{case}", polar(matrices).view(x.shape))
     for case, in vectors.find(r"(nm_\w+)\.p0"):
         check_normuon(vectors, case)
@@ -497,13 +497,13 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
     steps = [replace(any_values, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(plan)]
     batches = []
     for rank in range(world):
-        where = comm(rank, world)
+        where = make_comm(rank, world)
         if validation:
             found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
         else:
             found = loaded(cfg, where, headers, steps, plan)
         with pytest.MonkeyPatch.context() as patch:       # one process builds the batches of every rank
-            patch.setattr(tg, "exchange_row_requests", nothing)
+            patch.setattr(tg, "exchange_row_requests", noop)
             batches.append(list(found))
 
     done = 0
@@ -518,7 +518,7 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
 
 def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
     """Return what the vectors hold of a batch, with borders in so many columns or more."""
-    rows = logical_rows(batch, "bigram_embed")
+    rows = global_rows_of(batch, "bigram_embed")
     borders = borders_of(batch.cu_seqlens, columns)
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
 
@@ -582,7 +582,7 @@ def check_schedule(oracle: Oracle) -> None:
             row[:len(values.mtp_weights)] = values.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
-    optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
+    optimizer = make_engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, row in optimizer.model.specs.items():
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else row.lr_mul)
