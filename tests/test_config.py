@@ -19,8 +19,8 @@ ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 def preset_of(name: str) -> tg.Config:
     return tg.Config(preset=name, **tg.PRESETS[name])
 
-def refuse(argv: list[str], *parts: str) -> str:
-    with expect_error(tg.ConfigError, *parts) as caught:
+def refuse(argv: list[str], *texts: str) -> str:
+    with expect_error(tg.ConfigError, *texts) as caught:
         tg.load_config(argv)
     return str(caught.value)
 
@@ -36,11 +36,11 @@ BAD_LAYERS = {                               # arguments of a layer -> what the 
 }
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
-def test_Layer__a_feature_that_it_cannot_have(name):
+def test_Layer__refuses_features_that_exclude_each_other(name) -> None:
     """A bad row of LAYERS raises where it is written, so no table of layers can contain one."""
-    columns, *parts = BAD_LAYERS[name]
-    with expect_error(tg.ConfigError, "LAYERS", *parts):
-        tg.Layer(**columns)
+    arguments, *texts = BAD_LAYERS[name]
+    with expect_error(tg.ConfigError, "LAYERS", *texts):
+        tg.Layer(**arguments)
     with pytest.raises(FrozenInstanceError):
         LAYERS[0].window = "wide"
 
@@ -54,21 +54,21 @@ BAD_LAYER_TABLES = {                         # changes of LAYERS by depth -> wha
 }
 
 @pytest.mark.parametrize("name", BAD_LAYER_TABLES)
-def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
-    changes, *parts = BAD_LAYER_TABLES[name]
+def test_check_layers__refuses_an_inconsistent_list(name, monkeypatch) -> None:
+    changes, *texts = BAD_LAYER_TABLES[name]
     layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(LAYERS)]
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
-    refuse(["--preset=tiny"], "LAYERS", *parts)
+    refuse(["--preset=tiny"], "LAYERS", *texts)
 
-def test_check_layers__tables_that_work():
+def test_check_layers__accepts_consistent_lists() -> None:
     """The trainer's own, and those that an ablation makes: a kept stream that no layer adds, no value tables."""
     for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", save_as=tg.BACKOUT)]):
         tg.check_layers(layers)
         tg.check_layers([replace(layer, add_saved="", value_embed=None, key_offset=False) for layer in layers])
 
-def text_with(row: tg.Stage | tg.NgramTable, **changes: object) -> str:
+def text_with(spec: tg.Stage | tg.NgramTable, **changes: object) -> str:
     """Return the flag text of a row with other columns, which the class itself may refuse."""
-    return tg.format_spec(SimpleNamespace(**vars(row) | changes))
+    return tg.format_spec(SimpleNamespace(**vars(spec) | changes))
 
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
@@ -81,26 +81,26 @@ BAD_STAGES = {                               # columns of the first of these -> 
     "a weight that is too large": (dict(mtp_end=(1.0, 1001.0)), "mtp_end=(1.0, 1001.0)", "from 0 to 1,000"),
 }
 
-def refuse_stages(changes: dict, parts: list[str]) -> None:
+def refuse_stages(changes: dict[str, object], texts: list[str]) -> None:
     first, *others = STAGES
     text = ";".join([text_with(first, **changes), *map(tg.format_spec, others)])
-    refuse(["--preset=tiny", f"--stages={text}"], "--stages", *parts)
+    refuse(["--preset=tiny", f"--stages={text}"], "--stages", *texts)
 
 @pytest.mark.parametrize("name", BAD_STAGES)
-def test_Stage__columns_that_cannot_work(name):
+def test_Stage__refuses_invalid_columns(name) -> None:
     """The class raises, and a flag with that row ends in the same words."""
-    changes, *parts = BAD_STAGES[name]
-    with expect_error(tg.ConfigError, "--stages", "correct the stage", *parts):
+    changes, *texts = BAD_STAGES[name]
+    with expect_error(tg.ConfigError, "--stages", "correct the stage", *texts):
         replace(STAGES[0], **changes)
-    refuse_stages(changes, parts)
+    refuse_stages(changes, texts)
 
-@pytest.mark.parametrize("changes, parts", [
+@pytest.mark.parametrize("changes, texts", [
     (dict(batch_tokens=250), ["250", "batch_tokens: a multiple of 128"]),
     (dict(batch_tokens=0), ["batch_tokens: a multiple of 128"]), (dict(untie=True), ["`untie` in at most one"])],
     ids=str)
-def test_check_config__stages_that_do_not_fit_the_settings(changes, parts):
+def test_check_config__refuses_stages_that_do_not_fit_the_settings(changes, texts) -> None:
     """A batch that is not a multiple of 16 tokens per slot, and a second untying."""
-    refuse_stages(changes, parts)
+    refuse_stages(changes, texts)
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
@@ -120,26 +120,26 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a label of the recipe": (dict(label="value_embed"), "a label other than the built-in ones"),
 }
 
-def refuse_tables(changes: dict, parts: list[str]) -> None:
+def refuse_tables(changes: dict[str, object], texts: list[str]) -> None:
     text = f"{tg.format_spec(replace(TABLE, label='other_embed'))};{text_with(TABLE, **changes)}"
-    refuse(["--preset=tiny", "--adam_every=2", f"--tables={text}"], "--tables", *parts)
+    refuse(["--preset=tiny", "--adam_every=2", f"--tables={text}"], "--tables", *texts)
 
 @pytest.mark.parametrize("name", BAD_TABLES)
-def test_NgramTable__columns_that_cannot_work(name):
+def test_NgramTable__refuses_invalid_columns(name) -> None:
     """The class raises, and a flag with that row ends in the same words."""
-    changes, *parts = BAD_TABLES[name]
-    with expect_error(tg.ConfigError, "--tables", "correct the table", *parts):
+    changes, *texts = BAD_TABLES[name]
+    with expect_error(tg.ConfigError, "--tables", "correct the table", *texts):
         replace(TABLE, **changes)
-    refuse_tables(changes, parts)
+    refuse_tables(changes, texts)
 
-@pytest.mark.parametrize("changes, parts", [
+@pytest.mark.parametrize("changes, texts", [
     (dict(update_every=1), ["a multiple of adam_every=2"]),
     (dict(label="other_embed"), ["a label that no other table has"])], ids=str)
-def test_check_config__tables_that_do_not_fit_the_settings(changes, parts):
+def test_check_config__refuses_tables_that_do_not_fit_the_settings(changes, texts) -> None:
     """An update between the steps of Adam, and two tables of one label."""
-    refuse_tables(changes, parts)
+    refuse_tables(changes, texts)
 
-def test_read_rows__columns_and_defaults():
+def test_parse_specs__columns_and_defaults() -> None:
     cfg = tg.load_config(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 70 0 0.5"])
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, None, 0, "device", 2, 37.5, 5.0, 0.95),
                           tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, 70.0, 0.0, 0.5))
@@ -148,9 +148,9 @@ def test_read_rows__columns_and_defaults():
 
 @pytest.mark.parametrize("rest", ["", " 70", " 70 0 0.5"])
 @pytest.mark.parametrize("mode", ["nearest", "stochastic"])
-def test_read_rows__the_8th_column_of_earlier_trainers_is_refused_in_words(mode, rest):
+def test_parse_specs__refuses_a_rounding_mode_in_the_8th_column(mode, rest) -> None:
     """It named the rounding mode, and lr, wd and beta2 followed it. Another word is no number."""
-    row = "b_embed 4 50 7 1 host 4"
+    columns = "b_embed 4 50 7 1 host 4"
     refuse(["--preset=tiny", f"--tables=a_embed 2 30; {row} {mode}{rest}"], "--tables: invalid 8th column",
            f"found:    {mode}", "a number", "always rounded to nearest", f"omit `{mode}`")
     refuse(["--preset=tiny", f"--tables={row} down{rest}"], "--tables", "'b_embed 4 50 7 1 host 4 down",
@@ -158,7 +158,7 @@ def test_read_rows__the_8th_column_of_earlier_trainers_is_refused_in_words(mode,
     refuse(["--preset=tiny", f"--tables={row} 70 0 0.5 1"], "--tables", "70 0 0.5 1", "update_every lr wd beta2")
 
 @pytest.mark.recipe
-def test_NGRAM_FACTORS__are_those_of_the_published_losses():
+def test_NGRAM_FACTORS__are_those_of_the_published_losses() -> None:
     """Written once more: the reference reads them from the trainer. Each is odd and below 2^31, so no bit is lost."""
     assert tg.NGRAM_FACTORS == {
         2: ((36313, 27191), (48271, 30011)),
@@ -187,29 +187,29 @@ TINY = POCKET | dict(val_tokens=1024, val_batch_tokens=512, max_doc_len=24, mode
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("name, settings", [("pocket", POCKET), ("race", RACE), ("tiny", TINY)])
-def test_PRESETS__settings_of_the_published_losses(name, settings):
+def test_PRESETS__have_the_settings_of_the_published_losses(name, settings) -> None:
     cfg = preset_of(name)
     assert {field: getattr(cfg, field) for field in settings} == settings
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
-def test_load_config__every_field_is_a_flag(name):
+def test_load_config__every_field_is_a_flag(name) -> None:
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
     assert set(tg.PRESETS[name]) < {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
     assert name in re.findall(r"\w+", tg.Config.__dataclass_fields__["preset"].metadata["help"]), "--help names it"
-    want = preset_of(name)
-    argv = [f"--{field}={tg.format_value(value)}" for field, value in vars(want).items()
+    expected = preset_of(name)
+    argv = [f"--{field}={tg.format_value(value)}" for field, value in vars(expected).items()
             if field not in ("preset", "resume", "sample")]          # empty names of these are refused
-    assert tg.load_config(["--preset=tiny", *argv]) == replace(want, preset="tiny")
-    assert tg.load_config([f"--preset={name}"]) == want
+    assert tg.load_config(["--preset=tiny", *argv]) == replace(expected, preset="tiny")
+    assert tg.load_config([f"--preset={name}"]) == expected
 
-def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables():
+def test_PRESETS__race_is_pocket_with_other_settings_and_small_tables() -> None:
     pocket, race, tables = map(preset_of, ("pocket", "race", "race_tables"))
     assert race.stages == pocket.stages[1:] and race.num_heads * race.head_dim == race.model_dim == pocket.model_dim
     assert max(table.rows for table in race.tables) <= 10 * 2048, "class plain"
     assert replace(tables, preset="race", tables=race.tables) == race
     assert tables.tables == preset_of("pocket_tables").tables
 
-def test_load_config__a_flag_beats_the_preset_and_the_config_is_frozen():
+def test_load_config__a_flag_beats_the_preset_and_the_config_is_frozen() -> None:
     cfg = tg.load_config(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
     assert (cfg.seed, cfg.adam_lr, cfg.head_dim, cfg.adam_every, cfg.compile) == (7, 1e-3, 16, 1, -1)
@@ -246,10 +246,10 @@ REFUSED = {                                  # flags over the tiny preset -> wha
 }
 
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
-def test_load_config__a_bad_setting(flag):
+def test_load_config__refuses_a_bad_setting(flag) -> None:
     refuse(["--preset=tiny", flag], *REFUSED[flag])
 
-def test_load_config__sample_takes_no_flag_of_the_model():
+def test_load_config__refuses_settings_of_the_model_with_sample() -> None:
     """Not even --preset, which would say nothing about the saved weights."""
     cfg = tg.load_config(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
     assert cfg == tg.Config(sample="w", prompt="once upon", seed=3, device="cpu")
@@ -259,39 +259,39 @@ def test_load_config__sample_takes_no_flag_of_the_model():
 
 @pytest.mark.parametrize("old, new", [
     ("num_slots", "seqs_per_step"), ("slots_per_micro_batch", "micro_batch_size"), ("document_start", "bos_id")])
-def test_unknown_flag_error__a_renamed_flag_has_its_new_name_in_the_hint(old, new):
+def test_unknown_flag_error__a_renamed_flag_has_its_new_name_in_the_hint(old, new) -> None:
     """The old spelling is refused, with = and with a space, and the new one is a flag."""
     for argv in ([f"--{old}=1"], [f"--{old}", "1"]):
         refuse(["--preset=tiny", *argv], f"unknown flag --{old}", f"it was renamed to --{new}")
     assert new in tg.Config.__dataclass_fields__ and old not in tg.Config.__dataclass_fields__
 
-def test_flag_names__each_flag_has_one_role():
+def test_flag_names__each_flag_has_one_role() -> None:
     """A flag of the groups `common` and `run` changes no result, except the preset and the seed."""
     groups = {f.name: f.metadata["group"] for f in fields(tg.Config)}
-    numbers, free, once = map(tg.flag_names, (tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN))
-    assert once == {"runs", "save", "sample", "resume", "run_dir", "profile"}
-    decide = {name for name, group in groups.items() if group not in ("common", "run")} | {"preset", "seed"}
-    assert numbers == decide and free == groups.keys() - decide - once
+    numeric, inherited, single_run = map(tg.flag_names, (tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN))
+    assert single_run == {"runs", "save", "sample", "resume", "run_dir", "profile"}
+    affect_results = {name for name, group in groups.items() if group not in ("common", "run")} | {"preset", "seed"}
+    assert numeric == affect_results and inherited == groups.keys() - affect_results - single_run
     assert tg.flag_names(tg.NUMERIC, tg.INHERITED, tg.SINGLE_RUN) == groups.keys()
     cfg = preset_of("pocket_tables")
     on_host = replace(cfg, tables=tuple(replace(table, location="host") for table in cfg.tables))
-    assert tg.numeric_settings(cfg).keys() == numbers and tg.numeric_settings(cfg) == tg.numeric_settings(on_host)
+    assert tg.numeric_settings(cfg).keys() == numeric and tg.numeric_settings(cfg) == tg.numeric_settings(on_host)
     assert tg.numeric_settings(replace(cfg, seed=1))["seed"] == "1"
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
-def test_load_config__help_names_every_field_with_the_values_of_the_preset(name, capsys):
-    flags = [] if name == "record" else [f"--preset={name}"]
-    with pytest.raises(SystemExit) as end:
-        tg.load_config(["--help", *flags])
+def test_load_config__help_lists_every_field_with_its_default(name, capsys) -> None:
+    argv = [] if name == "record" else [f"--preset={name}"]
+    with pytest.raises(SystemExit) as exit_info:
+        tg.load_config(["--help", *argv])
     text = " ".join(capsys.readouterr().out.split())
-    assert end.value.code == 0 and f"[{name}]" in text and "exit status" in text
-    values = vars(preset_of(name))
+    assert exit_info.value.code == 0 and f"[{name}]" in text and "exit status" in text
+    defaults = vars(preset_of(name))
     for f in fields(tg.Config):
-        about = f"{f.metadata['help']} [{tg.format_value(values[f.name])}]"
+        description = f"{f.metadata['help']} [{tg.format_value(values[f.name])}]"
         assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_print0__never_in_the_way_where_help_fails(monkeypatch, capsys):
+def test_print0__ignores_a_full_console_but_help_fails(monkeypatch, capsys) -> None:
     for rank in range(2):
         make_comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
@@ -300,19 +300,19 @@ def test_print0__never_in_the_way_where_help_fails(monkeypatch, capsys):
     with pytest.raises(tg.RunError):
         tg.load_config(["--help"])
 
-@pytest.mark.parametrize("torch_has", [("_set_pg_timeout",), ("_set_pg_timeout", "set_timeout")])
-def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_has):
+@pytest.mark.parametrize("available", [("_set_pg_timeout",), ("_set_pg_timeout", "set_timeout")])
+def test_set_timeout__prefers_the_public_function_of_torch(monkeypatch, available) -> None:
     calls = Mock()
     monkeypatch.delattr(tg.dist, "set_timeout", raising=False)
     for owner, name in ((tg.dist.distributed_c10d, "_set_pg_timeout"), (tg.dist, "set_timeout")):
-        if name in torch_has:
+        if name in available:
             monkeypatch.setattr(owner, name, partial(calls, name), raising=False)
-    ranks = replace(make_comm(0, 2), loader_group="plans")
-    ranks.set_timeout(5.0)
-    assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
-    assert ranks.timeout == 5
+    comm = replace(make_comm(0, 2), loader_group="plans")
+    comm.set_timeout(5.0)
+    assert calls.mock_calls == [call(available[-1], timedelta(seconds=5), group) for group in (None, "plans")]
+    assert comm.timeout == 5
 
-def test_load_config__names_of_files_begin_at_home(monkeypatch, tmp_path):
+def test_load_config__expands_the_home_directory(monkeypatch, tmp_path) -> None:
     """--save=~/x: the shell expands it only at the start of a word."""
     monkeypatch.setenv("HOME", str(tmp_path))
     flags = ("train_files", "val_files", "run_dir", "save")
@@ -326,7 +326,7 @@ def write_settings(folder: Path, **flags: str) -> None:
 
 @pytest.mark.parametrize("content", [
     b"", b"[]", b'{"preset": "tiny", "flags": {}}', b"\xff\xfe", None, os.mkfifo, b'{"sede": "3"}'], ids=range(7))
-def test_read_settings__any_content_ends_in_words(tmp_path, content):
+def test_read_settings__refuses_any_damaged_file(tmp_path, content) -> None:
     """No file, too: a folder of an older trainer has a log alone."""
     path = tmp_path / tg.SETTINGS_FILE
     if isinstance(content, bytes):
@@ -336,7 +336,7 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
     with expect_error(tg.DataError, str(path), "give a run directory"):
         tg.read_settings(tmp_path)
 
-def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
+def test_load_config__resume_starts_from_the_flags_of_the_earlier_run(tmp_path) -> None:
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", micro_batch_size="2")
     resume = f"--resume={tmp_path}"
     cfg = tg.load_config([resume])
@@ -346,16 +346,16 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "what says the same, or may change"
     refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "omit --preset")
     refuse([resume, "--runs=2"], "--runs=1")
-    for flag, before in (("--seed=4", "'5'"), ("--adam_lr=0.1", "'0.01'"),
+    for flag, earlier in (("--seed=4", "'5'"), ("--adam_lr=0.1", "'0.01'"),
                          ("--tables=a_embed 3 10", "as in the resumed run")):
-        refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", before, "only these flags may change",
+        refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", earlier, "only these flags may change",
                "max_steps")
     write_settings(tmp_path, num_heads="2.0")
     refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
     (tmp_path / tg.SETTINGS_FILE).write_text('{"preset": "no"}')
     refuse([resume], "--preset", "no", "tiny")
 
-def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
+def test_load_config__resume_may_change_only_the_location_of_a_table(tmp_path) -> None:
     write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
     resume = f"--resume={tmp_path}"
     cfg = tg.load_config([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
@@ -363,12 +363,12 @@ def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path)
     for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
         refuse([resume, f"--tables={tables}"], "--tables with --resume", "the location of tables")
 
-def test_config__every_setting_is_used():
+def test_Config__every_field_is_used() -> None:
     """No dead switch: each field is read somewhere besides its own line."""
     source = (ROOT / "train_gpt.py").read_text()
     for f in fields(tg.Config):
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
 
-def test_errors__status_and_long_values():
+def test_TrainerError__exit_status_and_long_values() -> None:
     assert (tg.ConfigError.exit_status, tg.DataError.exit_status, tg.RunError.exit_status) == (2, 2, 1)
     assert len(str(tg.DataError("x", "y" * 10**6, "z", "w"))) < 1300
