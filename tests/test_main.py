@@ -1,4 +1,4 @@
-"""Section 11: whole runs from flags to the last line, and every way a run can fail with its message."""
+"""Section 11: whole runs through main(), from flags to the last line, and the message of every failure."""
 import base64
 import functools
 import gzip
@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, IO
 from unittest.mock import Mock
 
 import numpy as np
@@ -23,15 +25,16 @@ from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, check_error, expect_er
 import train_gpt as tg
 
 NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|nan|inf"
-# Lines as parsers of the public records know them.
-VAL = re.compile(rf"^step:(?P<step>\d+)/(?P<total>\d+) val_loss:(?P<val>{NUMBER})(?P<mid>(?: [a-z_]+:\S+)*)"
-                 rf" train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<avg>{NUMBER})ms"
-                 r"(?P<rest>(?: [a-z_]+:\S+)*)\s*$")
-TRN = re.compile(rf"^step:(?P<step>\d+)/(?P<total>\d+)(?: train_loss:(?P<loss>{NUMBER}))? train_time:(?P<time>{NUMBER})"
-                 rf"(?P<unit>ms|s) step_avg:(?P<avg>{NUMBER})ms\s*$")
-PEAK = re.compile(r"^peak memory (?:allocated|consumption): (?P<alloc>\d+) MiB(?: reserved: (?P<res>\d+) MiB)?\s*$")
-VERS = re.compile(r"^Running PyTorch (?P<torch>\S+) compiled for CUDA (?P<cuda>\S+)"
-                  r"(?: on (?P<gpu>.*?)\s+with world_size (?P<ws>\d+))?\s*$")
+# Patterns of log lines in parsers of the public records.
+VAL_LINE = re.compile(rf"^step:(?P<step>\d+)/(?P<total>\d+) val_loss:(?P<val>{NUMBER})(?P<mid>(?: [a-z_]+:\S+)*)"
+                      rf" train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<avg>{NUMBER})ms"
+                      r"(?P<rest>(?: [a-z_]+:\S+)*)\s*$")
+STEP_LINE = re.compile(rf"^step:(?P<step>\d+)/(?P<total>\d+)(?: train_loss:(?P<loss>{NUMBER}))?"
+                       rf" train_time:(?P<time>{NUMBER})(?P<unit>ms|s) step_avg:(?P<avg>{NUMBER})ms\s*$")
+PEAK_LINE = re.compile(r"^peak memory (?:allocated|consumption): (?P<alloc>\d+) MiB"
+                       r"(?: reserved: (?P<res>\d+) MiB)?\s*$")
+VERSION_LINE = re.compile(r"^Running PyTorch (?P<torch>\S+) compiled for CUDA (?P<cuda>\S+)"
+                          r"(?: on (?P<gpu>.*?)\s+with world_size (?P<ws>\d+))?\s*$")
 KEYS = {
     "header": "config started seed world_size grad_accum_steps git_commit source_sha256 "
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head target_loss "
@@ -46,148 +49,168 @@ KEYS = {
 
 # ---- a run that works -----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
-def first(tmp_path_factory) -> Run:
-    """The tiny preset as it is, shared by the tests that only look."""
+def tiny_run(tmp_path_factory) -> Run:
+    """Run preset `tiny` unchanged; shared by the tests that only read its output."""
     folder = tmp_path_factory.mktemp("first")
     return run(folder / "new" / "run", "--seed=3", f"--save={folder / 'save'}")
 
-def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
-    assert first.status == 0 and all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
-    kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "phase")]
-    assert kinds == ["header", "result"] and first.events[-1]["type"] == "result"
+def test_train__events_have_the_documented_keys_and_order(tiny_run) -> None:
+    """Step numbers, tokens and times agree with the schedule, and the validation loss decreases."""
+    assert tiny_run.status == 0
+    assert all(set(event) == {"type", *KEYS[event["type"]].split()} for event in tiny_run.events)
+    kinds = [event["type"] for event in tiny_run.events if event["type"] not in ("step", "val", "phase")]
+    assert kinds == ["header", "result"] and tiny_run.events[-1]["type"] == "result"
     schedule = tg.Schedule(preset())
-    values = [schedule.at(step) for step in range(12)]
-    phases = [(e["name"], e["timed"]) for e in first.of("phase") if "warm-up of stage" not in e["name"]]
+    step_cfgs = [schedule.at(step) for step in range(12)]
+    phases = [(e["name"], e["timed"]) for e in tiny_run.of("phase") if "warm-up of stage" not in e["name"]]
     assert phases == [("set-up", False), ("validation data", False), ("warm-up of validation", False),
                       ("warm-up", False), ("first batch", True), ("evaluation", False)]
-    assert [e["step"] for e in first.of("step")] == list(range(1, 13))
-    assert [e["step"] for e in first.of("val")] == [v.step for v in values if v.validate] + [12]
-    assert first.of("step")[-1]["tokens"] == sum(8 * v.seq_len for v in values)
-    times = [e["train_time_ms"] for e in first.events if e["type"] in ("step", "val")]
+    assert [e["step"] for e in tiny_run.of("step")] == list(range(1, 13))
+    assert [e["step"] for e in tiny_run.of("val")] == [
+        step_cfg.step for step_cfg in step_cfgs if step_cfg.validate] + [12]
+    assert tiny_run.of("step")[-1]["tokens"] == sum(8 * step_cfg.seq_len for step_cfg in step_cfgs)
+    times = [e["train_time_ms"] for e in tiny_run.events if e["type"] in ("step", "val")]
     assert times == sorted(times)
-    start, *_, end = (e["val_loss"] for e in first.of("val"))
-    assert start == pytest.approx(np.log(512), abs=0.05) and end < start - 0.1, "first tokens of documents are learned"
+    first_loss, *_, last_loss = (e["val_loss"] for e in tiny_run.of("val"))
+    assert first_loss == pytest.approx(np.log(512), abs=0.05)
+    assert last_loss < first_loss - 0.1, "the first tokens of documents are learned"
 
-@pytest.mark.parametrize("others, said", [(0.0, False), (1e6, True)])
-def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch, others, said):
+@pytest.mark.parametrize("other_seconds, warned", [(0.0, False), (1e6, True)])
+def test_train__warns_of_a_busy_machine_in_the_first_lines(tmp_path, monkeypatch, other_seconds, warned) -> None:
+    """The warning appears only if other processes have used CPU time."""
     monkeypatch.setattr(tg, "warm_up", noop)
-    monkeypatch.setattr(tg, "other_cpu_seconds", Mock(side_effect=[0.0, others]))
+    monkeypatch.setattr(tg, "other_cpu_seconds", Mock(side_effect=[0.0, other_seconds]))
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
-    assert any("warning: other processes use" in line for line in done.lines[:8]) == said
+    assert any("warning: other processes use" in line for line in done.lines[:8]) == warned
 
-def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
+def test_train__warns_of_slow_attention_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch) -> None:
+    """Line 8 of the log has the warning."""
     monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
-def test_other_cpu_seconds__counts_another_process():
+def test_other_cpu_seconds__counts_another_process() -> None:
+    """A process that runs for 0.5 s of CPU time and has ended is counted."""
     before = tg.other_cpu_seconds(make_comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "nothing gives time back"
+    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "CPU time that was counted is not subtracted again"
 
-def test_finish_run__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
+def test_finish_run__one_rank_sends_no_bytes_for_any_table(tiny_run) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
-    assert first.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
+    assert tiny_run.of("result")[0]["comms"] == dict.fromkeys(("bigram_embed", "value_embed", "embed"), nothing_moved)
 
-def test_write_header__what_ran_and_what_an_entry_is(first):
-    header = first.of("header")[0]
+def test_write_header__source_settings_and_sizes(tiny_run) -> None:
+    """The header identifies the source, contains config and changed settings, and counts parameters and table bytes."""
+    header = tiny_run.of("header")[0]
     source = (ROOT / "train_gpt.py").read_bytes()
-    assert (first.folder / "train_gpt.py").read_bytes() == source
+    assert (tiny_run.folder / "train_gpt.py").read_bytes() == source
     assert header["source_sha256"] == hashlib.sha256(source).hexdigest()
     assert header["config"].keys() == vars(preset()).keys() and header["config"]["bigram_rows"] == 5 * 512
-    save = first.folder.parent.parent / "save"
-    assert header["changed"] == dict(seed="3", device="cpu", save=str(save)), "and not where it is"
+    save = tiny_run.folder.parent.parent / "save"
+    assert header["changed"] == dict(seed="3", device="cpu", save=str(save)), "not run_dir"
     assert (header["preset"], header["seed"], header["world_size"], header["grad_accum_steps"]) == ("tiny", 3, 1, 1)
     assert (header["attention"], header["head"]) == ("reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"])) and header["hardware"]
-    rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_EMBEDS, embed=512)
-    parameters = sum(x.numel() for x in torch.load(save / "weights.pt").values())
-    assert header["table_rows"] == rows and header["table_bytes"] == 4 * 32 * sum(rows.values())
-    read = parameters - 32 * (sum(rows.values()) - 1 - tg.NUM_VALUE_EMBEDS - 1)
-    assert (header["params_total"], header["params_per_token"]) == (parameters, read)
+    table_rows = dict(bigram_embed=2560, value_embed=512 * tg.NUM_VALUE_EMBEDS, embed=512)
+    num_params = sum(x.numel() for x in torch.load(save / "weights.pt").values())
+    assert header["table_rows"] == table_rows and header["table_bytes"] == 4 * 32 * sum(table_rows.values())
+    num_read = num_params - 32 * (sum(table_rows.values()) - 1 - tg.NUM_VALUE_EMBEDS - 1)
+    assert (header["params_total"], header["params_per_token"]) == (num_params, num_read)
     assert header["untimed_warmup_steps"] == len(tg.Schedule(preset()).warm_up_steps())
 
-def test_Log__log_txt_is_read_by_existing_parsers(first):
-    head = first.lines[:6]
-    assert {head[0], head[5]} == {"=" * 100} and head[1].startswith("Running Python ")
-    versions = VERS.match(head[2])
+def test_Log__existing_parsers_read_log_txt(tiny_run) -> None:
+    """Every line matches a pattern of these parsers, and its numbers agree with log.jsonl."""
+    first_lines = tiny_run.lines[:6]
+    assert {first_lines[0], first_lines[5]} == {"=" * 100} and first_lines[1].startswith("Running Python ")
+    versions = VERSION_LINE.match(first_lines[2])
     assert versions["torch"] == torch.__version__ and versions["ws"] == "1" and versions["gpu"]
-    validations = [VAL.match(line) for line in first.lines if "val_loss:" in line]
-    steps = [TRN.match(line) for line in first.lines if line.startswith("step:") and "val_loss:" not in line]
+    validations = [VAL_LINE.match(line) for line in tiny_run.lines if "val_loss:" in line]
+    steps = [STEP_LINE.match(line) for line in tiny_run.lines if line.startswith("step:") and "val_loss:" not in line]
     assert [int(m["step"]) for m in steps] == list(range(1, 13)) and steps[0]["total"] == "12"
-    for m, event in zip(validations, first.of("val"), strict=True):
+    for m, event in zip(validations, tiny_run.of("val"), strict=True):
         assert (int(m["step"]), m["unit"]) == (event["step"], "ms")
-        assert float(m["val"]) == pytest.approx(event["val_loss"], abs=6e-5)              # printed with 4 decimals
+        assert float(m["val"]) == pytest.approx(event["val_loss"], abs=6e-5)              # 4 decimals
     for m in validations + steps:
         assert float(m["avg"]) == pytest.approx(float(m["time"]) / max(1, int(m["step"])), abs=0.51)        # whole ms
-    assert sum(bool(PEAK.match(line)) for line in first.lines) == 1
-    assert all(f"\n{line}" in f"\n{first.out}" for line in first.lines), "12 steps: the console shows all of them"
+    assert sum(bool(PEAK_LINE.match(line)) for line in tiny_run.lines) == 1
+    assert all(f"\n{line}" in f"\n{tiny_run.out}" for line in tiny_run.lines), "12 steps: the console shows all of them"
 
-def test_report__the_last_line_on_stdout_is_the_result(first):
-    result, = first.of("result")
-    assert json.loads(first.out.splitlines()[-1]) == dict(
-        type="result", val_loss=result["val_loss"], train_time_ms=result["train_time_ms"], run_dirs=[str(first.folder)])
-    assert result["val_loss"] == first.of("val")[-1]["val_loss"] and result["steps"] == 12
-    assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "MiB: torch alone needs over 50"
-    assert "token ids" in first.out.split(" sample ")[1]
+def test_report_results__the_last_line_on_stdout_is_the_result(tiny_run) -> None:
+    """It is JSON and agrees with log.jsonl. The sample precedes it."""
+    result, = tiny_run.of("result")
+    assert json.loads(tiny_run.out.splitlines()[-1]) == dict(
+        type="result", val_loss=result["val_loss"], train_time_ms=result["train_time_ms"],
+        run_dirs=[str(tiny_run.folder)])
+    assert result["val_loss"] == tiny_run.of("val")[-1]["val_loss"] and result["steps"] == 12
+    assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "MiB: importing torch takes over 50"
+    assert "token ids" in tiny_run.out.split(" sample ")[1]
 
-def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
+def test_train__several_runs_each_equal_a_fresh_one(tiny_run, tmp_path) -> None:
+    """With --runs, a run after a reset has the losses of a separate run, bit by bit. The last line has the means."""
     done = run(tmp_path, "--runs=3", "--seed=1", "--sample_tokens=0", "--target_loss=6.1")
     folders = [tmp_path / f"seed_{seed}" for seed in (1, 2, 3)]
     logs = [Run(folder, 0, "", "") for folder in folders]
-    assert losses(folders[2]) == losses(first.folder) != losses(folders[0]), "every bit"
+    assert losses(folders[2]) == losses(tiny_run.folder) != losses(folders[0]), "every bit"
     for seed, log in enumerate(logs, 1):
         assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
         phases = [e["name"] for e in log.of("phase") if not e["name"].startswith("warm-up of")]
-        before = ["set-up", "validation data", "warm-up"] if seed == 1 else ["reset"]
-        assert phases == [*before, "first batch", "evaluation"]
+        untimed = ["set-up", "validation data", "warm-up"] if seed == 1 else ["reset"]
+        assert phases == [*untimed, "first batch", "evaluation"]
         assert log.events[-1]["type"] == "result" and (log.folder / "train_gpt.py").exists()
-    last = json.loads(done.out.splitlines()[-1])
+    summary = json.loads(done.out.splitlines()[-1])
     results = [log.of("result")[0] for log in logs]
     for name in ("val_loss", "train_time_ms"):
-        assert last[name] == pytest.approx(np.mean([result[name] for result in results])), "the mean"
-    assert last["type"] == "result" and last["run_dirs"] == list(map(str, folders))
+        assert summary[name] == pytest.approx(np.mean([result[name] for result in results])), "the mean"
+    assert summary["type"] == "result" and summary["run_dirs"] == list(map(str, folders))
     shutil.rmtree(folders[0])
-    taken = run(tmp_path, "--runs=2", "--seed=1")
-    assert taken.status == 1 and "already contains a log" in taken.err, "logs of later runs are looked for at the start"
+    refused = run(tmp_path, "--runs=2", "--seed=1")
+    assert refused.status == 1 and "already contains a log" in refused.err, "all directories are checked first"
     assert not folders[0].exists()
 
-@pytest.mark.parametrize("flags, close", [
-    (["--dtype=bfloat16"], 0.05),                                    # 8 bits through 11 layers
-    (["--head=emulated"], 0.05),                                     # logits of 4 bits each in y and w
+@pytest.mark.parametrize("flags, rtol", [
+    (["--dtype=bfloat16"], 0.05),                                    # 8 bits, 11 layers
+    (["--head=emulated"], 0.05),                                     # 4 bits in y and in w
     (["--micro_batch_size=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
-def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags, close):
-    """The same run up to --max_steps, too: same losses, same total in the lines."""
+def test_train__other_precisions_have_similar_losses(tiny_run, tmp_path, monkeypatch, flags, rtol) -> None:
+    """Their losses are those of preset `tiny` within a tolerance. --max_steps ends the run, but the log lines show the
+    total of the schedule.
+    """
     monkeypatch.setattr(tg, "warm_up", noop)
     other = run(tmp_path / "run", "--seed=3", "--max_steps=5", "--sample_tokens=0", *flags)
     assert other.status == 0, other.err
-    for (*what, train_loss, val_loss), (*wanted, loss, val) in zip(losses(other.folder), losses(first.folder)):
-        assert what == wanted and (train_loss or val_loss) == pytest.approx(loss or val, rel=close, abs=0)
+    for (*event, train_loss, val_loss), (*expected_event, loss, val) in zip(
+            losses(other.folder), losses(tiny_run.folder)):
+        assert event == expected_event and (train_loss or val_loss) == pytest.approx(loss or val, rel=rtol, abs=0)
     assert [e["step"] for e in other.of("val")] == [0, 5] and other.of("result")[0]["steps"] == 5
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
 
-@pytest.mark.parametrize("rows, again", [(tg.EVAL_CHUNK, None), (256, 1)])
-def test_finish_run__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
-    """The run goes on. Validation losses are compiled, in the place of all else; the warm-up had all rows in one."""
-    race = tg.train_loop
+@pytest.mark.parametrize("eval_chunk, recompiles", [(tg.EVAL_CHUNK, None), (256, 1)])
+def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch, eval_chunk,
+                                                                                    recompiles) -> None:
+    """A recompilation does not end the run. Here only the validation loss is compiled.
 
-    def compiled(call, *_):
-        return torch.compile(call, backend="eager", dynamic=False) if call is tg.next_token_losses else call
+    The warm-up evaluates in one chunk. If the training loop uses smaller chunks, it recompiles once.
+    """
+    train_loop = tg.train_loop
 
-    def race_with_chunks(*args):
-        tg.EVAL_CHUNK = rows
-        return race(*args)
+    def compile_losses(fn: Callable, *_: object) -> Callable:
+        return torch.compile(fn, backend="eager", dynamic=False) if fn is tg.next_token_losses else fn
 
-    monkeypatch.setattr(tg, "compile_fn", compiled)
-    monkeypatch.setattr(tg, "train_loop", race_with_chunks)
+    def train_loop_with_eval_chunk(*args: Any) -> tuple[float, Any]:
+        tg.EVAL_CHUNK = eval_chunk
+        return train_loop(*args)
+
+    monkeypatch.setattr(tg, "compile_fn", compile_losses)
+    monkeypatch.setattr(tg, "train_loop", train_loop_with_eval_chunk)
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
-    assert done.of("result")[0].get("recompiles") == again
+    assert done.of("result")[0].get("recompiles") == recompiles
 
 @pytest.mark.slow
-def test_make_profiler__two_ranks(tmp_path):
+def test_make_profiler__two_ranks(tmp_path) -> None:
+    """Each rank writes a trace of 3 steps. The log has a table of times, and marks the training time as not valid."""
     log = launch(tmp_path / "run", 2, "--profile=6:9", "--sample_tokens=0")[0]
     assert log.of("result")[0]["void"] == "profiled"
     assert "warning: the training time is not valid: profiled" in log.lines
@@ -202,7 +225,10 @@ def test_make_profiler__two_ranks(tmp_path):
 # ---- text, and the console ------------------------------------------------------------------------------------------
 @pytest.fixture
 def text(tmp_path) -> list[str]:
-    """Flags of a short run on text: 20 starts a document; few consoles know the letters of the others."""
+    """Return the flags of a short run on text.
+
+    Token 20 starts a document. Few encodings have the letters of the other tokens.
+    """
     stream = random_stream(0, 9000, 21, 20)
     write_shard(tmp_path / "train_0.bin", stream[:7000], 21, 20)
     write_shard(tmp_path / "val_0.bin", stream[7000:], 21, 20)
@@ -210,30 +236,33 @@ def text(tmp_path) -> list[str]:
     (tmp_path / "vocab.txt").write_bytes(b"".join(lines))
     return [f"--train_files={tmp_path}/train_*.bin", f"--val_files={tmp_path}/val_*.bin", "--max_steps=2"]
 
-def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
-    """Run on text, with the console that `before` makes in its process. The log ends with the result."""
+def with_console(monkeypatch: pytest.MonkeyPatch, run_dir: Path, text: list[str],
+                 before: Callable[[], object]) -> Run:
+    """Run on text in a process whose console `before` has changed; check that the log ends with the result."""
     monkeypatch.setattr(tg, "warm_up", noop)
-    process = Forked(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *text], before=before)
-    done = Run(folder, process.wait(), *process.texts())
+    process = Forked(["--preset=tiny", "--device=cpu", f"--run_dir={run_dir}", *text], before=before)
+    done = Run(run_dir, process.wait(), *process.texts())
     assert done.events[-1]["type"] == "result" and len(done.lines) > 10
     return done
 
-def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch):
-    """Letters that the console does not know are escaped; the last line is the result, whose folder reads as it is.
-    Of text, losses are told per byte, too."""
-    folder = tmp_path / "läuft ﬁ"
-    done = with_console(monkeypatch, folder, text, lambda: sys.stdout.reconfigure(encoding="ascii"))
+def test_main__a_console_of_any_encoding_shows_a_sample(text, tmp_path, monkeypatch) -> None:
+    """Letters that the console cannot encode are escaped. The last line is JSON, and returns the exact run directory.
+
+    With text, the log has the validation loss in bits per byte too.
+    """
+    run_dir = tmp_path / "läuft ﬁ"
+    done = with_console(monkeypatch, run_dir, text, lambda: sys.stdout.reconfigure(encoding="ascii"))
     assert (done.status, done.err) == (0, "")
     assert re.fullmatch(r"(a|\\[xuU]\w+)+", done.out.split(" sample ")[1].splitlines()[1])
-    assert str(folder).encode("ascii", "backslashreplace").decode() in done.out
-    assert json.loads(done.out.splitlines()[-1])["run_dirs"] == [str(folder)]
+    assert str(run_dir).encode("ascii", "backslashreplace").decode() in done.out
+    assert json.loads(done.out.splitlines()[-1])["run_dirs"] == [str(run_dir)]
     for event in (*done.of("val"), *done.of("result")):
         assert set(event) == {"type", *KEYS[event["type"]].split(), "val_bpb", "unigram_nats"}
     assert any(f"{event['val_bpb']:.4f} bits per byte" in line for line in done.lines)
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_print_stdout__a_full_console(text, tmp_path, monkeypatch):
-    """Training goes on; without its result the status is 1."""
+def test_print_stdout__raises_on_a_full_console(text, tmp_path, monkeypatch) -> None:
+    """Training continues, but because the result could not be printed the exit status is 1."""
     def before() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     done = with_console(monkeypatch, tmp_path / "run", text, before)
@@ -264,16 +293,17 @@ builtins.__import__, builtins.open = importing, opening
 
 @pytest.mark.parametrize("streams, status", [
     (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>/dev/full", 1)])
-def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_starts(tmp_path, streams, status):
-    """The log tells all. Its source is the text that runs. No file or socket has the number of a closed stream."""
+def test_main__streams_are_closed_or_full_and_the_script_is_edited_while_it_starts(tmp_path, streams, status) -> None:
+    """The log is complete, and contains the source that runs. No file or socket gets the descriptor of a closed stream.
+    """
     script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
     source = script.read_bytes()
     (tmp_path / "hook").mkdir()
     (tmp_path / "hook/sitecustomize.py").write_text(HOOK)
-    environment = os.environ | dict(EDITED=str(script), KINDS=str(tmp_path / "kinds"), PYTHONPATH=f"{tmp_path}/hook")
-    words = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
-    command = f"exec {sys.executable} train_gpt.py {words} {streams}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
+    env = os.environ | dict(EDITED=str(script), KINDS=str(tmp_path / "kinds"), PYTHONPATH=f"{tmp_path}/hook")
+    flags = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
+    command = f"exec {sys.executable} train_gpt.py {flags} {streams}"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=env, stdin=subprocess.DEVNULL,
                           capture_output=True, timeout=PROCESS_TIMEOUT_S)
     log = Run(tmp_path / "run", done.returncode, "", "")
     assert done.returncode == status and b"Traceback" not in done.stdout + done.stderr
@@ -282,16 +312,17 @@ def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_star
     assert log.of("header")[0]["source_sha256"] == hashlib.sha256(source).hexdigest()
     assert (tmp_path / "kinds").read_text() == "[False, False, False]"
 
-def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
+def test_train__creates_a_run_directory_by_default(tmp_path, monkeypatch) -> None:
+    """Without --run_dir it is a new directory in logs."""
     monkeypatch.chdir(tmp_path)
     process = Forked(["--preset=tiny", "--device=cpu", "--max_steps=1", "--val_every=0"])
     assert process.wait() == 0
-    folder, = (tmp_path / "logs").iterdir()
+    run_dir, = (tmp_path / "logs").iterdir()
     result = json.loads(process.texts()[0].splitlines()[-1])
-    assert result["run_dirs"] == [f"logs/{folder.name}"] and (folder / "log.txt").exists()
+    assert result["run_dirs"] == [f"logs/{run_dir.name}"] and (run_dir / "log.txt").exists()
 
-def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch):
-    """Also where their clocks differ: a checkpoint has files of all of them."""
+def test_train__all_ranks_write_into_the_run_directory_of_rank_0(tmp_path, monkeypatch) -> None:
+    """A checkpoint has files of all ranks, although the clocks in their default names differ."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg.time, "strftime", functools.partial(os.environ.get, "RANK"))
@@ -303,55 +334,58 @@ def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch)
 
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------
-START = 511
-PIECES = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(START)]
+BOS_ID = 511
+TOKEN_BYTES = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(BOS_ID)]
 FILES = ("--preset=tiny", "--train_files=train_0.bin", "--val_files=val_0.bin")
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Shards of tiny's vocabulary, saved weights, and copies of both with what goes wrong."""
+def inputs(tmp_path_factory) -> Path:
+    """Write shards with the vocabulary of `tiny`, saved weights, and damaged copies of both."""
     path = tmp_path_factory.mktemp("inputs")
     for name in ("vocabulary", "old_run"):
         (path / name).mkdir()
-    good = tg.synthetic_tokens(0, 40_000, 512, START)
-    beyond = good.copy()
-    beyond[39_990] = 600
-    one_document = np.concatenate([[START], good[1:] % START])
-    for name, tokens in {"train_0": good, "val_0": good[:4000], "vocabulary/val_0": good[:4000], "beyond": beyond,
-                         "no_start": good % START, "one_document": one_document}.items():
-        write_shard(path / f"{name}.bin", tokens, 512, START)
-    lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(PIECES[:-1])]
+    tokens_ok = tg.synthetic_tokens(0, 40_000, 512, BOS_ID)
+    too_large = tokens_ok.copy()
+    too_large[39_990] = 600
+    one_document = np.concatenate([[BOS_ID], tokens_ok[1:] % BOS_ID])
+    for name, tokens in {"train_0": tokens_ok, "val_0": tokens_ok[:4000], "vocabulary/val_0": tokens_ok[:4000],
+                         "beyond": too_large, "no_start": tokens_ok % BOS_ID, "one_document": one_document}.items():
+        write_shard(path / f"{name}.bin", tokens, 512, BOS_ID)
+    lines = [b"%s %d" % (base64.b64encode(token_text), token) for token, token_text in enumerate(TOKEN_BYTES[:-1])]
     (path / "vocabulary/vocab.txt").write_bytes(b"\n".join(lines))
     (path / "a_file").write_text("text")
     (path / "old_run/log.txt").write_text("an old log\n")
     cfg = preset()
-    pieces = [*PIECES, b""]
-    pieces[ord("~")] = b"no tilde"
-    for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
-        tg.save_weights(path / name, "id", cfg, make_engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
+    other_bytes = [*TOKEN_BYTES, b""]
+    other_bytes[ord("~")] = b"no tilde"
+    for name, token_bytes in (("w", other_bytes), ("w_no_vocab", None)):
+        tg.save_weights(path / name, "id", cfg, make_engine(cfg), tg.Schedule(cfg).at(0), token_bytes)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
 
 @pytest.fixture
-def ask(folder, tmp_path, monkeypatch):
-    """Run main() as from the command line: the status, one message that helps and holds all parts, no stack trace."""
-    def ask(words: list[str], status: int, *parts: str) -> Run:
-        process = Forked([f"--run_dir={tmp_path}/run", "--device=cpu", *words])
+def run_main(inputs, tmp_path, monkeypatch) -> Callable[..., Run]:
+    """Return a function that runs main() and checks the exit status and the only message, without a stack trace.
+
+    The message has a hint and contains all texts. No partial file remains.
+    """
+    def run_flags(flags: list[str], status: int, *texts: str) -> Run:
+        process = Forked([f"--run_dir={tmp_path}/run", "--device=cpu", *flags])
         done = Run(tmp_path / "run", process.wait(), *process.texts())
         assert done.status == status and "Traceback" not in done.err, done.err
         if status:
             message = re.search(r"^(RunError|ConfigError|DataError|OutOfData): (.*)", done.err, re.M | re.S)
             assert (message[1] == "RunError") == (status == 1)
-            check_error(message[2].strip("\n"), *parts)
-        assert not list(folder.rglob("*.part")), "no auxiliary file stays"
+            check_error(message[2].strip("\n"), *texts)
+        assert not list(inputs.rglob("*.part")), "no partial file remains"
         return done
-    monkeypatch.chdir(folder)
+    monkeypatch.chdir(inputs)
     monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "STORE_TIMEOUT_S", 0.1)
-    return ask
+    return run_flags
 
-BAD = [                                  # flags after FILES, status, what the message must hold
+BAD = [                                  # flags after FILES, status, what the message must contain
     (["--sede=1"], 2, "unknown flag", "--sede", "--seed"),
     (["--device=cuda"], 2, "--device=cuda", "no CUDA device", "--preset=pocket"),
     (["--head=fp8"], 2, "--head=fp8", "float32", "8.9", "--head=emulated"),
@@ -374,79 +408,82 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--sample=w_no_vocab", "words"], 2, "prompt", "b'w'", "vocab.txt"),
 ]
 
-@pytest.mark.parametrize("flags, status, parts", [(flags, status, parts) for flags, status, *parts in BAD],
+@pytest.mark.parametrize("flags, status, texts", [(flags, status, texts) for flags, status, *texts in BAD],
                          ids=[" ".join(flags)[:60] for flags, *_ in BAD])
-def test_main__a_bad_input(ask, folder, flags, status, parts):
+def test_main__refuses_a_bad_input(run_main, inputs, flags, status, texts) -> None:
+    """Each input is refused with its own message, and an earlier log in the run directory is not changed."""
     files = () if flags[0].startswith("--sample=") else FILES
-    ask(["--max_steps=4", "--sample_tokens=4", *files, *flags], status, *parts)
-    assert (folder / "old_run/log.txt").read_text() == "an old log\n"
+    run_main(["--max_steps=4", "--sample_tokens=4", *files, *flags], status, *texts)
+    assert (inputs / "old_run/log.txt").read_text() == "an old log\n"
 
-def test_main__the_same_inputs_undamaged(ask, tmp_path):
-    """So that the table fails for its own reasons."""
-    ask([*FILES, "--max_steps=2", "--sample_tokens=4", f"--save={tmp_path}/saved"], 0)
-    assert "token ids" in ask([f"--sample={tmp_path}/saved", "--sample_tokens=4"], 0).out
-    sampled = ask(["--sample=w", "a few words", "--sample_tokens=4", "--temperature=0.5"], 0).out.splitlines()
+def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) -> None:
+    """This shows that the cases of BAD fail only because of their damage."""
+    run_main([*FILES, "--max_steps=2", "--sample_tokens=4", f"--save={tmp_path}/saved"], 0)
+    assert "token ids" in run_main([f"--sample={tmp_path}/saved", "--sample_tokens=4"], 0).out
+    sampled = run_main(["--sample=w", "a few words", "--sample_tokens=4", "--temperature=0.5"], 0).out.splitlines()
     assert [line.strip("-") for line in sampled[:3]] == [" prompt ", "a few words", " sample "]
 
-@pytest.mark.parametrize("flags, status, parts", [
+@pytest.mark.parametrize("flags, status, texts", [
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "ids up to 600")),
     (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 BOS tokens")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "--val_tokens=3584")),
     (["--preset=pocket", "--seqs_per_step=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
      ("memory", "GiB", "weights", "gradients", "moments", "working", "--seqs_per_step="))])
-def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_built(ask, monkeypatch, flags, status,
-                                                                                  parts):
+def test_train__refuses_bad_data_and_too_little_memory_before_building_the_engine(run_main, monkeypatch, flags, status,
+                                                                                  texts) -> None:
+    """The machine has 60 MB of memory. Engine is None, so building it would raise another error."""
     machine = dict(SC_PAGE_SIZE=4096, SC_PHYS_PAGES=60_000_000 // 4096, SC_CLK_TCK=100)
     monkeypatch.setattr(os, "sysconf", machine.get)
     monkeypatch.setattr(tg, "Engine", None)
-    assert not ask([*FILES, *flags], status, *parts).folder.exists()
+    assert not run_main([*FILES, *flags], status, *texts).folder.exists()
 
-MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # what a launcher sets besides
+LAUNCHER_ENV = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")  # without the sizes
 
-@pytest.mark.parametrize("env, parts", [
-    (MEETING | dict(WORLD_SIZE="3"), ("world size", "3 ranks", "--seqs_per_step=8", "--nproc_per_node=2")),
-    (MEETING | dict(WORLD_SIZE="16"), ("world size", "16 ranks", "--nproc_per_node=8")),
+@pytest.mark.parametrize("env, texts", [
+    (LAUNCHER_ENV | dict(WORLD_SIZE="3"), ("world size", "3 ranks", "--seqs_per_step=8", "--nproc_per_node=2")),
+    (LAUNCHER_ENV | dict(WORLD_SIZE="16"), ("world size", "16 ranks", "--nproc_per_node=8")),
     (dict(WORLD_SIZE="2"), ("not set: ['RANK', 'MASTER_ADDR', 'MASTER_PORT']", "torchrun", "unset WORLD_SIZE")),
     (dict(RANK="one"), ("one", "RANK", "torchrun")), (dict(WORLD_SIZE="2", RANK="2"), ("0 <= RANK", "2")),
     (dict(SLURM_NTASKS="2"), ("2 Slurm tasks", "srun ... torchrun", "WORLD_SIZE=1")),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
-    *((MEETING | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
+    *((LAUNCHER_ENV | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
        ("more ranks than GPUs", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
-def test_init_distributed__a_bad_launch(ask, monkeypatch, env, parts):
-    """Every rank knows of more ranks than devices, not only those without a GPU, so that rank 0 can say it."""
+def test_init_distributed__refuses_a_bad_launch(run_main, monkeypatch, env, texts) -> None:
+    """If there are more ranks than GPUs, every rank raises, so that rank 0 can print the error."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     flags = ["--preset=tiny"]
-    if "LOCAL_RANK" in env:                                          # a machine with two GPUs, as far as anyone asks
+    if "LOCAL_RANK" in env:                                          # pretend that the machine has two GPUs
         monkeypatch.setattr(torch.cuda, "is_available", functools.partial(bool, 1))
         monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
         flags.append("--device=auto")
-    assert not ask(flags, 2, *parts).folder.exists()
+    assert not run_main(flags, 2, *texts).folder.exists()
 
-def test_preflight__a_compiler_that_CC_names_is_one(monkeypatch):
+def test_preflight__accepts_the_compiler_in_CC(monkeypatch) -> None:
+    """With an empty PATH the compiler is found only through CC."""
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setenv("PATH", "")
     tg.preflight(preset("tiny", compile=1), "run", [], make_comm())
 
-@pytest.mark.parametrize("named", [None, "no-such-compiler"])
-def test_preflight__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
-    """torch takes what CXX names, and nothing else then."""
+@pytest.mark.parametrize("cxx", [None, "no-such-compiler"])
+def test_preflight__refuses_a_missing_compiler_before_reading_data(run_main, tmp_path, monkeypatch, cxx) -> None:
+    """If CXX is set, torch uses only that compiler, although gcc exists in the second case."""
     for name in ("CC", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    if named:
+    if cxx:
         (tmp_path / "gcc").symlink_to("/bin/true")
-        monkeypatch.setenv("CXX", named)
+        monkeypatch.setenv("CXX", cxx)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delattr(tg, "open_data")
-    done = ask([*FILES, "--compile=1"], 2, "--compile", "no C++ compiler", "apt install g++", "--compile=0")
+    done = run_main([*FILES, "--compile=1"], 2, "--compile", "no C++ compiler", "apt install g++", "--compile=0")
     assert not done.folder.exists()
 
 
-@pytest.mark.parametrize("lacking, changes", [
+@pytest.mark.parametrize("missing, env", [
     ("no C compiler", dict(PATH="")), ("no C compiler", dict(CC="no-such-compiler")), ("no Python.h", {})])
-def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, lacking, changes):
-    """On a GPU, whatever --compile says; a CPU needs none of it. Headers may also lie where CPATH says."""
+def test_preflight__refuses_a_GPU_without_a_C_compiler_or_Python_headers(monkeypatch, tmp_path, missing, env) -> None:
+    """Triton needs both on a GPU, also with --compile=0; a CPU needs neither. The headers may be in CPATH."""
     cfg = preset("tiny", compile=0)
     gpu = tg.Communicator(torch.device("cuda", 0))
     for name in ("CC", "CPATH", "C_INCLUDE_PATH"):
@@ -454,11 +491,11 @@ def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, la
     (tmp_path / "gcc").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "Python.h").touch()
-    folder = tmp_path if "compiler" in lacking else tmp_path / "none"
-    monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(folder))))
-    for name, value in changes.items():
+    include_dir = tmp_path if "compiler" in missing else tmp_path / "none"
+    monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(include_dir))))
+    for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with expect_error(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
+    with expect_error(tg.ConfigError, "kernels for the GPU", missing, "apt install"):
         tg.preflight(cfg, "run", [], gpu)
     tg.preflight(cfg, "run", [], make_comm())
     for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
@@ -467,64 +504,68 @@ def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, la
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
-def test_train_loop__data_that_end_early_leave_what_was_trained(ask, tmp_path):
-    """There are enough tokens by the count, but packing drops the rests of documents."""
+def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path) -> None:
+    """The token count is sufficient, but packing drops the remainders of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
-    done = ask([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
+    done = run_main([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
     steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
     result = done.events[-1]
     whole_cycles = steps - steps % tg.Schedule(preset()).cycle_steps
-    assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "known when the next cycle is taken"
+    assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "raised at the start of a cycle"
     assert result["void"] == "the data ended early" and result["val_loss"] == done.of("val")[-1]["val_loss"]
-    assert (tmp_path / "saved/weights.pt").exists(), "what was trained counts"
+    assert (tmp_path / "saved/weights.pt").exists(), "the trained weights are saved"
 
 class FullDisk(io.FileIO):
-    """A file whose disk is full after some lines: half of the next one still goes in."""
-    def __init__(self, path: Path, room: int) -> None:
+    """A file on a disk that is full after num_lines lines: half of the next write is still stored."""
+    def __init__(self, path: Path, num_lines: int) -> None:
         super().__init__(path, "xb")
-        self.room = room
+        self.lines_left = num_lines
 
     def write(self, data: bytes) -> int:
-        self.room -= data.count(b"\n")
-        if self.room < 0:
+        self.lines_left -= data.count(b"\n")
+        if self.lines_left < 0:
             super().write(data[:len(data) // 2])
             raise OSError(28, "No space left on device")
         return super().write(data)
 
-@pytest.mark.parametrize("name, room", [("log.txt", 9), ("log.jsonl", 7), ("log.jsonl", 0)])
-def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, room):
-    def open_on_full_disk(path, *args, **kwargs):
+@pytest.mark.parametrize("name, num_lines", [("log.txt", 9), ("log.jsonl", 7), ("log.jsonl", 0)])
+def test_Log__a_full_disk_ends_the_run_with_one_message(run_main, monkeypatch, name, num_lines) -> None:
+    """The file has the complete lines from before. If only log.txt cannot be written, log.jsonl ends with `aborted`."""
+    def open_on_full_disk(path: Any, *args: Any, **kwargs: Any) -> IO:
         if getattr(path, "name", "") == name:
-            return FullDisk(path, room)
+            return FullDisk(path, num_lines)
         return open(path, *args, **kwargs)
 
     monkeypatch.setattr(tg, "open", open_on_full_disk, raising=False)
-    done = ask([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "write permission", "free disk space")
-    whole = (done.folder / name).read_text().split("\n")[:room]
-    assert len(whole) == room and "aborted" not in "".join(whole), "what was written before"
+    done = run_main([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "write permission",
+                    "free disk space")
+    written = (done.folder / name).read_text().split("\n")[:num_lines]
+    assert len(written) == num_lines and "aborted" not in "".join(written), "complete lines are written before"
     if name == "log.txt":
         assert done.events[-1]["type"] == "aborted"
 
-def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
+def test_main__exits_while_a_thread_is_stuck_in_a_read(run_main, monkeypatch) -> None:
+    """The loader thread is stuck, so the main thread raises after --comm_timeout. Both logs end with the message."""
     fromfile = np.fromfile
 
-    def stuck(file, *args, **how):
+    def stuck(file: Any, *args: Any, **kwargs: Any) -> np.ndarray:
         if "train" in str(file) and tg.threading.current_thread() is not tg.threading.main_thread():
             time.sleep(600)
-        return fromfile(file, *args, **how)
+        return fromfile(file, *args, **kwargs)
 
     monkeypatch.setattr(np, "fromfile", stuck)
-    done = ask([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "no result after 1.0 s", "--comm_timeout")
-    message = " ".join(done.err.split())                             # in one line, so that it is the last one
+    done = run_main([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "no result after 1.0 s", "--comm_timeout")
+    message = " ".join(done.err.split())                             # on one line, as in log.txt
     assert done.lines[-1] == f"aborted after step 0: {message}" and done.events[0]["type"] == "header"
     assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
 
-@pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8")])
-def test_resolve_head_precision__by_device(monkeypatch, capability, native):
+@pytest.mark.parametrize("capability, expected", [((8, 0), "plain"), ((8, 9), "fp8")])
+def test_resolve_head_precision__depends_on_the_device(monkeypatch, capability, expected) -> None:
+    """--head=auto is fp8 on a GPU of capability 8.9, plain on one of 8.0 and on a CPU. Other values do not change."""
     cpu = tg.Communicator(torch.device("cpu"))
     cuda = tg.Communicator(torch.device("cuda", 0))
     cfg = tg.Config(**tg.PRESETS["record"])
     monkeypatch.setattr(torch.cuda, "get_device_name", str)
     monkeypatch.setattr(torch.cuda, "get_device_capability", {cuda.device: capability}.get)
-    assert (tg.resolve_head_precision(cfg, cpu), tg.resolve_head_precision(cfg, cuda)) == ("plain", native)
+    assert (tg.resolve_head_precision(cfg, cpu), tg.resolve_head_precision(cfg, cuda)) == ("plain", expected)
     assert tg.resolve_head_precision(tg.Config(head="emulated"), cpu) == "emulated"
