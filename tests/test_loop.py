@@ -1,4 +1,4 @@
-"""Section 10: what is on the clock, what the logs say and when, time budgets, warm-up, and the sample."""
+"""Section 10: the clock, the logs, the training loop, warm-up, time budgets and sampling."""
 import contextlib
 import functools
 import math
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -24,19 +25,22 @@ def losses(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
     return tg.StepLoss(torch.tensor(seq_sums), tokens)
 
 class TextData:
-    """Validation data as far as the log looks at them."""
+    """The validation data that the log and the training loop read; a batch is its StepConfig."""
     def __init__(self, **extra: float) -> None:
         self.extra = extra
 
     def text_metrics(self, loss: float) -> dict[str, float]:
         return self.extra
 
-    def batches(self, values: tg.StepConfig) -> tg.StepConfig:
-        return values
+    def batches(self, step_cfg: tg.StepConfig) -> tg.StepConfig:
+        return step_cfg
 
-class Racer:
-    """Loader and engine of a race: a first batch takes 3 s, a step 1 + 2 s, a validation 40 s. Each step's calls are
-    recorded, and so are the cycles that the loader gets."""
+class FakeTraining:
+    """Replaces the loader and the engine of the training loop, in simulated time.
+
+    The first batch takes 3 s, a step 1 + 2 s, a validation 40 s. The calls of each step and the cycles passed to the
+    loader are recorded.
+    """
     def __init__(self, time: SimulatedTime) -> None:
         self.time = time
         self.cycles: list[list[tg.StepConfig]] = []
@@ -50,11 +54,11 @@ class Racer:
     def advance(self, following: list[tg.StepConfig]) -> None:
         self.cycles.append(following)
 
-    def next(self, values: tg.StepConfig) -> int:
-        return values.step
+    def next(self, step_cfg: tg.StepConfig) -> int:
+        return step_cfg.step
 
-    def forward_backward(self, batch: int, values: tg.StepConfig) -> tg.StepLoss:
-        assert batch == values.step
+    def forward_backward(self, batch: int, step_cfg: tg.StepConfig) -> tg.StepLoss:
+        assert batch == step_cfg.step
         self.time.work(1)
         self.calls.append("forward_backward")
         return losses(batch + 1.0)
@@ -66,36 +70,36 @@ class Racer:
     def prefetch_rows(self, plans: str) -> None:
         self.calls.append(f"prefetch_rows {plans}")
 
-    def optim_step(self, values: tg.StepConfig) -> None:
+    def optim_step(self, step_cfg: tg.StepConfig) -> None:
         self.time.work(2)
         self.calls.append("optim_step")
 
     def fetch_rows(self, plans: str) -> None:
         self.calls.append(f"fetch_rows {plans}")
 
-    def evaluate(self, batches: tg.StepConfig, values: tg.StepConfig) -> float:
-        assert batches == values
-        self.evaluated.append(values)
+    def evaluate(self, batches: tg.StepConfig, step_cfg: tg.StepConfig) -> float:
+        assert batches == step_cfg
+        self.evaluated.append(step_cfg)
         self.time.work(40)
-        return 7.0 - values.step
+        return 7.0 - step_cfg.step
 
 CALLS_OF_STEP = ["forward_backward", "next_plans", "prefetch_rows plans", "optim_step", "fetch_rows plans"]
 
-def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
-    """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
+def make_log(tmp_path: Path, rank: int = 0, **changes: Any) -> tg.Log:
+    """Build the log of a run with preset `tiny`; its cycles have two steps by default."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
     return tg.Log(tmp_path / "run", make_comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
-def events(tmp_path) -> list[dict]:
+def events(tmp_path: Path) -> list[dict[str, Any]]:
     return Run(tmp_path / "run", 0, "", "").events
 
-def lines(tmp_path) -> list[str]:
+def lines(tmp_path: Path) -> list[str]:
     return Run(tmp_path / "run", 0, "", "").lines
 
 
 # ---- clock ----------------------------------------------------------------------------------------------------------
-def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
-    """With the work that the device is still at, 4 s each time that it is waited for."""
+def test_Clock__adds_up_the_time_between_start_and_stop(monkeypatch) -> None:
+    """Starting and stopping synchronize; the device's remaining work, 4 s each time, is timed at a stop only."""
     time = SimulatedTime(monkeypatch)
     clock = tg.Clock(SimpleNamespace(synchronize=functools.partial(time.work, 4)), 1000.0)
     for total in (8000, 15_000):
@@ -106,7 +110,8 @@ def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
         time.work(50)
         assert clock.ms == pytest.approx(total)
 
-def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
+def test_next_cycle_ms__assumes_the_length_of_the_last_cycle(monkeypatch) -> None:
+    """The predicted time is the time now plus the duration of the last cycle."""
     time = SimulatedTime(monkeypatch)
     clock = tg.Clock(make_comm(), 1000.0)
     clock.start()
@@ -114,22 +119,27 @@ def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
         time.work(seconds)
         assert clock.next_cycle_ms() == pytest.approx(expected)
 
-@pytest.mark.parametrize("changes, validated, written", [
+@pytest.mark.parametrize("changes, validated, checkpointed", [
     (dict(val_every=2), [0, 2, 4, 5], []), (dict(val_every=0, checkpoint_every=2), [5], [2, 4]),
     (dict(val_every=2, checkpoint_every=4, max_steps=3), [0, 2, 3], []),
     (dict(val_every=2, checkpoint_every=2), [0, 2, 4, 5], [2, 4])])
-def test_train_loop__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_path, changes, validated, written):
-    """Validations take 40 s and checkpoints 20 s, off the clock. A checkpoint has the clock and the log of its step."""
+def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypatch, tmp_path, changes, validated,
+                                                                            checkpointed) -> None:
+    """Validations take 40 s and checkpoints 20 s, which the clock does not count.
+
+    A checkpoint has the clock and the log of its step.
+    """
     time = SimulatedTime(monkeypatch)
-    runner = Racer(time)
+    training = FakeTraining(time)
     checkpoints = []
 
-    def write_checkpoint(run_dir: Path, run_id: str, content: dict, engine: Racer, values: tg.StepConfig) -> None:
+    def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: FakeTraining,
+                         step_cfg: tg.StepConfig) -> None:
         time.work(20)
         facts = content["fingerprint"], content["cycle_progress"], engine, run_id, run_dir
-        assert facts == (dict(torch="2", seed="0"), [], runner, "id", tmp_path / "run")
-        assert sum(values.step < other.step for other in runner.evaluated) == 0, "before a validation of the same step"
-        checkpoints.append((values.step, content["log"]["steps_done"], content["train_time_ms"]))
+        assert facts == (dict(torch="2", seed="0"), [], training, "id", tmp_path / "run")
+        assert sum(step_cfg.step < other.step for other in training.evaluated) == 0, "before the validation"
+        checkpoints.append((step_cfg.step, content["log"]["steps_done"], content["train_time_ms"]))
 
     monkeypatch.setattr(tg, "write_checkpoint", write_checkpoint)
     profiled = []
@@ -137,53 +147,55 @@ def test_train_loop__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_pa
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes)
     clock = tg.Clock(make_comm())
     info = SimpleNamespace(run_id="id", fingerprint=dict(torch="2"))
-    loss, out_of_data = tg.train_loop(info, runner, runner, TextData(), clock, log, profiler)
+    loss, out_of_data = tg.train_loop(info, training, training, TextData(), clock, log, profiler)
     steps = validated[-1]
     assert (loss, out_of_data, len(profiled)) == (7.0 - steps, None, steps - 1)
-    assert runner.evaluated == [log.schedule.at(step) for step in validated]
-    assert (runner.evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the true end"
-    assert checkpoints == [(k, k, 3000 + 3000 * k) for k in written]
-    assert runner.calls == steps * CALLS_OF_STEP
-    assert [values.step for values in sum(runner.cycles, [])] == list(range(steps)), "each step once, in order"
-    assert [len(cycle) for cycle in runner.cycles] == [2, 2, 1, 0] if steps == 5 else [2, 1, 0]
+    assert training.evaluated == [log.schedule.at(step) for step in validated]
+    assert (training.evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the end"
+    assert checkpoints == [(step, step, 3000 + 3000 * step) for step in checkpointed]
+    assert training.calls == steps * CALLS_OF_STEP
+    assert [step_cfg.step for step_cfg in sum(training.cycles, [])] == list(range(steps)), "each step once, in order"
+    assert [len(cycle) for cycle in training.cycles] == [2, 2, 1, 0] if steps == 5 else [2, 1, 0]
 
     kinds = dict(step="train_loss", val="val_loss")
-    numbers = [e for e in events(tmp_path) if e["type"] in kinds]
-    found = [(e["type"], e["step"], e["train_time_ms"], e[kinds[e["type"]]]) for e in numbers]
-    of_steps = [("step", k, 3000 + 3000 * k, k / 10) for k in range(1, steps + 1)]
-    of_validations = [("val", k, 3000 + 3000 * k, 7.0 - k) for k in validated]
-    assert sorted(found) == sorted(of_steps + of_validations)
+    loss_events = [e for e in events(tmp_path) if e["type"] in kinds]
+    losses_found = [(e["type"], e["step"], e["train_time_ms"], e[kinds[e["type"]]]) for e in loss_events]
+    expected_steps = [("step", step, 3000 + 3000 * step, step / 10) for step in range(1, steps + 1)]
+    expected_validations = [("val", step, 3000 + 3000 * step, 7.0 - step) for step in validated]
+    assert sorted(losses_found) == sorted(expected_steps + expected_validations)
     phases = [(e["name"], e["timed"]) for e in events(tmp_path) if e["type"] == "phase"]
-    assert phases == [("first batch", True), *len(written) * [("checkpoint", False)], ("evaluation", False)]
+    assert phases == [("first batch", True), *len(checkpointed) * [("checkpoint", False)], ("evaluation", False)]
     assert events(tmp_path)[0] == dict(type="phase", name="first batch", ms=3000.0, timed=True)
 
 
 
 # ---- waits for the device -------------------------------------------------------------------------------------------
 class DeviceEvent:
-    """Stands for an event of a device that happens at this time of the simulated clock, by which waits for it go."""
-    def __init__(self, monkeypatch, at: float = math.inf) -> None:
-        self.at = at
+    """Replaces a device event; completes at event_time on a simulated clock, which a wait for it uses."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, event_time: float = math.inf) -> None:
+        self.event_time = event_time
         self.clock = SimulatedTime(monkeypatch)
         tg.time.monotonic = self.clock.perf_counter
         tg.time.sleep = self.clock.work
 
     def query(self) -> bool:
-        return self.clock.now >= self.at
+        return self.clock.now >= self.event_time
 
-@pytest.mark.parametrize("world, expected", [(1, "waiting for the device"), (2, "lost another rank")])
-def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected):
-    ranks = make_comm(0, world)
-    ranks.timeout = 10.0
+@pytest.mark.parametrize("world_size, expected", [(1, "waiting for the device"), (2, "lost another rank")])
+def test_wait_for__raises_before_the_current_timeout(monkeypatch, world_size, expected) -> None:
+    """A timeout of 10 s ends the wait after 8 s, because NCCL ends the process after 10 s."""
+    comm = make_comm(0, world_size)
+    comm.timeout = 10.0
     event = DeviceEvent(monkeypatch, 107.9)
-    ranks.wait_for(event)
+    comm.wait_for(event)
     assert event.query() and event.clock.now < 108
     stuck = DeviceEvent(monkeypatch)
     with expect_error(tg.RunError, expected, "no response from cpu after 8.0 s", "--comm_timeout"):
-        ranks.wait_for(stuck)
-    assert 108 <= stuck.clock.now < 109, "before NCCL ends the process"
+        comm.wait_for(stuck)
+    assert 108 <= stuck.clock.now < 109, "NCCL would end the process at 110"
 
-def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
+def test_flush__raises_if_a_loss_does_not_arrive(monkeypatch, tmp_path) -> None:
+    """The log is then written without this loss."""
     log = make_log(tmp_path)
     log.step(losses(10.0), 100.0)
     fields, *rest, _ = log.pending.pop()
@@ -193,24 +205,26 @@ def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
     log.write_aborted("the cause")
     assert [event["type"] for event in events(tmp_path)] == ["aborted"]
 
-def test_Clock__stop_waits_for_the_device_and_no_longer_than_the_timeout(monkeypatch):
+def test_Clock__stop_waits_for_the_device_until_the_timeout(monkeypatch) -> None:
+    """It waits for an event of the current stream, and then synchronizes the device. It raises at the timeout."""
     device = torch.device("cuda", 0)
     clock = tg.Clock(tg.Communicator(device))
-    idle = []
-    monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
-    for at, ended in ((103.0, True), (math.inf, False)):
-        event = DeviceEvent(monkeypatch, at)
+    synchronized = []
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    for event_time, completes in ((103.0, True), (math.inf, False)):
+        event = DeviceEvent(monkeypatch, event_time)
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
         clock.initial_ms, clock.since = 0.0, event.clock.now
-        with contextlib.nullcontext() if ended else expect_error(tg.RunError, "waiting for the device"):
+        with contextlib.nullcontext() if completes else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
-        assert (clock.ms == pytest.approx(3000, abs=1)) == ended
-    assert idle == [device], "other streams come after the event"
+        assert (clock.ms == pytest.approx(3000, abs=1)) == completes
+    assert synchronized == [device], "after the event, for the other streams"
 
 
 # ---- log ------------------------------------------------------------------------------------------------------------
-def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path):
+def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) -> None:
+    """A loss is read one cycle, two steps, after its step, so that logging does not synchronize."""
     log = make_log(tmp_path)
     for k in range(1, 6):
         log.step(losses(10.0 * k, 20.0, tokens=10), 100.0 * k)
@@ -224,7 +238,8 @@ def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path)
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_path, bad):
+def test_Log__a_nonfinite_loss_raises_with_the_last_validation_loss(tmp_path, bad) -> None:
+    """The logs end with the last loss that was read. A validation loss raises too, and is not logged."""
     log = make_log(tmp_path)
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
@@ -233,7 +248,7 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
                       "--dtype=float32"):
         log.step(losses(10.0), 0.0)
     log.write_aborted("RunError: NaN")
-    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
+    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was read"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
     log = make_log(tmp_path / "other")
@@ -242,8 +257,11 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     assert events(tmp_path / "other") == []
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
-    """A twentieth of them, or on a terminal one that renews itself; other lines begin where nothing stands."""
+def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal) -> None:
+    """The console shows one step line in 20, or on a terminal a single progress line that is overwritten.
+
+    The progress line is cleared before any other line.
+    """
     monkeypatch.setattr(tg.sys.stderr, "isatty", lambda: terminal)
     log = make_log(tmp_path, num_scheduled_steps=95, num_extension_steps=5)
     for step in range(1, 101):
@@ -255,15 +273,16 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     shown = capsys.readouterr()
     assert max(map(len, shown.err.split("\r"))) < shutil.get_terminal_size().columns + len("\x1b[K")
     assert shown.out.endswith("a line of text\n") and len(lines(tmp_path)) == 101, "the log has every step"
-    plain = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
-    assert plain == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
-    for_people = "5 s left, train_loss:2.500 (sum over predicted tokens)"
-    renewed = f"\r\x1b[Kstep:4/100 {for_people}\r"
-    assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms step_avg:50.00ms {for_people}\n")
-    assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
+    printed_steps = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
+    assert printed_steps == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
+    progress_text = "5 s left, train_loss:2.500 (sum over predicted tokens)"
+    progress_line = f"\r\x1b[Kstep:4/100 {progress_text}\r"
+    assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms step_avg:50.00ms {progress_text}\n")
+    found = progress_line in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err
+    assert found == (terminal, terminal, False)
 
-def test_write_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
-    """Also from another thread, while this one may be stuck in a write; a log that is closed is not aborted."""
+def test_write_aborted__writes_one_event_and_closes_the_log(tmp_path) -> None:
+    """Any thread may call it, even while another is stuck in a write. It does not change a log that was closed."""
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
     with ThreadPoolExecutor(8) as threads:
@@ -280,68 +299,81 @@ def test_write_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
 
 
 # ---- warm-up --------------------------------------------------------------------------------------------------------
-def kind(x):
-    """Return what a graph is compiled for anew: shapes but for dimensions that are marked dynamic, types, spans."""
+def graph_key(x: Any) -> Any:
+    """Return the properties of an argument on which a graph depends; a change of one recompiles.
+
+    These are the shapes, without dimensions that are marked dynamic, the types, and the attention arguments.
+    """
     if isinstance(x, torch.Tensor):
         dynamic = getattr(x, "_dynamo_weak_dynamic_indices", ())
-        shape = tuple(None if at in dynamic else size for at, size in enumerate(x.shape))
+        shape = tuple(None if i in dynamic else size for i, size in enumerate(x.shape))
         return shape, x.dtype, x.requires_grad
     if isinstance(x, tg.Batch):
-        return kind((x.tokens, x.targets, x.cu_seqlens, x.row_index, x.sign_ids))
+        return graph_key((x.tokens, x.targets, x.cu_seqlens, x.row_index, x.sign_ids))
     if isinstance(x, dict):
-        return tuple((name, kind(value)) for name, value in x.items())
+        return tuple((name, graph_key(value)) for name, value in x.items())
     if isinstance(x, (tuple, list)):
-        return tuple(map(kind, x))
+        return tuple(map(graph_key, x))
     return x if isinstance(x, (tg.AttentionArgs, str)) else type(x)
 
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_extension_steps=0),
     *(pytest.param(slow, marks=pytest.mark.slow) for slow in (dict(micro_batch_size=3), dict(max_doc_len=2)))],
     ids=str)
-def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
+def test_warm_up__compiles_every_graph_of_the_training_loop(tmp_path, monkeypatch, changes) -> None:
+    """Training and validation compile no graph that the warm-up has not compiled.
+
+    The warm-up begins with the largest batch, so that a lack of memory is found in the first minute.
+    """
     seen = set()
 
-    def noting(call, **_):
-        def calling(*args):
-            seen.add((call.__qualname__, kind(args)))
-            return call(*args)
-        return calling
+    def recording_compile(fn: Callable, **_: Any) -> Callable:
+        def recorded(*args: Any) -> Any:
+            seen.add((fn.__qualname__, graph_key(args)))
+            return fn(*args)
+        return recorded
 
-    monkeypatch.setattr(torch, "compile", noting)
+    monkeypatch.setattr(torch, "compile", recording_compile)
     cfg = preset(adam_every=2, compile=1, **changes)
-    ex = make_engine(cfg)
+    engine = make_engine(cfg)
     log = make_log(tmp_path, **changes)
-    tg.warm_up(cfg, make_comm(), ex, log)
+    tg.warm_up(cfg, make_comm(), engine, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
     batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
-    assert batches[0] == max(batches), "a lack of memory shows in the first minute"
+    assert batches[0] == max(batches), "the largest batch is first"
 
-    warm = seen.copy()
+    warmed_up = seen.copy()
     seen.clear()
     clock = tg.Clock(make_comm())
     loader = tg.Loader(cfg, make_comm(), tg.read_shard_headers(cfg.train_files))
     validation = tg.ValidationSet(cfg, make_comm(), tg.read_shard_headers(cfg.val_files))
-    tg.train_loop(None, loader, ex, validation, clock, log)
+    tg.train_loop(None, loader, engine, validation, clock, log)
     loader.close()
-    assert len(seen) > 10 and seen <= warm
+    assert len(seen) > 10 and seen <= warmed_up
 
 
 # ---- time budget ----------------------------------------------------------------------------------------------------
-def trained(schedule: tg.Schedule, clock: tg.Clock, time: SimulatedTime, speed) -> list[tg.StepConfig]:
-    """Return the steps of a race by the clock. speed(share of the budget used): s that a step takes."""
+def simulate_training(schedule: tg.Schedule, clock: tg.Clock, time: SimulatedTime,
+                      speed: Callable[[float], float]) -> list[tg.StepConfig]:
+    """Train in simulated time; return the step configs. speed: maps the used fraction of the budget to s per step."""
     done = []
     cycle = tg.schedule_cycle(0, schedule, clock)
     while cycle:
-        following = tg.schedule_cycle(cycle[0].step + schedule.cycle_steps, schedule, clock)  # when this cycle begins
-        for values in cycle:
+        # As in the training loop, the next cycle is scheduled at the start of the current one.
+        next_cycle = tg.schedule_cycle(cycle[0].step + schedule.cycle_steps, schedule, clock)
+        for step_cfg in cycle:
             time.work(speed(clock.ms / 1000 / schedule.cfg.time_budget))
-            done.append(values)
-        cycle = following
+            done.append(step_cfg)
+        cycle = next_cycle
     return done
 
-def changing(early: float, late: float, at: float):
-    def speed(share: float) -> float:
-        return (early if share < at else late) + 0.1 * math.sin(1e6 * share)
+def changing(early: float, late: float, at: float) -> Callable[[float], float]:
+    """Build a function from the used fraction of the budget to s per step.
+
+    It returns `early` before the fraction `at`, then `late`, both plus or minus 0.1.
+    """
+    def speed(fraction: float) -> float:
+        return (early if fraction < at else late) + 0.1 * math.sin(1e6 * fraction)
     return speed
 
 SPEEDS = dict(slow=changing(1.8, 1.8, 0), fast=changing(0.2, 0.2, 0))
@@ -349,74 +381,84 @@ SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) fo
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
-def test_schedule_cycle__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(monkeypatch, name, adam_every):
+def test_schedule_cycle__a_time_budget_ends_training_within_one_cycle(monkeypatch, name, adam_every) -> None:
+    """Every stage is trained, and the model is untied once, for constant and for changing step times."""
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
     clock = tg.Clock(make_comm())
     clock.start()
-    steps = trained(schedule, clock, time, SPEEDS[name])
-    longest = 1.9 if name == "slow" else 1.4
-    assert abs(clock.ms / 1000 - 270) <= longest * adam_every
-    assert [values.step for values in steps] == list(range(schedule.end_step))
+    steps = simulate_training(schedule, clock, time, SPEEDS[name])
+    longest_step = 1.9 if name == "slow" else 1.4
+    assert abs(clock.ms / 1000 - 270) <= longest_step * adam_every
+    assert [step_cfg.step for step_cfg in steps] == list(range(schedule.end_step))
     assert schedule.cycle_progress == sorted(schedule.cycle_progress)
     assert schedule.cycle_progress[-1] >= schedule.planned_steps
-    stages = [values.stage for values in steps]
+    stages = [step_cfg.stage for step_cfg in steps]
     assert stages == sorted(stages) and set(stages) == set(range(len(schedule.cfg.stages)))
-    assert [values.step for values in steps if values.untie_after] == [schedule.untie_step]
+    assert [step_cfg.step for step_cfg in steps if step_cfg.untie_after] == [schedule.untie_step]
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
 
-def test_schedule_cycle__ranks_take_the_clock_of_rank_0(monkeypatch):
-    """A rank 40 s ahead of rank 0 is at the same place of the plan. Places that are known, as after a checkpoint, need
-    no clock, and no place lies before the one that precedes it."""
+def test_schedule_cycle__uses_the_clock_of_rank_0(monkeypatch) -> None:
+    """A rank whose clock is 40 s ahead of rank 0's has the progress of rank 0.
+
+    Progress that is already set, as after a checkpoint, needs no clock. Progress never decreases.
+    """
     time = SimulatedTime(monkeypatch)
     schedule = tg.Schedule(preset(time_budget=100.0, num_scheduled_steps=90, num_extension_steps=10), (0.0, 7.5))
 
-    def gather(ms: float) -> list[float]:
+    def all_gather(ms: float) -> list[float]:
         return [ms - 40_000, ms]
 
-    clock = tg.Clock(SimpleNamespace(synchronize=noop, all_gather=gather), 50_000)
+    clock = tg.Clock(SimpleNamespace(synchronize=noop, all_gather=all_gather), 50_000)
     clock.start()
-    for first in (0, 2):
-        assert [values.step for values in tg.schedule_cycle(first, schedule, clock)] == [first, first + 1]
+    for first_step in (0, 2):
+        cycle = tg.schedule_cycle(first_step, schedule, clock)
+        assert [step_cfg.step for step_cfg in cycle] == [first_step, first_step + 1]
     time.work(2)
-    assert [values.step for values in tg.schedule_cycle(4, schedule, clock)] == [4, 5]
-    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "now 12 s, and the last cycle took 2 s"
+    assert [step_cfg.step for step_cfg in tg.schedule_cycle(4, schedule, clock)] == [4, 5]
+    assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "now 12 s; the last cycle took 2 s"
     clock.initial_ms -= 30_000
     tg.schedule_cycle(6, schedule, clock)
     assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0, 14.0])
-STEP_S = 0.03                            # of a simulated step
 
-def only_steps_take_time(monkeypatch) -> None:
-    """A step takes STEP_S of a simulated clock, which stands still otherwise."""
+STEP_S = 0.03                            # seconds per simulated step
+
+def only_steps_take_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a clock on which a step takes STEP_S, and everything else almost no time."""
     clock = SimulatedTime(monkeypatch, tick=1e-9)
     train_step = tg.train_step
 
-    def step(engine: tg.Engine, loader: tg.Loader, values: tg.StepConfig) -> tg.StepLoss:
-        found = train_step(engine, loader, values)
+    def timed_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -> tg.StepLoss:
+        loss = train_step(engine, loader, step_cfg)
         clock.work(STEP_S)
-        return found
+        return loss
 
-    monkeypatch.setattr(tg, "train_step", step)
+    monkeypatch.setattr(tg, "train_step", timed_step)
 
 def check_budget(folder: Path, seconds: int) -> list[float]:
-    """The run has kept its budget but for a cycle, has gone through its whole plan, and says all of it."""
+    """Check that a run ended within one cycle of its budget, trained the whole schedule and logged both.
+
+    Returns the progress at each step.
+    """
     log = Run(folder, 0, "", "")
     result, steps = log.of("result")[0], log.of("step")
     assert abs(result["train_time_ms"] / 1000 - seconds) <= 2 * STEP_S + 0.001 and result["budget_s"] == seconds
     assert log.of("budget")[-1] == dict(type="budget", seconds=float(seconds), steps=len(steps))
-    places = [e["progress"] for e in steps]
-    assert places == sorted(places) and places[0] < 10 and places[-1] <= 93
-    tokens = {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])}
+    progress = [e["progress"] for e in steps]
+    assert progress == sorted(progress) and progress[0] < 10 and progress[-1] <= 93
+    tokens = {e["tokens"] - previous["tokens"] for previous, e in zip(steps, steps[1:])}
     assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
-    told, = read.read_runs([folder / "log.jsonl"]).runs
-    assert told.finished and told.total == result["steps"] == len(steps) and not told.notes
-    return places
+    read_run, = read.read_runs([folder / "log.jsonl"]).runs
+    assert read_run.finished and read_run.total == result["steps"] == len(steps) and not read_run.notes
+    return progress
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_train_loop__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypatch, tmp_path, ranks):
-    """Only the main thread reads the clock. Up to its last checkpoint the resumed run has the same steps;
-    then it goes on from the place."""
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_train_loop__keeps_its_time_budget_and_resumes_at_its_progress(monkeypatch, tmp_path, world_size) -> None:
+    """Only the main thread reads the clock.
+
+    Up to its last checkpoint the resumed run has the same progress at each step. Then it continues from that progress.
+    """
     class MainThreadClock(tg.Clock):
         @property
         def ms(self) -> float:
@@ -426,51 +468,59 @@ def test_train_loop__keeps_its_time_budget_and_is_resumed_at_its_place(monkeypat
     monkeypatch.setattr(tg, "Clock", MainThreadClock)
     only_steps_take_time(monkeypatch)
     flags = "--time_budget=3", "--num_scheduled_steps=90", "--epochs=0", "--checkpoint_every=8", "--sample_tokens=0"
-    assert launch(tmp_path / "whole", ranks, *flags)[0].status == 0
-    whole = check_budget(tmp_path / "whole", 3)
-    again = launch(tmp_path / "again", ranks, f"--resume={tmp_path / 'whole'}")[0]
-    resumed, = again.of("resumed")
-    places = [e["progress"] for e in again.of("step")]
-    assert places == sorted(places) and places[:resumed["step"] + 1] == whole[:resumed["step"] + 1]
-    result, = again.of("result")
-    assert resumed["step"] == 96 and len(whole) <= result["steps"] == len(places) <= len(whole) + 2
+    assert launch(tmp_path / "whole", world_size, *flags)[0].status == 0
+    full_progress = check_budget(tmp_path / "whole", 3)
+    resumed_run = launch(tmp_path / "again", world_size, f"--resume={tmp_path / 'whole'}")[0]
+    event, = resumed_run.of("resumed")
+    progress = [e["progress"] for e in resumed_run.of("step")]
+    assert progress == sorted(progress) and progress[:event["step"] + 1] == full_progress[:event["step"] + 1]
+    result, = resumed_run.of("result")
+    assert event["step"] == 96 and len(full_progress) <= result["steps"] == len(progress) <= len(full_progress) + 2
     assert abs(result["train_time_ms"] - 3000) <= 2000 * STEP_S + 1
 
 
 # ---- sample ---------------------------------------------------------------------------------------------------------
-def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
-    """Sample from an engine with these logits after a context; columns beyond the vocabulary are never drawn."""
+def sampled(logits_of: Callable[[list[int]], torch.Tensor], all_gather: Callable[[Any], list] | None = None,
+            token_bytes: list[bytes] | None = None, **changes: Any) -> str:
+    """Generate a sample from an engine that returns logits_of(context).
+
+    The padding of the vocabulary has the largest logits, but is never sampled.
+    """
     cfg = preset(**dict(vocab_size=10, bos_id=9, sample_tokens=5) | changes)
 
-    def next_logits(tokens: list[int], values) -> torch.Tensor:
+    def next_logits(tokens: list[int], step_cfg: tg.StepConfig | None) -> torch.Tensor:
         logits = torch.full((cfg.padded_vocab,), 1e4)
         logits[:cfg.vocab_size] = logits_of(tokens)
         return logits
-    where = SimpleNamespace(all_gather=gather or make_comm().all_gather)
-    return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=where), None, pieces)
+    comm = SimpleNamespace(all_gather=all_gather or make_comm().all_gather)
+    return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=comm), None, token_bytes)
 
 def count_up(tokens: list[int]) -> torch.Tensor:
-    """After 0 comes 1 for sure, after 4 the end of the document."""
-    following = {9: 0, 4: 9}.get(tokens[-1], tokens[-1] + 1)
-    return torch.where(torch.arange(10) == following, 0.0, -1e4)
+    """Return logits that make each token be followed by the next id, and token 4 by BOS, with certainty."""
+    next_token = {9: 0, 4: 9}.get(tokens[-1], tokens[-1] + 1)
+    return torch.where(torch.arange(10) == next_token, 0.0, -1e4)
 
 def one_or_zero(tokens: list[int]) -> torch.Tensor:
+    """Return logits of token 0 and 1 that differ by 1, and exclude token 2."""
     return torch.tensor([1.0, 0.0, -1e4])
 
-def test_generate__text_where_the_bytes_are_known():
-    pieces = [b"a", b"bc", b"\xc3", b"\xa4", b"\xff", b"x", b"", b"", b"", b""]
-    assert sampled(count_up, pieces=pieces) == "abc\u00e4\ufffd", "five tokens, bytes joined before decoding"
+def test_generate__text_if_there_is_a_vocabulary_else_token_ids() -> None:
+    """The sample ends at --sample_tokens or at a BOS token. Ranks that sample different tokens use the lowest one."""
+    token_bytes = [b"a", b"bc", b"\xc3", b"\xa4", b"\xff", b"x", b"", b"", b"", b""]
+    assert sampled(count_up, token_bytes=token_bytes) == "abc\u00e4\ufffd", "five tokens, bytes joined before decoding"
     assert sampled(count_up, sample_tokens=3).endswith(": 0 1 2")
-    assert sampled(count_up, sample_tokens=9).endswith(": 0 1 2 3 4"), "ends at a document start"
+    assert sampled(count_up, sample_tokens=9).endswith(": 0 1 2 3 4"), "ends at a BOS token"
     two_ranks = {0: [4, 1], 2: [3, 3]}.get
-    assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "one text, however ranks round: the lowest"
+    assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "the lowest token of all ranks"
 
-def test_generate__draws_from_the_softmax_at_its_temperature():
-    drawn = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, sample_tokens=4000)
+def test_generate__samples_from_the_softmax_at_the_temperature() -> None:
+    """Samples of one seed are equal, and frequencies match the softmax. A low temperature selects the largest logit."""
+    texts = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, sample_tokens=4000)
              for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
-    assert drawn[0] == drawn[1], "the seed decides"
-    assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
-    likeliest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, temperature=0.01,
+    assert texts[0] == texts[1], "the seed decides"
+    std = math.sqrt(4000 * p * (1 - p))
+    assert texts[0].count("a") == pytest.approx(4000 * p, abs=4 * std)
+    coldest = sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, bos_id=2, temperature=0.01,
                         sample_tokens=99)
-    assert likeliest == "a" * 99
+    assert coldest == "a" * 99
