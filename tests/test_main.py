@@ -131,9 +131,9 @@ def test_Log__existing_parsers_read_log_txt(tiny_run) -> None:
     assert [int(m["step"]) for m in steps] == list(range(1, 13)) and steps[0]["total"] == "12"
     for m, event in zip(validations, tiny_run.of("val"), strict=True):
         assert (int(m["step"]), m["unit"]) == (event["step"], "ms")
-        assert float(m["val"]) == pytest.approx(event["val_loss"], abs=6e-5)              # 4 decimals
+        assert float(m["val"]) == pytest.approx(event["val_loss"], abs=6e-5)  # 4 decimals
     for m in validations + steps:
-        assert float(m["avg"]) == pytest.approx(float(m["time"]) / max(1, int(m["step"])), abs=0.51)        # whole ms
+        assert float(m["avg"]) == pytest.approx(float(m["time"]) / max(1, int(m["step"])), abs=0.51)  # whole ms
     assert sum(bool(PEAK_LINE.match(line)) for line in tiny_run.lines) == 1
     assert all(f"\n{line}" in f"\n{tiny_run.out}" for line in tiny_run.lines), "12 steps: the console shows all of them"
 
