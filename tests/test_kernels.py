@@ -54,7 +54,7 @@ def assert_equals_autograd(got: Tensor, expected: Tensor, inputs: Sequence[Tenso
 @pytest.mark.recipe
 @pytest.mark.parametrize("shape, scale", [((5,), 1.0), ((3, 16), 1e-3), ((2, 3, 7), 1e-5), ((4, 12), 0.0)])
 def test_rms_norm(shape, scale) -> None:
-    """The epsilon under the root is that of f32, 2^-23, in every dtype."""
+    """The epsilon is that of f32, 2^-23, although x is in float64."""
     x = scale * randn(*shape, seed=1)
     rows = []
     for row in x.reshape(-1, shape[-1]).tolist():
@@ -84,7 +84,7 @@ def test_relu_sq_mlp(batch_shape, D, hidden_dim) -> None:
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 def test_relu_sq_mlp__gradient_is_exactly_zero_where_relu_is_zero(monkeypatch, dtype) -> None:
-    """Rounding leaves no small gradient there, whose sign an optimizer could use."""
+    """Rounding must not leave a small gradient there, because an optimizer may use its sign."""
     x = randn(9, 6)
     up = randn(24, 6, seed=1)
     down = randn(6, 24, seed=2)
@@ -229,7 +229,7 @@ def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, wi
     assert_close(rounded, expected, rtol=0, atol=0.06)  # 8 bits, values up to about 3
 
 class LinearVarlen:
-    """Replaces torch's varlen attention and its backward by q + 2 k + 3 v, because they have no CPU kernel.
+    """Replaces torch's varlen attention and its backward with q + 2 k + 3 v, because they have no CPU kernel.
 
     Records the arguments of each call.
     """
@@ -348,7 +348,7 @@ def test_HeadLoss__emulated_fp8_equals_the_reference(loss_scale, weights) -> Non
 
 @pytest.mark.parametrize("precision", ["plain", "emulated", pytest.param("fp8", marks=needs_scaled_mm)])
 def test_HeadLoss__a_loss_scale_of_zero_has_zero_gradients(precision) -> None:
-    """The fp8 scale must not divide by zero."""
+    """A division by a scale of zero must not result in NaN."""
     y = leaf(16, 16, seed=1, dtype=BF16)
     w = leaf(16, 32, seed=2, dtype=BF16)
     targets = torch.arange(16)[None]

@@ -171,7 +171,7 @@ def test_train_loop__times_training_but_not_validations_and_checkpoints(monkeypa
 
 # ---- waits for the device -------------------------------------------------------------------------------------------
 class DeviceEvent:
-    """Replaces a device event; completes at event_time on a simulated clock, which a wait for it uses."""
+    """A device event that completes at event_time on a simulated clock; the trainer's waits use this clock."""
     def __init__(self, monkeypatch: pytest.MonkeyPatch, event_time: float = math.inf) -> None:
         self.event_time = event_time
         self.clock = SimulatedTime(monkeypatch)

@@ -50,12 +50,12 @@ KEYS = {
 # ---- a run that works -----------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def tiny_run(tmp_path_factory) -> Run:
-    """Run preset `tiny` unchanged; shared by the tests that only read its output."""
+    """Run preset `tiny` with seed 3 and a save; shared by the tests that only read its output."""
     folder = tmp_path_factory.mktemp("first")
     return run(folder / "new" / "run", "--seed=3", f"--save={folder / 'save'}")
 
 def test_train__events_have_the_documented_keys_and_order(tiny_run) -> None:
-    """Step numbers, tokens and times agree with the schedule, and the validation loss decreases."""
+    """Each event has exactly the keys of KEYS. Steps and tokens agree with the schedule, and the loss decreases."""
     assert tiny_run.status == 0
     assert all(set(event) == {"type", *KEYS[event["type"]].split()} for event in tiny_run.events)
     kinds = [event["type"] for event in tiny_run.events if event["type"] not in ("step", "val", "phase")]
@@ -246,7 +246,7 @@ def with_console(monkeypatch: pytest.MonkeyPatch, run_dir: Path, text: list[str]
     return done
 
 def test_main__a_console_of_any_encoding_shows_a_sample(text, tmp_path, monkeypatch) -> None:
-    """Letters that the console cannot encode are escaped. The last line is JSON, and returns the exact run directory.
+    """Letters that the console cannot encode are escaped. The last line is JSON with the exact run directory.
 
     With text, the log has the validation loss in bits per byte too.
     """
@@ -262,7 +262,7 @@ def test_main__a_console_of_any_encoding_shows_a_sample(text, tmp_path, monkeypa
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_print_stdout__raises_on_a_full_console(text, tmp_path, monkeypatch) -> None:
-    """Training continues, but because the result could not be printed the exit status is 1."""
+    """Training continues, but the exit status is 1, because the result could not be printed."""
     def before() -> None:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
     done = with_console(monkeypatch, tmp_path / "run", text, before)
@@ -294,7 +294,9 @@ builtins.__import__, builtins.open = importing, opening
 @pytest.mark.parametrize("streams, status", [
     (">&-", 0), ("2>&-", 0), ("<&- >&- 2>&-", 0), ("2>/dev/full", 0), (">/dev/full 2>/dev/full", 1)])
 def test_main__streams_are_closed_or_full_and_the_script_is_edited_while_it_starts(tmp_path, streams, status) -> None:
-    """The log is complete, and contains the source that runs. No file or socket gets the descriptor of a closed stream.
+    """The log is complete, and its source is the text that runs.
+
+    No file or socket gets the descriptor of a closed stream.
     """
     script = Path(shutil.copy(ROOT / "train_gpt.py", tmp_path))
     source = script.read_bytes()
@@ -322,7 +324,7 @@ def test_train__creates_a_run_directory_by_default(tmp_path, monkeypatch) -> Non
     assert result["run_dirs"] == [f"logs/{run_dir.name}"] and (run_dir / "log.txt").exists()
 
 def test_train__all_ranks_write_into_the_run_directory_of_rank_0(tmp_path, monkeypatch) -> None:
-    """A checkpoint has files of all ranks, although the clocks in their default names differ."""
+    """A checkpoint has files of all ranks, although their clocks differ, and the default name is a time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg.time, "strftime", functools.partial(os.environ.get, "RANK"))

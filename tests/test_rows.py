@@ -511,7 +511,7 @@ def test_exchange_row_requests__refuses_different_numbers_of_tables(ranks) -> No
         assert f"row plans of ranks {2 if rank < 2 else 0} and {rank} differ\n" in error
 
 def bad_request(comm: tg.Communicator, name: str) -> tuple[str, list[int], list[int]]:
-    """Change the request of rank 0 to the last rank on its way; return the error, and the rows and counts to serve."""
+    """Change the request that rank 0 sends to the last rank; return the error, and the rows and counts to serve."""
     call = dist.all_to_all_single
     specs, plans = every_second_row(comm, ("table",))
     plan = plans["table"]
