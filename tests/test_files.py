@@ -131,7 +131,7 @@ def test_load_checkpoint__none_is_whole(newest):
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Communicator, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
-    ranks = make_engine(preset(), world=2)
+    ranks = make_engine(preset(), world_size=2)
     monkeypatch.setattr(tg.Communicator, "all_gather", two)
     with expect_error(tg.ConfigError, "none on rank 1"):
         tg.load_checkpoint(newest.parent.parent, ranks)
