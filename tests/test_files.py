@@ -1,8 +1,7 @@
-"""Saves and checkpoints: what damage does to a run that reads them, what a run that writes them leaves behind, and runs
-that go on from them.
+"""Saves and checkpoints: what damaged files do to a reader, what an interrupted writer leaves behind, and resumed runs.
 
-One run with tables in both homes is the sound one; each case changes one thing of a copy. `seal` writes a manifest that
-vouches for the change, so that what is looked at is the content.
+One intact run has tables in both locations; each case changes one thing in a copy of it. `rewrite_manifest` makes the
+hashes match the change, so that the reader has to check the contents.
 """
 import errno
 import hashlib
@@ -27,14 +26,16 @@ import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
-NO_TABLES = SimpleNamespace(comm=comm(), tables={})       # an engine as far as a folder without rows needs one
-MAX_CHUNK_BYTES = 1 << 14                # bytes, more than 64 rows have: several files of each table
+# Writing a directory without rows needs only these attributes of an engine.
+NO_TABLES = SimpleNamespace(comm=comm(), tables={})
+# `small_pieces` limits a chunk to 64 rows, which have fewer bytes than this. Each table then has several files.
+MAX_CHUNK_BYTES = 1 << 14
 
 pytestmark = pytest.mark.usefixtures("small_pieces")
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 5 steps with a save, and checkpoints of steps 2 and 4."""
+    """Train 5 steps with checkpoints at steps 2 and 4 and a save; return the directory of both."""
     root = tmp_path_factory.mktemp("intact")
     done = run(root / "run", f"--tables={TABLES}", "--max_steps=5", "--checkpoint_every=2", "--sample_tokens=0",
                f"--save={root / 'save'}")
@@ -43,11 +44,12 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def save(intact: Path, tmp_path: Path) -> Path:
+    """Copy the save; return its directory."""
     return Path(shutil.copytree(intact / "save", tmp_path / "save"))
 
 @pytest.fixture
 def last_checkpoint(intact: Path, tmp_path: Path) -> Path:
-    """The newest checkpoint of a copied run directory."""
+    """Copy the run directory; return its last checkpoint."""
     shutil.copytree(intact / "run", tmp_path / "run")
     return tmp_path / "run" / tg.CHECKPOINT_DIR / "step-0000004"
 
@@ -55,15 +57,16 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 def rewrite_manifest(directory: Path) -> None:
-    """Let the manifest vouch for the files as they are now."""
+    """Write a manifest with the hashes that the files have now."""
     files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
              for path in directory.iterdir() if path.name != tg.MANIFEST_FILE and path.is_file()}
     (directory / tg.MANIFEST_FILE).write_text(json.dumps(dict(format=2, files=files)))
 
 def rewrite_tensors(path: Path, edit: Callable[[dict], object]) -> None:
-    """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
+    """Replace the content of a file of tensors by `edit(content)`, and make the manifest match."""
     content = edit(torch.load(path, weights_only=True))
-    path.unlink()                                             # it may still be mapped
+    # Delete the file instead of overwriting it, because its tensors may still be mapped.
+    path.unlink()
     torch.save(content, path)
     rewrite_manifest(path.parent)
 
@@ -71,7 +74,7 @@ def sample(directory: Path) -> None:
     tg.sample_from_save(tg.load_config([f"--sample={directory}", "--sample_tokens=2"]))
 
 def load_step(last_checkpoint: Path, **changes: object) -> int:
-    """Load the newest sound checkpoint; return its step."""
+    """Load the last intact checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
     return tg.load_checkpoint(last_checkpoint.parent.parent, engine(cfg))["log"]["steps_done"]
 
@@ -95,7 +98,7 @@ def replace_with(make: Callable[[Path], object]) -> Callable[[Path], None]:
     return damage
 
 def swap_with_sibling(path: Path) -> None:
-    """With another of its folder."""
+    """Swap the file with another .pt file of its directory."""
     other = next(other for other in sorted(path.parent.glob("*.pt")) if other != path)
     content = other.read_bytes()
     path.rename(other)
@@ -105,16 +108,17 @@ DAMAGE = dict(bit_flip=flip_bit, truncated=truncate, missing=Path.unlink, fifo=r
               directory=replace_with(Path.mkdir), swapped=swap_with_sibling)
 
 ROWS_FILE = "rows-trigram*-1.pt"
-# A manifest of other bytes or of another folder is one whose hashes do not fit: the files' own cases.
+# A manifest with a flipped bit or of another directory has other hashes. The cases above cover wrong hashes.
 CASES = [(damage, *files) for damage in DAMAGE for files in (("weights.pt", "run.pt"), (ROWS_FILE, ROWS_FILE))]
 CASES += [(damage, tg.MANIFEST_FILE, tg.MANIFEST_FILE) for damage in DAMAGE if damage not in ("bit_flip", "swapped")]
 
 @pytest.mark.parametrize("damage, save_file, run_file", CASES)
 def test_read_tensors__damage(save, last_checkpoint, capsys, damage, save_file, run_file) -> None:
-    """A save is refused by the file's name; of checkpoints the one before is taken, aloud."""
+    """A damaged save is refused by file name; a damaged checkpoint is skipped with a warning."""
     path = first_match(save, save_file)
     DAMAGE[damage](path)
-    no_manifest = save_file == tg.MANIFEST_FILE and damage != "truncated"         # it then vouches for nothing
+    # Without a readable manifest no file has a hash, so the first file that is read is refused.
+    no_manifest = save_file == tg.MANIFEST_FILE and damage != "truncated"
     with refused(tg.DataError, "weights.pt" if no_manifest else path.name):
         sample(save)
     path = first_match(last_checkpoint, run_file)
@@ -139,13 +143,13 @@ def test_load_checkpoint__ranks_see_different_checkpoints(last_checkpoint, monke
         tg.load_checkpoint(last_checkpoint.parent.parent, ranks)
 
 class CallsMkdir:
-    """What a pickle may hold: a call that is made when it is loaded."""
+    """An object whose pickle calls os.mkdir when it is loaded."""
     def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
         return os.mkdir, ("evil_was_here",)
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(CallsMkdir()), None], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch) -> None:
-    """The hash is right; and nobody is told to let it."""
+    """Pickled code is refused although the hash is right, and the message does not suggest weights_only=False."""
     path = save / "weights.pt"
     torch.save(dict(attn=CallsMkdir()), path)
     path.write_bytes(content or path.read_bytes())
@@ -156,9 +160,9 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch) -> None:
     assert "weights_only" not in str(caught.value) and not Path("evil_was_here").exists()
 
 
-# ---- Other content with right hashes ---------------------------------------------------------------------------------
+# ---- Wrong content with right hashes ---------------------------------------------------------------------------------
 def edit_entry(name: str, change: Callable[[Any], object] | None = None) -> Callable[[dict], dict]:
-    """Return a change of one entry, or its removal."""
+    """Return an edit that replaces an entry x by change(x), or removes it if there is no change."""
     def edit(tensors: dict) -> dict:
         others = {label: x for label, x in tensors.items() if label != name}
         return others if change is None else others | {name: change(tensors.get(name))}
@@ -173,7 +177,7 @@ def drop_first_column(x: torch.Tensor) -> torch.Tensor:
 def id_out_of_range(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids == ids.max(), 500, ids)
 
-WRONG_CONTENT = {                        # part, case -> its change, what is named
+WRONG_CONTENT = {                        # (part, case) -> (edit, words in the message)
     ("weights", "shape"): (edit_entry("attn", drop_last_row), "attn"),
     ("weights", "dtype"): (edit_entry("attn", torch.Tensor.double), "attn"),
     ("weights", "a table of fewer rows"): (edit_entry("bigram_embed", drop_last_row), "bigram_embed"),
@@ -193,9 +197,9 @@ WRONG_CONTENT = {                        # part, case -> its change, what is nam
 
 @pytest.mark.parametrize("part, case", WRONG_CONTENT)
 def test_check_tensors__wrong_content(save, last_checkpoint, capsys, part, case) -> None:
-    """A save is refused; of checkpoints the one before is taken."""
+    """A save with wrong content is refused. For such a checkpoint, the one before it is loaded, with a warning."""
     edit, named = WRONG_CONTENT[part, case]
-    if part != "moments":                                     # a save has none
+    if part != "moments":                                     # a save has no moments
         path = first_match(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
         rewrite_tensors(path, edit)
         with refused(tg.DataError, str(save), named):
@@ -242,7 +246,7 @@ def test_write_directory__flushes_everything_before_the_rename(tmp_path, monkeyp
 
 @pytest.mark.parametrize("failing_flush", range(5))
 def test_write_directory__a_failed_flush_leaves_no_files(tmp_path, monkeypatch, failing_flush) -> None:
-    """At any flush before the name: of a file, of the manifest, of the folder."""
+    """The failing flush is any of those before the rename: of a file, of the manifest, of the directory."""
     flushes_left = iter(range(failing_flush, -2, -1))
 
     def failing(handle: int) -> None:
@@ -257,7 +261,7 @@ def test_write_directory__a_failed_flush_leaves_no_files(tmp_path, monkeypatch, 
 
 @pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
 def test_write_directory__a_file_system_that_cannot_flush_directories(tmp_path, monkeypatch, code) -> None:
-    """A save and checkpoints are made all the same. A file that cannot be flushed is an error, by any code."""
+    """A save and checkpoints are written nevertheless. A file that cannot be flushed is an error, for every code."""
     fsync = os.fsync
 
     def refusing(handle: int) -> None:
@@ -341,7 +345,7 @@ def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_p
     assert names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002", "step-0000006"]
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path) -> None:
-    """A stranger's later ones do not push out what was just written."""
+    """Later checkpoints of another run in the same directory do not replace the one that was just written."""
     cfg = preset()
     directory = tmp_path / tg.CHECKPOINT_DIR
     for step in (2, 4, 100, 200):
@@ -350,7 +354,7 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path) -> 
     assert names(directory) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch) -> None:
-    """By a simulated clock, on which only a checkpoint takes long."""
+    """On a simulated clock, a checkpoint takes 700 s; training time does not include them."""
     clock = SimulatedTime(monkeypatch, tick=1e-6)
     write = tg.write_checkpoint
 
@@ -365,9 +369,12 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch) -> None:
     assert done.of("step")[-1]["step"] == 12 and 0 < done.of("result")[0]["train_time_ms"] < 1000
 
 
-# ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
+# ---- Resumed runs (with another number of ranks: test_table_files.py) ------------------------------------------------
 def test_load_checkpoint__a_resumed_run_equals_an_uninterrupted_one(tmp_path) -> None:
-    """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
+    """Losses and weights are equal bit for bit, and the log has the lines and the times up to the checkpoint.
+
+    The resumed run can be interrupted and resumed again.
+    """
     whole, interrupted = tmp_path / "whole", tmp_path / "interrupted"
     run(whole, "--seed=6", f"--save={tmp_path / 'whole_save'}", "--sample_tokens=0")
     run(interrupted, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
@@ -387,7 +394,7 @@ def test_load_checkpoint__a_resumed_run_equals_an_uninterrupted_one(tmp_path) ->
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
 
 def test_load_checkpoint__a_resumed_run_in_bf16_has_its_mantissas(tmp_path) -> None:
-    """The 16 further bits of a NorMuon bank in bf16 change no weight by themselves, but in the next updates."""
+    """The mantissas are equal bit for bit: the lower 16 bits of a NorMuon bank in bf16 affect the next updates only."""
     flags = "--dtype=bfloat16", "--sample_tokens=0", "--checkpoint_every=2"
     run(tmp_path / "whole", *flags, f"--save={tmp_path / 'whole_save'}")
     run(tmp_path / "interrupted", *flags, "--max_steps=7")

@@ -1,11 +1,11 @@
-"""The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if there.
+"""The trainer and reference.py against reference vectors: the extract in tests/vectors, and all in ORACLE_DIR if found.
 
-The vectors are numbers that the original trainer of recipe A computed on a CPU in float64. A directory holds meta.json
-(every dimension and constant) and .npz files; which keys and steps exist is read from the files. Nothing here knows a
-size. The first array that is off fails with its key. `Vectors.finish` insists that no array was forgotten.
+The original trainer of recipe A computed the vectors on a CPU in float64. A directory has meta.json, with every
+dimension and constant, and .npz files. Keys, steps and sizes are read from these files; this test contains none. The
+first array that differs fails the test with its key, and `Vectors.finish` checks that no array was left out.
 
-The extract's config S has the parameters of its first layers only: there reference.py alone is compared, and the
-trainer by the trajectory. A directory with all vectors compares both, everywhere.
+Config S of the extract has the parameters of its first layers only. It is compared with reference.py only; the trainer
+is compared with the trajectory. With the directory of all vectors, both are compared with every file.
 """
 from __future__ import annotations
 
@@ -31,23 +31,24 @@ from torch import Tensor
 
 import train_gpt as tg
 
-EXTRACT = ROOT / "tests/vectors"                                     # made by make_vectors.py
+EXTRACT = ROOT / "tests/vectors"                                     # written by make_vectors.py
 WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 
-# Limits of the largest error over the largest absolute value of an array (over 1 if all are 0), as published with the
-# vectors: file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when stored. The first row
-# that fits counts. Integers must be equal.
+# Limits of the largest error divided by the largest absolute value of an array (by 1 if all are 0), as published with
+# the vectors: file, keys, limit for arrays stored as f64, limit for arrays that were rounded to f32 when they were
+# stored. The first row that matches is used. Integers must be equal.
 TOLERANCES = (
     ("s_*",  "*",                 1e-10, 2e-7),
     ("traj", "*_loss.*",          1e-11, None),
     ("traj", "*",                 1e-9,  None),
-    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),                          # e5m2 first, then the factors by position
+    # Mixed gradients are rounded to e5m2 before they are multiplied by the factor of each position.
+    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),
     ("fp8",  "*",                 1e-10, 2e-7),
     ("*",    "*",                 1e-11, 2e-7),
 )
 
 class Vectors:
-    """The arrays of one file, which of them were used, and the comparison."""
+    """The arrays of one file, and the keys that were not yet used. `check` compares with an array."""
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file = file
@@ -75,7 +76,10 @@ class Vectors:
         return list(dict.fromkeys(match.groups() for key in self.arrays if (match := re.fullmatch(pattern, key))))
 
     def check(self, key: str, got: Any, label: str = "", at: np.ndarray | None = None) -> None:
-        """Compare, if there is such a key. With the label of a parameter: its entries at flat indices, or all."""
+        """Compare with the array of this key, if the file has it.
+
+        label: of a parameter; the array then has its entries at the flat indices `at`, or all entries.
+        """
         if key not in self.expected:
             return
         want = self[key]
@@ -83,8 +87,9 @@ class Vectors:
         if label:
             at = np.arange(want.size) if at is None else at
             keep = at < got.size if label == "mlp" else ~np.isin(at, self.unused_scalars) | (label != "scalars")
+            # The vectors pad `mlp` and `scalars`, which the trainer does not.
             got = got.ravel()[at[keep]]
-            want = want.ravel()[keep]                                    # without the vectors' padding
+            want = want.ravel()[keep]
         assert got.shape == want.shape, f"{self.file}: {key}: shape {got.shape}, expected {want.shape}"
         limit = 0.0
         if want.dtype.kind == "f":
@@ -96,11 +101,12 @@ class Vectors:
         assert error <= limit, f"{self.file}: {key}: error {error:.2e}, limit {limit}"        # NaN is an error too
 
     def finish(self) -> None:
-        """Insist that every array was compared or went into the computation."""
+        """Check that every array was compared or used as an input."""
         assert not self.unchecked, f"{self.file}: nothing looks at {sorted(self.unchecked)}"
 
 @dataclass(frozen=True)
 class Oracle:
+    """A directory of reference vectors."""
     path: Path
 
     @functools.cached_property
@@ -112,7 +118,10 @@ class Oracle:
         return Vectors(self, name), self.meta[name]
 
     def config(self, section: str, seq_len: Sequence[int], **overrides: Any) -> tg.Config:
-        """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
+        """Build the Config of a section of meta.json: the recipe, the sizes of the section, then `overrides`.
+
+        seq_len: tokens per sequence, by stage. Entries with the present or former name of a field are copied.
+        """
         recipe = self.meta["recipe"]
         sizes = self.meta[section]
         seqs_per_step = overrides.get("seqs_per_step", recipe["num_slots"])
@@ -138,18 +147,19 @@ def bf16_from_bits(bits: np.ndarray) -> Tensor:
     return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32))
 
 def channel_frequencies(rotary: tg.Rotary) -> np.ndarray:
-    """One of each channel of a head: neighbours share theirs, the second half does not rotate."""
+    """Return the rotary frequency of each channel of a head: pairs share one, the second half does not rotate."""
     pairs = np.repeat(rotary.frequencies, 2)
     return np.append(pairs, np.zeros_like(pairs))
 
 def packed_seqs(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.PackedSeq]:
-    """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
+    """Build sequences from stored arrays: tokens, targets (S, T), and cu_seqlens (S, C), whose padding is removed."""
     bounds = [np.unique(padded).astype(np.int32) for padded in cu_seqlens]
-    tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)  # with the last target: T + 1 of a slot
+    # A packed sequence has T + 1 tokens: the last one is the last target.
+    tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)
     return [tg.PackedSeq(*seq) for seq in zip(tokens, bounds)]
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
-    """Return whole initial weights; banks are cut to the trainer's number of layers."""
+    """Return the full initial weights; banks are truncated to the trainer's number of layers."""
     weights = {}
     for spec in tg.parameter_specs(cfg):
         if f"zero.{spec.label}" in stored:
@@ -171,9 +181,9 @@ def gradient(trainer: tg.Engine | Reference, label: str) -> Tensor:
     return trainer.grads[label] if isinstance(trainer, Reference) else grad_of(trainer.optimizer, label)
 
 class Trajectory:
-    """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
+    """A run of a few steps on stored tokens, with every stage, every change of the windows and the untying."""
     def __init__(self, oracle: Oracle, naive: bool = False) -> None:
-        """naive: a run of reference.py in place of the trainer's."""
+        """naive: run reference.py instead of the trainer."""
         self.meta = oracle.meta["trajectory"]
         assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors = Vectors(oracle, "traj")
@@ -184,10 +194,10 @@ class Trajectory:
         weights = stored_weights(self.cfg, stored)
         stored.finish()
         self.trainer = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
-        self.pending_batches = self.cycle_batches(0)                     # batches of the cycle that are not yet used
+        self.pending_batches = self.cycle_batches(0)                     # rest of the current cycle
 
     def batches(self, pattern: str, steps: Sequence[tg.StepConfig]) -> list[tg.Batch]:
-        """Plan the slots of the steps together; the pattern is that of the keys of a step."""
+        """Build the batches of these steps with common row plans. pattern: formats (array, step) as a key."""
         seqs_by_step = []
         for step_cfg in steps:
             names = [pattern.format(name, step_cfg.step) for name in ("tokens", "targets", "cu_seqlens", "bigram_ids")]
@@ -198,7 +208,7 @@ class Trajectory:
         return tg.build_batches(self.cfg, comm(), None, "oracle", steps, seqs_by_step)
 
     def cycle_batches(self, step: int) -> list[tg.Batch]:
-        """Return batches of the step and of those that share its plans."""
+        """Build the batches of the cycle that begins with this step."""
         last = min(step + self.cfg.adam_every, self.schedule.planned_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
@@ -233,7 +243,8 @@ class Trajectory:
             self.vectors.check(f"{name}.{step}", got)
         for spec in tg.parameter_specs(self.cfg):
             lr = step_cfg.adam_lr * spec.lr_mul
-            if spec.optimizer == "normuon":                              # the factor of the shape
+            if spec.optimizer == "normuon":
+                # Learning rates of matrices are scaled by shape, except those of attention.
                 height, width = spec.shape[-2:]
                 lr = step_cfg.normuon_lr * (1 if spec.label == "attn" else max(1, height / width) ** 0.5)
             self.vectors.check(f"lr.{step}.{spec.label}", lr)
@@ -242,12 +253,14 @@ class Trajectory:
         vectors = self.vectors
         batch = self.pending_batches.pop(0)
         vectors.check(f"slot_loss.{step}", self.trainer.forward_backward(batch, step_cfg).seq_sums)
-        for spec in tg.parameter_specs(self.cfg):          # sums over slots; the optimizer divides them
+        # Gradients are sums over sequences; the optimizer divides them by the number of sequences.
+        for spec in tg.parameter_specs(self.cfg):
             grad = gradient(self.trainer, spec.label) / self.cfg.seqs_per_step
             vectors.check(f"grad_samp.{step}.{spec.label}", grad, spec.label, at=vectors[f"idx.{spec.label}"])
             vectors.check(f"grad_norm.{step}.{spec.label}", grad.double().norm())
         self.pending_batches = self.pending_batches or self.cycle_batches(step + 1)
-        self.trainer.optim_step(step_cfg)                                # one rank has no rows to fetch
+        # A single rank has no rows to fetch, so the calls before and after optim_step are left out.
+        self.trainer.optim_step(step_cfg)
         next_cfg = self.schedule.at(step + 1)
         vectors.check(f"split_after.{step}", not next_cfg.tied)
         state = self.trainer.full_state(next_cfg, with_moments=True)
@@ -256,7 +269,7 @@ class Trajectory:
 
     def check_state(self, steps_done: int, spec: tg.ParameterSpec, next_cfg: tg.StepConfig,
                     state: dict[str, Tensor]) -> None:
-        """Compare a parameter and its moments after so many steps; `after` is of the next."""
+        """Compare a parameter and its moments after `steps_done` steps; next_cfg: of the next step."""
         vectors, label = self.vectors, spec.label
         at = vectors[f"idx.{label}"]
         p = state[label]
@@ -277,9 +290,9 @@ pytestmark = pytest.mark.recipe
 DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 
 
-# ---- Config S: one slot with known parameters, forward and backward
+# ---- Config S: one sequence with known parameters, forward and backward
 class ConfigS:
-    """The slot through the trainer and, in float64, through reference.py."""
+    """The sequence, the trainer, and reference.py in float64."""
     def __init__(self, oracle: Oracle) -> None:
         sizes = oracle.meta["config_s"]
         self.sizes = sizes
@@ -322,25 +335,28 @@ def check_s_acts(oracle: Oracle) -> None:
         vectors.check(f"{prefix}loss_{name}", setup.trainer.forward_backward(batch, weighted).seq_sums[0])
         for trainer in setup.both:
             vectors.check(f"{prefix}eval_loss", trainer.evaluate([batch], step_cfg))
-    vectors.check("yarn1.windows", [step_cfg.short_window, step_cfg.long_window])          # of the last case
+    # `step_cfg` and `batch` are those of the last case, yarn1.
+    vectors.check("yarn1.windows", [step_cfg.short_window, step_cfg.long_window])
     vectors.check("yarn1.angular_freq", channel_frequencies(step_cfg.rotary))
     vectors.check("yarn1.attn_scale", [step_cfg.rotary.attn_scale] * 2)
     length = batch.tokens.shape[1]
     for name, table in (("factor1", setup.trainer.model.rotary_cos), ("factor2", setup.trainer.model.rotary_sin)):
         vectors.check(f"yarn1.{name}", table[:length])
-        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
+        # In paired layers, a row of the table has the values of two consecutive positions.
+        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))
     vectors.finish()
 
 def check_activations(setup: ConfigS, vectors: Vectors, prefix: str, name: str, step_cfg: tg.StepConfig,
                       batch: tg.Batch) -> None:
-    """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
+    """Compare the intermediate results of reference.py in forward order, and gradients of some of them."""
     rows = vectors["rows16"]
     seen = {}
     losses = setup.naive.losses(setup.naive.leaves(), batch, 0, step_cfg, step_cfg.mtp_weights, seen)
     for key, x in seen.items():
         vectors.check(prefix + key, x[rows] if prefix else x)
         vectors.check(f"{prefix}{key}_rows16", x[rows])
-        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])             # documents of the slot are no longer than cut
+        # Evaluation has the same results, because no document of the sequence is long enough to be truncated.
+        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])
         vectors.check(f"{prefix}sumsq.{key}", x.square().sum())
     vectors.check(f"{prefix}losses_{name}", losses)
     vectors.check(f"{prefix}loss_{name}", losses.sum())
@@ -366,7 +382,10 @@ def check_s_grads(oracle: Oracle) -> None:
     vectors.finish()
 
 def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
-    """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
+    """Compare the gradient of a parameter: all entries for m3; otherwise samples, and all of a small parameter.
+
+    For tables, the vectors have the nonzero rows only, and their indices.
+    """
     vectors.check(f"{prefix}g_{name}.{label}", grad, label)
     if prefix:
         return
@@ -403,7 +422,8 @@ def check_normuon(vectors: Vectors, case: str) -> None:
     second_moment = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
     state = dict(momentum=torch.zeros_like(p), second=second_moment)
     naive_p = p.clone()
-    naive_state = dict(state)                                            # reference.py puts new tensors in
+    # reference.normuon stores new tensors in its dict, so a shallow copy is enough.
+    naive_state = dict(state)
     key = f"{case}.per_matrix_lr_mul"
     extra = vectors.tensor(key) if key in vectors else p.new_ones(count)
     for step in range(len(vectors.find(rf"{case}\.(g\d+)"))):
@@ -417,7 +437,7 @@ def check_normuon(vectors: Vectors, case: str) -> None:
                 vectors.check(f"{case}.{name}{step + 1}", x)
 
 def check_mantissa(vectors: Vectors) -> None:
-    """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
+    """Compare consecutive updates of bf16 weights and of the 16 mantissa bits below them, bit for bit."""
     p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
     unused = torch.zeros(p.shape)
     for step in range(len(vectors.find(r"mt\.(g\d+)"))):
@@ -430,7 +450,7 @@ def check_mantissa(vectors: Vectors) -> None:
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
-    """Some parameters in reference.py, tied and then untied."""
+    """Compare Adam updates of some parameters in reference.py, tied and then untied."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], seqs_per_step=1)
     naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
@@ -469,7 +489,10 @@ def check_loader(oracle: Oracle) -> None:
     vectors.finish()
 
 def normalize_cu_seqlens(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
-    """(..., C) -> (..., columns): each border once, then -1. How often one is repeated is padding, at both ends."""
+    """Remove repeated bounds and pad with -1: (..., C) -> (..., columns) or wider.
+
+    The repetitions are padding, which the vectors have at both ends.
+    """
     rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
     found = [np.unique(row) for row in rows]
     out = np.full((len(rows), max(columns, *map(len, found))), -1, np.int64)
@@ -478,7 +501,7 @@ def normalize_cu_seqlens(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.nd
     return out.reshape(*np.shape(cu_seqlens)[:-1], -1)
 
 def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) -> None:
-    """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
+    """Compare the batches of every rank: (step, micro-step, rank, tokens). Sequence index: micro-step * W + rank."""
     meta = oracle.meta["loader"]
     seqs_per_step = meta["num_slots"]
     validation = case.startswith("val")
@@ -507,7 +530,8 @@ def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) 
             found = tg.ValidationSet(cfg, communicator, headers).batches(steps[0])
         else:
             found = load_batches(cfg, communicator, headers, steps, step_sizes)
-        with pytest.MonkeyPatch.context() as patch:       # one process builds the batches of every rank
+        # One process builds the batches of all ranks, so there is no rank to exchange requests with.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "exchange_row_requests", nothing)
             batches.append(list(found))
 
@@ -523,14 +547,17 @@ def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) 
         first += count
 
 def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
-    """Return what the vectors hold of a batch, with borders in so many columns or more."""
+    """Return the fields of a batch that the vectors contain; cu_seqlens has at least `columns` columns."""
     rows = logical_rows(batch, "bigram_embed")
     bounds = normalize_cu_seqlens(batch.cu_seqlens, columns)
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=bounds)
 
 def load_batches(cfg: tg.Config, communicator: tg.Communicator, headers: list[tg.ShardHeader],
                  steps: list[tg.StepConfig], step_sizes: list[tuple[int, int]]) -> Iterator[tg.Batch]:
-    """Yield the batches of cycles of one step. Between steps the vectors change what is constant in a run."""
+    """Yield the batches of these steps, each a cycle.
+
+    The vectors change max_doc_len between steps. It is constant in a run, so each step replaces the loader's cfg.
+    """
     loader = tg.Loader(cfg, communicator, headers)
     with contextlib.closing(loader):
         for step_cfg in steps:
@@ -554,7 +581,8 @@ def check_bigram(oracle: Oracle) -> None:
         second = [hash_rows(np.asarray([0, token], np.int32), rows)[1] for token in vectors["position1_cur"]]
         vectors.check("position1_row", second)
         vectors.check("sequence_rows", hash_rows(sequence, rows))
-    vectors.unchecked.discard("n_extremes")                               # a note: so many of the pairs are extremes
+    # `n_extremes` is a note of how many pairs are extreme values.
+    vectors.unchecked.discard("n_extremes")
     vectors.finish()
 
 
@@ -569,7 +597,7 @@ def check_schedule(oracle: Oracle) -> None:
     step_cfgs = [schedule.at(step) for step in range(schedule.planned_steps + 1)]
     windows = [(v.short_window, v.long_window) for v in step_cfgs]
     before_growth = windows[-1][0], cfg.stages[step_cfgs[-1].stage].long_window * cfg.window_block
-    tied = [True]                                                         # during the update of each step
+    tied = [True]                                                         # during the update, by step
     for v in step_cfgs[:-1]:
         tied.append(tied[-1] and not v.untie_after)
     for name, got in dict(
@@ -583,19 +611,21 @@ def check_schedule(oracle: Oracle) -> None:
             windows_train=[*windows[:-1], before_growth], windows_final_validation=windows[-1]).items():
         vectors.check(name, got)
     for name in ("mtp", "mtp_f32"):
-        got = vectors[name].astype(np.float64)                            # columns beyond the count are padding
+        # The vectors pad the weights of a step to the same number of columns.
+        got = vectors[name].astype(np.float64)
         for weights, step_cfg in zip(got, step_cfgs):
             weights[:len(step_cfg.mtp_weights)] = step_cfg.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
     optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, spec in optimizer.model.specs.items():
-        is_bank = spec.optimizer == "normuon"                             # its first matrix is no down matrix
+        # The multiplier of a bank is that of its first matrix. Down matrices, which have another one, are not first.
+        is_bank = spec.optimizer == "normuon"
         vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else spec.lr_mul)
     vectors.finish()
 
 def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
-    """Frequencies and scale at the start and after each change of the long window, and the bf16 tables at the end."""
+    """Compare frequencies and scale at the start and after each change of the long window, and the last bf16 tables."""
     windows = [stage.long_window * cfg.window_block for stage in cfg.stages]
     changes = [k for k in range(1, len(windows)) if windows[k] != windows[k - 1]]
     vectors.check("yarn_window_pairs", [(windows[k - 1], windows[k]) for k in changes])
@@ -610,14 +640,17 @@ def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
     model.set_rotary(schedule.rotary[-1].frequencies)
     for key, table in zip(keys, (model.rotary_cos, model.rotary_sin)):
         bits = vectors.arrays[key]
-        bits[bits == 0x8000] = 0                                          # -0, which is 0
+        bits[bits == 0x8000] = 0                                          # -0.0 equals 0.0
         found = (table[:rows] + 0.0).view(torch.int16)
         vectors.check(key, found.numpy().view(np.uint16))
 
 
 # ---- fp8 head
 def check_fp8(oracle: Oracle) -> None:
-    """Bytes first, since the errors of fp8 are as large as its mistakes. test_kernels.py holds the trainer to these."""
+    """Compare the fp8 head of reference.py: first the bytes, because rounding errors of fp8 are as large as bugs.
+
+    test_kernels.py compares the trainer with reference.py.
+    """
     vectors, meta = oracle.load("fp8")
     x, w = (bf16_from_bits(vectors[f"{name}16"]).double() for name in ("x", "w"))
     targets = torch.from_numpy(vectors["targets"])[None]
@@ -631,16 +664,19 @@ def check_fp8(oracle: Oracle) -> None:
         if mode != "exact":
             for key, name, dtype in (("x_e4m3", "y8", torch.float8_e4m3fn), ("w_e4m3", "w8", torch.float8_e4m3fn),
                                      (f"{prefix}.grad_logits_e5m2", "payload", torch.float8_e5m2)):
-                if name != "payload" or grad_out != "mixed":              # whose rows are those of the logits
+                # The payload of mixed gradients is that of the logits, without the factors of the rows.
+                if name != "payload" or grad_out != "mixed":
                     vectors.check(key, found[name].to(dtype).view(torch.uint8))
         vectors.check(f"{mode}.logits_raw_rows0_8", found["logits"][:8])
         vectors.check(f"{prefix}.losses", found["losses"])
         vectors.check(f"{prefix}.grad_x", found["grad_y"])
-        if grad_out == "mixed":                                           # its gradient of x is a product with factors
+        if grad_out == "mixed":
+            # Its gradient of x is the gradient for ones, multiplied by the factors of the rows.
             vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / arriving[:, None])
         vectors.check(f"{prefix}.grad_w32", found["grad_w"])
     for name, scale in (("x_s", tg.FP8_Y_SCALE), ("w_s", tg.FP8_W_SCALE), ("grad_s.w8", tg.FP8_GRAD_SCALE)):
-        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)     # as the products take it
+        # The matmuls receive the scales in f32.
+        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)
         vectors.check(name, scale)
     vectors.finish()
 
@@ -650,12 +686,13 @@ CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=c
               schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
 
 def cases() -> Iterator[Any]:
-    """Yield (directory, file); one skipped case for a directory that is not there."""
+    """Yield (directory, file), and one skipped case for a directory that does not exist."""
     for name, path in DIRECTORIES.items():
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
             yield pytest.param(path, "", id=name, marks=skip)
-        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:      # where two others start
+        # These two files are inputs of s_acts, s_grads and traj.
+        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:
             yield pytest.param(path, file, id=f"{name}-{file}")
 
 @pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))
@@ -673,7 +710,7 @@ def test_vectors__the_extract_is_small() -> None:
     assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
 
 def test_Config__defaults_are_the_recipe() -> None:
-    """The vectors' constants are the defaults of Config and of the module; sizes of a run and of the tests are not."""
+    """Constants of the vectors equal the defaults of Config and of the module, except sizes of runs and of tests."""
     meta = Oracle(EXTRACT).meta
     seqs_per_step = meta["recipe"]["num_slots"]
     cfg = Oracle(EXTRACT).config("schedule", [tokens // seqs_per_step for tokens in meta["schedule"]["batch_tokens"]])
