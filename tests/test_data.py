@@ -1,6 +1,6 @@
-"""Section 3: shards, packing and manifests against plain loops; bad data are named. Section 5: hashes and row plans.
+"""Data: shards, packing and manifests against plain loops, and errors that name bad data. Rows: hashes and row plans.
 
-The loader and the validation set, which use both, are in test_batches.py, the rows of several ranks in test_rows.py.
+test_batches.py tests the loader and the validation set, which use both; test_rows.py tests the rows of several ranks.
 """
 import errno
 import hashlib
@@ -25,11 +25,14 @@ import train_gpt as tg
 
 MOST_ROWS = 2**31 - 1
 
-# ---- packing and validation slots -----------------------------------------------------------------------------------
+# ---- packing and validation sequences -------------------------------------------------------------------------------
 @pytest.mark.recipe
 @pytest.mark.parametrize("sizes, num_seqs, seq_len", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
 def test_validation_sequences__equal_a_plain_loop(sizes, num_seqs, seq_len) -> None:
-    """A block needs its tokens, one more as the last target, and by the peer's rule another one; else: next shard."""
+    """A batch needs its tokens, one more for the last target, and one more by modded-nanogpt's rule.
+
+    A shard that has fewer tokens left is followed by the next shard.
+    """
     streams = [random_stream(seed, count, 20, 3) for seed, count in enumerate(sizes)]
     want = []
     for stream in streams:
@@ -51,13 +54,13 @@ def test_synthetic_tokens__are_reproducible_and_contain_documents() -> None:
     assert tokens.dtype == np.uint16 and tokens.max() == 511 and tokens[0] == 511
     assert tokens[:8].tolist() == tg.synthetic_tokens(1, 8, 512, 511).tolist()
     assert not np.array_equal(tokens, tg.synthetic_tokens(2, 40_000, 512, 511))
-    assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
+    assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # expected: 32 tokens per document
     assert len(np.unique(tokens)) > 256
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------
 GOOD = [3, 1, 2, 3, 4, 5] * 20
-BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
+BAD_FILES = {                                # case -> (arguments of write_shard, bytes cut off, *words in the message)
     "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
     "cut": (dict(), 10, f"{1024 + 240 - 10:,} bytes", "120", "download or write it again"),
     "longer": (dict(count=100), 0, f"{1024 + 240:,} bytes", "20240520, 1, 100"),
@@ -85,7 +88,10 @@ def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path) -> None:
         tg.load_shard(header)
 
 def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) -> None:
-    """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
+    """Words 3 and 4 are vocabulary size and BOS id, where 0 means GPT-2. Shards are sorted by name.
+
+    A file system may list names in any order.
+    """
     first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
     second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: [second, first])
@@ -97,7 +103,7 @@ def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) 
     ("{}/none_*.bin", ("none_*.bin", "no regular file", "cached_fineweb10B.py", "--train_files")),
     ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"))])
 def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) -> None:
-    """A broken link passed over in silence would be training on less than was asked for."""
+    """A broken link or a pipe is an error: skipping it silently means training on less data than requested."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
@@ -105,7 +111,7 @@ def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) 
         tg.read_shard_headers(name.format(tmp_path))
 
 def test_read_shard_headers__brackets_in_a_directory_name_are_literal(tmp_path, monkeypatch) -> None:
-    """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
+    """Brackets are literal if the directory exists. Otherwise they are part of the pattern."""
     odd = tmp_path / "my [data] *"
     odd.mkdir()
     for path in (odd / "train_0.bin", odd / "train_[1].bin", tmp_path / "train_3.bin"):
@@ -138,7 +144,7 @@ def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None
             tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
 def test_check_enough_data__training_tokens() -> None:
-    """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
+    """A step reads the tokens of its sequences, and one more for each. A shard must contain the largest step used."""
     cfg = preset()
     step_cfgs = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
     steps = [cfg.seqs_per_step * (v.seq_len + 1) for v in step_cfgs]
@@ -176,7 +182,7 @@ def test_check_enough_data__validation_tokens(tmp_path) -> None:
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
     ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
 def test_read_token_bytes__every_id_except_bos_needs_bytes(tmp_path, text, num_tokens) -> None:
-    """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
+    """Of 5 tokens, all except BOS (3) need bytes: a missing token is otherwise counted as 0 bytes."""
     cfg = preset(vocab_size=5, bos_id=3)
     assert tg.read_token_bytes(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
@@ -185,16 +191,16 @@ def test_read_token_bytes__every_id_except_bos_needs_bytes(tmp_path, text, num_t
         tg.read_token_bytes(tmp_path, cfg)
 
 
-# ---- scan and manifest ----------------------------------------------------------------------------------------------
+# ---- verification and manifest --------------------------------------------------------------------------------------
 def write_manifest(directory: Path, shard: bytes, vocab: bytes) -> None:
-    """Write one as a data tool does, that claims these contents."""
+    """Write a manifest for these contents, as the data tools do."""
     entries = {}
     for name, content in (("a.bin", shard), ("vocab.txt", vocab)):
         entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (directory / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
 
 def test_verify_shards__hashes_names_and_contents(tmp_path) -> None:
-    """Every byte of every shard counts, in order; names may be any bytes."""
+    """The hash covers every byte of every shard, in order, and the names, which may be any bytes."""
     names = b"a.bin", b"b.bin", b"\xff.bin"
     want = hashlib.sha256()
     for name in names:
@@ -244,7 +250,7 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
 
 # ---- section 5: hashes ----------------------------------------------------------------------------------------------
 RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
-RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
+RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # with 251,520 rows (RECIPE 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
 
 @pytest.mark.recipe
@@ -260,7 +266,7 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps() -> None:
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
 def test_table_specs__rows_and_signs_of_ngrams(order, rows) -> None:
-    """Also where a product passes 32 bits, and where the xor is negative."""
+    """The hashes are right also where a product exceeds 32 bits, and where the xor is negative."""
     ngram_table = tg.NgramTable("a_embed", order, rows, signs=1, location="host", update_every=4)
     cfg = preset(tables=(ngram_table,), adam_every=1)
     *recipe, table = tg.table_specs(cfg)
@@ -281,7 +287,7 @@ def test_table_specs__rows_and_signs_of_ngrams(order, rows) -> None:
         assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
 
 def test_NGRAM_FACTORS__all_are_different() -> None:
-    """Signs by the hash of the row would be alike for n-grams that share a row."""
+    """With the factors of the row hash, signs could not distinguish n-grams that have the same row."""
     factors = [factor for row_factors, sign_factors in tg.NGRAM_FACTORS.values()
                for factor in (*row_factors, *sign_factors)]
     assert len(set(factors)) == len(factors)
@@ -297,7 +303,10 @@ def test_unique_with_inverse__equals_numpy(ids) -> None:
         assert found.tolist() == want.tolist() and found.dtype == np.int64
 
 def plain_plan(rows: set[int], num_rows: int, world_size: int) -> tuple[list[int], list[int]]:
-    """(rows by owner, how many of each owner): row r is local row r div W of rank r mod W, shards are equally long."""
+    """Return the rows, numbered by owner, and the number of rows of each owner.
+
+    Row r is local row r // W of rank r % W. All shards have the same length.
+    """
     shard_rows = math.ceil(num_rows / world_size)
     owners = [sorted(row for row in rows if row % world_size == owner) for owner in range(world_size)]
     by_owner = []
@@ -306,7 +315,10 @@ def plain_plan(rows: set[int], num_rows: int, world_size: int) -> tuple[list[int
     return by_owner, list(map(len, owners))
 
 def row_patterns(R: int) -> list[list[np.ndarray]]:
-    """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
+    """Build the rows that the steps of a cycle look up, by case: none, the ends, one owner's, some, all but one.
+
+    R: rows of the table.
+    """
     rng = np.random.default_rng(R)
     patterns = [
         [np.zeros((0, 4))],
@@ -323,8 +335,9 @@ def row_patterns(R: int) -> list[list[np.ndarray]]:
 @pytest.mark.parametrize("world_size", [1, 2, 7, 8])
 @pytest.mark.parametrize("num_rows", [3, 7, 101, 640, MOST_ROWS])
 def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
-    """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose rows by owner pass 2^31."""
-    if fetch_all and num_rows == MOST_ROWS:                          # no plan lists all of them
+    """Table sizes: multiples of W and others, less than W, and the largest one, whose rows by owner exceed 2^31."""
+    # A plan with all rows of the largest table is too large.
+    if fetch_all and num_rows == MOST_ROWS:
         return
     shard_rows = math.ceil(num_rows / world_size)
     table = tg.TableSpec("bigram_embed", num_rows, 1, None, rowwise=not fetch_all)
@@ -351,7 +364,7 @@ def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
 
 @pytest.mark.parametrize("purpose, sent, received", [("train", 50, 10), ("validation", 0, 0)])
 def test_count_bytes__excludes_what_a_rank_sends_to_itself(purpose, sent, received) -> None:
-    """Rank 0 sends 5 items of 10 bytes to rank 1, and receives 1. Only training is counted."""
+    """Rank 0 sends 5 items of 10 bytes to rank 1 and receives 1. Only training is counted."""
     table = object.__new__(tg.ExchangedTable)
     table.comm, table.byte_totals = comm(0, 2), Counter()
     plan = SimpleNamespace(tag=dict(purpose=purpose))

@@ -1,6 +1,6 @@
-"""What the trainer decides from the device: attention that must prove itself, memory counted before it is used.
+"""Decisions that depend on the device: attention kernels are checked before they are used, and memory is estimated.
 
-Everything here runs on a CPU; what needs a GPU is in gpu/test_gpu.py.
+These tests run on a CPU. Tests that need a GPU are in gpu/test_gpu.py.
 """
 import functools
 import json
@@ -28,7 +28,11 @@ Kernel = Callable[..., Tensor]           # attention
 
 # ------ Attention -----------------------------------------------------------------------------------------------------
 class FakeCudaComm:
-    """A rank with a card that calls itself CUDA; of other ranks, what they would say in the place of what it says."""
+    """A communicator of rank 0 that claims to be on CUDA, and records what is printed.
+
+    other_answers: for each other rank, the fact that it contributes to all_gather, by the fact of rank 0. For a fact
+    that is not listed, the other rank has the same one.
+    """
     on_cuda = True
     device = torch.device("cpu")
     rank = 0
@@ -49,9 +53,9 @@ class FakeCudaComm:
         return [fact, *(answers.get(fact, fact) for answers in self.other_answers)]
 
 class FakeKernels:
-    """torch's own of flash attentions, and packages that are there: what is called, by name."""
+    """Replaces torch's registry of flash attentions by these kernels, of packages that seem to be installed."""
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: int = 9, **kernels: Kernel) -> None:
-        self.kernels = kernels                       # by name; "varlen" is torch's own
+        self.kernels = kernels                       # by name; torch itself includes "varlen"
         self.active: list[str] = []
         monkeypatch.setattr(tg, "attention_varlen", self.call)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
@@ -73,7 +77,7 @@ class FakeKernels:
         return self.kernels[self.current() or "varlen"](*args)
 
 def choose_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, **changes: Any) -> tuple[str, list[str]]:
-    """Return the kernel chosen on a card with this one as torch's own and no packages, and what was said."""
+    """Choose a kernel with `kernel` as torch's varlen and no packages; return its name, and the printed lines."""
     fake_kernels = FakeKernels(monkeypatch, varlen=kernel)
     fake_comm = FakeCudaComm()
     _, title = tg.choose_attention(preset(**WIDE | changes), fake_comm)
@@ -81,11 +85,11 @@ def choose_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, **changes: An
     return title.partition(" ")[0], fake_comm.printed
 
 def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
-    """A kernel as good as bf16 allows: exact inside, rounded at its end."""
+    """A kernel that is as accurate as bf16 allows: it computes in f32 and rounds the result."""
     return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, attn_args).to(q.dtype)
 
 def scaled(input_idx: int | None = None, by: float = 1.1) -> Kernel:
-    """The faithful kernel with its output, or the gradient of an input alone, times this."""
+    """Build the faithful kernel with its output multiplied by `by`, or only the gradient of one input."""
     def kernel(*args: Any) -> Tensor:
         if input_idx is None:
             return by * faithful(*args)
@@ -101,7 +105,7 @@ def no_backward(*args: Any) -> Tensor:
     return out
 
 def wrong_window(add: int = 0, only_window: int = 0, lo: int = 0, hi: int = 10**6, only_heads: int = 0) -> Kernel:
-    """The faithful kernel with other windows: all, in the place of `at`, or of the layers with so many heads."""
+    """Build the faithful kernel with wrong windows: all, only this window, or only in layers with so many heads."""
     def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
         window = attn_args.window
         if only_window in (0, window) and only_heads in (0, q.shape[1]):
@@ -120,7 +124,7 @@ def no_causal_mask(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
 def contiguous_values(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
-    """Values are read as if they were no part of a larger tensor."""
+    """The faithful kernel, but it assumes that the values are contiguous."""
     return faithful(q, k, v.as_strided(v.shape, q.stride()), cu_seqlens, attn_args)
 
 def make_raiser(error: Exception) -> Kernel:
@@ -130,7 +134,7 @@ def make_raiser(error: Exception) -> Kernel:
 
 ONE_KEY_MORE = wrong_window(add=1)
 INACCURATE = "off by more than"
-BAD_KERNELS = {                          # kernel -> what is said of it
+BAD_KERNELS = {                          # case -> (kernel, words in the message)
     "refuses": (make_raiser(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
     "is missing": (make_raiser(ImportError("no module")), "no module"),
     "fails without a message": (make_raiser(NotImplementedError()), "NotImplementedError"),
@@ -145,7 +149,7 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     "one key more, in a wide window": (wrong_window(add=1, only_window=300), INACCURATE),
     "a window that ends with its tile": (wrong_window(lo=127), INACCURATE),
     "a window beyond documents is cut": (wrong_window(hi=256), INACCURATE),
-    "wrong in paired layers": (wrong_window(add=1, only_heads=1), INACCURATE),              # half the heads
+    "wrong in paired layers": (wrong_window(add=1, only_heads=1), INACCURATE),              # they have half the heads
     "assumes contiguous values": (contiguous_values, INACCURATE),
     "wrong in plain layers": (wrong_window(add=1, only_heads=2), INACCURATE),
     **{f"gradient of {name}": (scaled(at), INACCURATE) for at, name in enumerate("qkv")},
@@ -159,7 +163,7 @@ def test_check_attention__a_kernel_that_fails_or_is_wrong(monkeypatch, name) -> 
     assert any("varlen does not run here" in line and message in line for line in printed), printed
 
 def tiled(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
-    """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
+    """A kernel that rounds where flash attention does: the weights, and the gradients of the logits, before matmuls."""
     positions = torch.arange(len(q))
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     distance = positions[:, None] - positions
@@ -177,7 +181,7 @@ def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel) -> No
     assert [line.partition(":")[2][:12] for line in printed] == [" FA3 does no", " FA4 does no"]
 
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
-CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
+CHOICES = [                              # kernels, capability, --attention, chosen kernel, words in each printed line
     (ALL, 9, "auto", "FA3", []),
     (ALL, 10, "auto", "FA4", []),
     (dict(FA4=faithful, FA3=ONE_KEY_MORE, varlen=faithful), 9, "auto", "FA4", [INACCURATE]),
@@ -208,7 +212,7 @@ def test_choose_attention__must_work_on_every_rank(monkeypatch) -> None:
 
 @pytest.mark.parametrize("kernels, other", [(ALL, "varlen"), (dict(varlen=faithful), "reference")])
 def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch, kernels, other) -> None:
-    """No other one can be tried on that device. By a simulated clock."""
+    """No other kernel can be tried on that device, so the run ends. The clock is simulated."""
     FakeKernels(monkeypatch, **kernels)
     fake_comm = FakeCudaComm()
     fake_comm.kernel_finishes = False
@@ -244,26 +248,28 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 @pytest.mark.parametrize("world_size, rank", [(1, 0), (2, 1), (8, 0)])
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
 def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank, mode) -> None:
-    """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
+    """Compared with the tensors of a real engine, except for the rounding of shard sizes and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
     trainer = engine(cfg, world_size, rank)
     parts = tg.estimate_memory(cfg, trainer.comm, tg.attention_reference, cfg.seqs_per_step // world_size)
     exact = tg.accum_dtype(getattr(torch, dtype))
     weights = [p.data for p in trainer.model.parameters()]
     replicated = trainer.optimizer.groups[tg.REPLICATED]
-    gradients = [torch.empty_like(p) for p in replicated.weights]             # autograd's, and all that travel at once
+    # Gradients of autograd, and the buffer in which they are reduced together.
+    gradients = [torch.empty_like(p) for p in replicated.weights]
     gradients.append(torch.empty(sum(p.numel() for p in replicated.weights), dtype=exact))
     for group in trainer.optimizer.groups.values():
         if isinstance(group, tg.ShardedGroup):
             num_matrices = len(tg.bank_matrices(group.spec, group.weight))
             buffers = {id(x): x for x in (group.main_grad, group.comm_buffer)}
             gradients += [x[:num_matrices] for x in buffers.values()]
-    unused = 0                                                                # rows of caches that no list can fill
+    unused = 0                                                                # elements for rows that no plan can use
     for table in trainer.tables.values():
         if world_size == 1:
             gradients.append(table.grad)
         else:
-            gradients.append(torch.empty_like(table.shard, dtype=exact))      # which its update makes
+            # The update allocates a gradient of the shard.
+            gradients.append(torch.empty_like(table.shard, dtype=exact))
             gradients.append(table.row_grads)
             weights.append(table.cache)
             unused += max(0, world_size * len(table.shard) - len(table.cache)) * cfg.model_dim
@@ -272,7 +278,8 @@ def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank,
         counted = count_bytes(tensors)
         assert -0.01 * counted <= parts[part] - counted <= slack + 0.01 * counted, part
     moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
-    mlp = trainer.optimizer.groups["mlp"]                                     # 22 matrices: 3 each, 1 for the last
+    # 8 ranks share 22 MLP matrices: the last rank has 1 and the others 3.
+    mlp = trainer.optimizer.groups["mlp"]
     matrix = tg.bank_matrices(mlp.spec, mlp.weight.data)[:1]
     uneven = 2 * count_bytes(tg.init_optimizer_state(mlp.spec, matrix).values()) + 1000
     assert abs(parts["moments"] - count_bytes(moments)) <= uneven * (world_size == 8)
@@ -281,8 +288,10 @@ def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank,
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 @pytest.mark.parametrize("rows, update_every", [(101, 2), (5000, 4)])
 def test_estimate_memory__large_tables(location, world_size, rows, update_every) -> None:
-    """Against the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows; not the 8 bytes of
-    state of a row."""
+    """Compared with the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows.
+
+    The 8 bytes of state per row are not compared.
+    """
     cfg = with_table("tiny", f"{rows} stream 0 {location} {update_every}")
     table = engine(cfg, world_size, 0).tables["trigram_embed"]
     found, without = (tg.estimate_memory(c, on_gpu(world_size), tg.attention_reference, 1)
@@ -291,9 +300,11 @@ def test_estimate_memory__large_tables(location, world_size, rows, update_every)
     max_batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
     shard_rows = -(-rows // world_size)
     cycle_tokens = update_every * max_batch_tokens
-    active = min(shard_rows, cycle_tokens)                                    # all ranks may ask one
+    # All ranks may request all of their rows from one owner.
+    active = min(shard_rows, cycle_tokens)
     assert len(table.cache) == len(table.row_grads) == min(world_size * shard_rows, cycle_tokens // world_size)
-    rounded = functools.partial(pytest.approx, rel=0.05)                      # shards of 101 rows, scalars of the mix
+    # The tolerance is for the rounding of shards of 101 rows, and for the scalars that mix the table in.
+    rounded = functools.partial(pytest.approx, rel=0.05)
     assert found["gradients"] == rounded(table.row_grads.nbytes)
     on_device = table.cache.nbytes + active * 4 * cfg.model_dim
     if location == "host":
@@ -327,8 +338,9 @@ def record_config(*flags: str) -> tg.Config:
 @pytest.mark.parametrize("comm, kernel", [(make_comm(), tg.attention_reference),
                                           (on_gpu(), tg.attention_varlen)])
 def test_choose_micro_batch_size__less_memory_means_smaller_micro_batches(monkeypatch, comm, kernel) -> None:
-    """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
-    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
+    """The largest size that fits is chosen, to the byte. A requested size is used, or refused if it does not fit."""
+    # With small validation batches, no two sizes need the same memory.
+    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)
     total = {size: tg.estimate_memory(cfg, comm, kernel, size).total() for size in (1, 2, 4, 8)}
     for size, num_bytes in total.items():
         set_available_memory(monkeypatch, num_bytes)
@@ -346,12 +358,15 @@ def test_choose_micro_batch_size__less_memory_means_smaller_micro_batches(monkey
 @pytest.mark.recipe
 @pytest.mark.parametrize("card, world_size, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_choose_micro_batch_size__of_the_record_preset(monkeypatch, card, world_size, want) -> None:
-    """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
+    """card: its GiB; H100 and A100 80, H200 141, B200 180. One sequence needs 28 to 32 GiB, each further one 25."""
     set_available_memory(monkeypatch, card * 2**30 * tg.USABLE_MEMORY)
     assert tg.choose_micro_batch_size(record_config(), on_gpu(world_size), tg.attention_varlen)[0] == want
 
 def test_choose_micro_batch_size__host_tables_are_reported_but_not_refused(monkeypatch) -> None:
-    """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
+    """Their memory is allocated page by page, as rows are updated: 10^8 rows of 384 bytes have 38 GB.
+
+    On a device, tables of this size are refused.
+    """
     host, device = (with_table("pocket", f"100000000 stream 0 {location}") for location in ("host", "device"))
     set_available_memory(monkeypatch, 8e9)
     for cfg, comm in ((host, on_gpu()), (device, make_comm())):

@@ -1,6 +1,6 @@
-"""Section 4: main_grad. Where a weight's gradient is written, what autograd gets, and what the optimizer refuses.
+"""Kernels: main_grad. Where a weight's gradient is accumulated, what autograd receives, and what the optimizer refuses.
 
-The expected gradients are plain products, autograd's own gradients and sums in float64.
+The expected gradients are plain matmuls, gradients of autograd, and sums in float64.
 """
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import train_gpt as tg
 
 def make_weight(*shape: int, seed: int = 0, dtype: torch.dtype = F64, grad_dtype: torch.dtype = F64,
                 matrices: int = 1) -> Tensor:
-    """A weight with a main_grad that is NaN before the first write."""
+    """Create a weight with a main_grad that is NaN before the first write."""
     weight = torch.nn.Parameter(randn(*shape, seed=seed, dtype=dtype))
     weight.main_grad = torch.full(shape, torch.nan, dtype=grad_dtype)
     weight.write_counts = torch.zeros(matrices, dtype=torch.int64)
@@ -29,7 +29,7 @@ def storage_ptrs(*tensors: Tensor | None) -> list[int]:
 @pytest.mark.parametrize("product_given", (False, True))
 @pytest.mark.parametrize("grad_dtype, input_dtype", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
 def test_add_to_main_grad__the_first_write_overwrites_and_others_add(grad_dtype, input_dtype, product_given) -> None:
-    """NaN is overwritten, too. The other matrices of the buffer stay as they are."""
+    """The first write also overwrites NaN. The other matrices of the buffer do not change."""
     bank = torch.full((3, 4, 5), torch.nan, dtype=grad_dtype)
     write_counts = torch.zeros(3, dtype=torch.int64)
     want = torch.zeros(4, 5, dtype=F64)
@@ -46,7 +46,7 @@ def test_add_to_main_grad__the_first_write_overwrites_and_others_add(grad_dtype,
     assert bank[0].isnan().all() and bank[2].isnan().all()
 
 def test_add_to_main_grad__the_operator_declares_what_it_mutates() -> None:
-    """Else a compiler would remove it as dead code."""
+    """A compiler removes an operator without declared mutations as dead code."""
     op = torch.ops.train_gpt.add_to_main_grad.default
     for count, b in ((0, randn(7, 5)), (1, randn(7, 5)), (1, None)):
         a = randn(7 if b is not None else 4, 4 if b is not None else 5)
@@ -54,7 +54,8 @@ def test_add_to_main_grad__the_operator_declares_what_it_mutates() -> None:
     written = [x.name for x in op._schema.arguments if x.is_write]
     assert written == ["main_grad", "write_counts"] and not op._schema.returns
 
-CONTRACT = [                             # main_grad, flag, deferred, what autograd gets
+# Columns: has main_grad, has the flag grad_added_to_main_grad, gradient is deferred, what autograd receives.
+CONTRACT = [
     (False, False, False, "gradient"), (False, True, False, "gradient"),
     (True, False, False, None), (True, True, False, "dummy"),
     (False, False, True, None), (False, True, True, None), (True, False, True, None), (True, True, True, "dummy")]
@@ -70,9 +71,9 @@ def contract_weight(main_grad: bool, flag: bool) -> Tensor:
 @pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale) -> None:
-    """Every row of the contract in two micro-batches: plain, accumulated and deferred, each without and with the flag.
+    """Check every case of the contract in two micro-batches: plain, accumulated, deferred, without and with the flag.
 
-    Hooks on the weight see what backward returns. No gradient keeps a graph, because it would keep its factors.
+    Hooks on the weight receive what backward returns. No gradient has a graph, since a graph retains its operands.
     """
     weight = contract_weight(main_grad, flag)
     queue = [] if deferred else None
@@ -102,7 +103,8 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
         assert all(x.shape == weight.shape and x.dtype == weight.dtype and not x.any() for x in seen)
     else:
         assert weight.grad is None and seen == [None, None]
-    if main_grad:                        # no alias: autograd would add to it
+    if main_grad:
+        # No gradient may be an alias of main_grad or of another one, because autograd adds to gradients in place.
         given = storage_ptrs(*seen)
         assert len({*given}) == len(given)
         assert not {*given, *storage_ptrs(weight.grad)} & {*storage_ptrs(weight.main_grad)}
@@ -117,7 +119,7 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
 
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
 def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _) -> None:
-    """Nothing is written, queued or flagged. The gradient of the input is computed all the same."""
+    """No gradient is written or queued, and no flag is set. The gradient of the input is computed nevertheless."""
     weight = contract_weight(main_grad, flag).requires_grad_(False)
     queue = []
     x = randn(5, 3).requires_grad_()
@@ -129,7 +131,7 @@ def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, 
 
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
 def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _) -> None:
-    """Each use writes once, and autograd adds no main_grad to itself."""
+    """Each use writes once, and autograd does not add main_grad to itself."""
     weight = make_weight(4, 4)
     if not main_grad:
         del weight.main_grad
@@ -149,7 +151,7 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
 
 @pytest.mark.parametrize("modified", ("input", "gradient"))
 def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
-    """Before any gradient is written, also those that were deferred earlier."""
+    """The error is raised before any gradient is written, including those that were deferred earlier."""
     weight = make_weight(4, 3)
     queue = []
     operands = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
@@ -161,7 +163,7 @@ def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
 def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
-    """Each matrix as a weight of its own, whose main_grad is a view of the bank's."""
+    """Return each matrix as a separate weight, whose main_grad is a view of the bank's."""
     by_layer = []
     for layer, gradient in zip(bank.unbind(), bank.main_grad.unbind()):
         pair = []
@@ -175,7 +177,10 @@ def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
 
 @pytest.mark.parametrize("how", ("bank", "views", "frozen", "aot_eager"))
 def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how) -> None:
-    """In two micro-batches. Autograd keeps the gradient of the learned scale. One graph serves all writes."""
+    """Gradients equal those of autograd in two micro-batches.
+
+    The gradient of the learned scale remains with autograd. The compiled function has one graph for all writes.
+    """
     bank = make_weight(3, 12, 4, seed=1, matrices=6)
     scale = torch.nn.Parameter(torch.tensor(0.7, dtype=F64))
     x = randn(5, 4, seed=2).requires_grad_()
@@ -197,7 +202,8 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how) ->
     for micro_batch in (1, 2):
         call(x).backward()
         assert bank.grad is None
-        times = 1 if how == "views" else micro_batch                          # views made anew are written anew
+        # Views are created again for each call, so their first write overwrites.
+        times = 1 if how == "views" else micro_batch
         if how == "frozen":
             assert bank.main_grad.isnan().all()
         else:
@@ -215,7 +221,7 @@ def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused() -> None
 
 @pytest.mark.parametrize("flag", (True, False), ids=("flag", "deferred"))
 def test_linear_main_grad__compiled_code_refuses_flag_and_queue(flag) -> None:
-    """The compiler raises its own error. It never loses a flag or a queue without one."""
+    """The compiler raises an error. It never ignores a flag or a queue silently."""
     weight = make_weight(4, 3)
     if flag:
         weight.grad_added_to_main_grad = False
@@ -236,7 +242,7 @@ def head_losses(x: Tensor, weight: Tensor, precision: str = "plain") -> Tensor:
 
 @pytest.mark.parametrize("frozen", ("up", "down", "plain", "emulated"))
 def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_grad(frozen) -> None:
-    """The other matrix of an MLP is written all the same. `plain` and `emulated` are precisions of the head."""
+    """The other matrix of an MLP is written nevertheless. `plain` and `emulated` are precisions of the head."""
     x = randn(5, 4, seed=2).requires_grad_()
     weights = dict(up=make_weight(8, 4), down=make_weight(8, 4, seed=1))
     if frozen not in weights:
@@ -253,7 +259,7 @@ def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_gra
         assert weight.main_grad.isnan().all() == (name == frozen)
 
 def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches() -> None:
-    """Against a sum in f64 of products of the same bf16 factors. Rounding each product to bf16 errs by 3e-3."""
+    """Compared with the sum in f64 of matmuls of the same bf16 operands. Rounding each to bf16 has an error of 3e-3."""
     bank = make_weight(2, 48, 16, dtype=BF16, grad_dtype=F32, matrices=4)
     scales = torch.nn.Parameter(torch.tensor([0.7, 1.3]))
     want = torch.zeros(2, 48, 16, dtype=F64)
@@ -266,7 +272,7 @@ def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_mi
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
-# Operations that write a gradient themselves: x (5, 4) and the weights that they need -> any output.
+# Operations that write a gradient themselves. They map x (5, 4) and their weights to any output.
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return tg.linear_main_grad(x, tg.as_matrix(weight))
 
@@ -283,13 +289,14 @@ OPERATIONS = {matmul: [(8, 4)], mlp: [(8, 4)] * 2, head_losses: [(4, 9)], emulat
 
 def weights_for(operation: Callable) -> list[Tensor]:
     weights = [make_weight(*shape, seed=seed) for seed, shape in enumerate(OPERATIONS[operation])]
-    if operation is lookup:                               # row_grads are always added to
+    if operation is lookup:
+        # The first write to row_grads does not overwrite.
         weights[0].main_grad.zero_()
     return weights
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callable) -> None:
-    """Also where the arriving gradient is a constant, which autograd would let pass."""
+    """Second derivatives are refused even if the incoming gradient is a constant, where autograd itself allows them."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
     with refused(tg.RunError, "create_graph", "first order"):
@@ -306,7 +313,7 @@ def test_first_order_only__guards_every_operation_of_the_trainer() -> None:
 @pytest.mark.parametrize("reentrant", (False, True), ids=("saved tensors", "reentrant"))
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentrant, deferred, monkeypatch) -> None:
-    """Running forward again in backward writes nothing more: every main_grad is written once per backward."""
+    """Recomputing the forward pass writes no gradient: every main_grad is written once per backward pass."""
     as_matrix = tg.as_matrix
     queue = []
     if deferred:
@@ -316,8 +323,9 @@ def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentr
         weights = weights_for(operation)
         x = randn(5, 4, seed=3).requires_grad_()
         for backward in (1, 2):
+            # Weights are no arguments of checkpoint, because reentrant checkpointing detaches its arguments.
             def forward(x: Tensor, weights: list[Tensor] = weights) -> Tensor:
-                return operation(x, *weights)             # no arguments of checkpoint, which would detach them
+                return operation(x, *weights)
 
             out = checkpoint(forward, x * 2, use_reentrant=reentrant) if checkpointed else forward(x * 2)
             out.square().sum().backward()
@@ -330,6 +338,7 @@ def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentr
     assert all(main_grad.isfinite().all() and main_grad.any() for main_grad in found[0][:-1])
 
 def make_trainee(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.StepConfig]]]:
+    """Return a small engine, and a function that returns the batch and step config of a step."""
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
 
@@ -342,7 +351,10 @@ def make_trainee(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Ba
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
     (dict(dtype="bfloat16", micro_batch_size=1), F32)])
 def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> None:
-    """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
+    """Each gradient is in main_grad, in .grad or in a table, never in two of them.
+
+    Its type is f32 if several micro-batches or the steps of an Adam cycle add to it.
+    """
     cfg = small(**changes)
     engine = tg.Engine(cfg, comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
@@ -362,7 +374,7 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> N
         assert table.grad.dtype == F32 and not table.grad[unread].any() and table.grad[~unread].any(1).all(), label
 
 def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None:
-    """Over steps, a snapshot and its restoration. The content of a cleared buffer is never read."""
+    """Addresses stay the same over steps, a snapshot and its restoration. Cleared buffers are never read."""
     engine, batch_at = make_trainee()
     other, _ = make_trainee()
     groups = engine.optimizer.sharded_groups.values()
@@ -392,7 +404,7 @@ def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None
 
 @pytest.mark.parametrize("mishap, label", [("lost", "attn"), ("lost", "lm_head"), ("twice", "mlp"), ("one", "mlp")])
 def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, label) -> None:
-    """Also a single matrix of a bank that was not written. No weight changes."""
+    """The error names the weight, also if a single matrix of a bank was not written. No weight changes."""
     engine, batch_at = make_trainee()
     batch, step_cfg = batch_at(1)
     real = tg.add_to_main_grad
@@ -413,7 +425,7 @@ def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     assert unequal(dict(engine.model.named_parameters()), before) == []
 
 def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch) -> None:
-    """A fork may defer every gradient of the banks. Until `run_deferred`, optim_step raises."""
+    """A fork may defer all gradients of the banks. Before `run_deferred`, optim_step raises."""
     by_layer = tg.matrices_by_layer
     queue = []
 
@@ -438,9 +450,10 @@ def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch) -> Non
     assert unequal(*found) == []
 
 def test_full_state__padding_is_not_saved() -> None:
-    """torch.save writes the whole storage of a view."""
+    """The state has a separate storage, because torch.save writes the whole storage of a view."""
     engine, _ = make_trainee()
     attn = engine.model.attn
-    attn.data = torch.cat((attn.data, attn.data[:1]))[:-1]            # a view of a padded buffer, as with several ranks
+    # With several ranks, the weight is a view of a padded buffer.
+    attn.data = torch.cat((attn.data, attn.data[:1]))[:-1]
     saved = engine.full_state(tg.Schedule(engine.cfg).at(0), with_moments=False)["attn"]
     assert saved.equal(attn) and saved.untyped_storage().nbytes() == saved.nbytes

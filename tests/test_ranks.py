@@ -1,9 +1,9 @@
-"""1, 2, 4 and 8 ranks compute the same run; the bytes they exchange, who updates what, and that nothing else does.
+"""1, 2, 4 and 8 ranks compute the same run. Also tested: the bytes they exchange, and which rank updates what.
 
-The functions with an argument `rank` are what each of W ranks does; the tests after them look at what the ranks found.
-Most is compared with one process, whose numbers are the other tests' business. A sum over ranks has another order than
-over slots: float64 runs differ by rounding, 1e-14 of a loss as measured. Where all numbers are integers, all bits are
-equal.
+Each of W ranks runs a function with an argument `rank`; the tests below that function check what the ranks returned.
+Most results are compared with those of one process, which other tests check. Sums over ranks have another order than
+sums over sequences, so float64 runs differ by rounding (measured: 1e-14 of a loss). Where all values are integers, all
+bits are equal.
 """
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def assert_same_bits(got: Arrays, want: Arrays) -> None:
     assert [key for key in want if got[key].dtype != want[key].dtype or not np.array_equal(got[key], want[key])] == []
 
 def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
-    """Norm of the difference over the norm."""
+    """Check that the norm of the difference is at most `limit` times the norm."""
     assert got.keys() == want.keys()
     for key, x in want.items():
         assert got[key].shape == x.shape, key
@@ -65,7 +65,10 @@ def state_hashes(engine: tg.Engine) -> dict[str, str]:
     return hashes | dict(plain=repr((engine.rotary, tables)))
 
 def full_state(engine: tg.Engine, step_cfg: tg.StepConfig) -> Arrays:
-    """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
+    """Return weights and optimizer state in logical shapes, on rank 0. step_cfg: of the next step.
+
+    Collective.
+    """
     whole = engine.full_state(step_cfg, with_moments=True)
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
@@ -74,9 +77,10 @@ def tiny_config(**changes: Any) -> tg.Config:
     tg.check_config(cfg)
     return cfg
 
-RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
+# Each run has the untying, and a change of stage and a validation in the middle of a cycle.
+RUNS = {
     "all layers": dict(),
-    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
+    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # several shards; half a last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
     "every step": dict(adam_every=1, tables=(replace(PAIRS, update_every=1), TRIPLES)),
     "layers": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2),
@@ -86,7 +90,11 @@ RUNS = {                                 # each has a stage change and a validat
 }
 
 def tiny_run(rank: Rank, name: str, location: str) -> dict[str, Any]:
-    """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
+    """Run tg.train on preset tiny with the changes of RUNS[name].
+
+    Returns the losses of this rank's sequences and of validations, the state at the start and at the end, the rows that
+    each step looked up, what rank 0 printed, and for some runs what the warm-up changed.
+    """
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
     tables = [replace(table, location=location) for table in fields.get("tables", ())]
@@ -144,7 +152,7 @@ def tiny_run(rank: Rank, name: str, location: str) -> dict[str, Any]:
     return found | dict(seq_losses=np.stack(losses), validations=np.array(validations))
 
 def run_results(ranks: Ranks, world_size: int, name: str, location: str = "device") -> list[dict[str, Any]]:
-    """Return what each rank of such a run found; it is made once."""
+    """Return the results of each rank. Each run is executed once and shared by the tests."""
     return ranks(world_size, tiny_run, name=name, location=location)
 
 runs = pytest.mark.parametrize("name, world_size", [
@@ -156,7 +164,8 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_s
     single, = run_results(ranks, 1, name)
     by_rank = run_results(ranks, world_size, name)
     want = single["seq_losses"]
-    seqs = np.stack([found["seq_losses"] for found in by_rank], axis=2)       # slot s is rank s mod W's
+    # Rank s % W trains on sequence s.
+    seqs = np.stack([found["seq_losses"] for found in by_rank], axis=2)
     np.testing.assert_allclose(seqs.reshape(want.shape), want, rtol=0, atol=1e-9)
     for found in by_rank:
         np.testing.assert_allclose(found["validations"], single["validations"], rtol=0, atol=1e-9)
@@ -164,9 +173,12 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_s
 
 @runs
 def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
-    """Adam divides by the gradient's own size: where that is nearly 0, rounding decides, even the sign of an entry.
-    Such entries are few, so norms are compared. As measured: 1e-12. All ranks have the same bits at the start, which no
-    rank tells another, and at the end."""
+    """The norms of weights and moments are equal (measured: 1e-12).
+
+    Norms are compared because Adam divides by the size of the gradient. Where that is nearly 0, rounding decides the
+    value of an entry, even its sign. Such entries are rare. Replicated weights have the same bits on all ranks at the
+    start, where they are not communicated, and at the end.
+    """
     single, = run_results(ranks, 1, name)
     by_rank = run_results(ranks, world_size, name)
     assert_close(by_rank[0]["state"], single["state"], 1e-9)
@@ -181,7 +193,7 @@ def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, 
 @pytest.mark.parametrize("world_size", [1, 2, SLOW_4], ids="W{}".format)
 @pytest.mark.parametrize("name", ["layers", "update_every 4"])
 def test_ROW_STORES__runs_from_either_have_the_same_bits(ranks, name, world_size) -> None:
-    """The host store of these runs is late by chance, and spoils its buffers."""
+    """The host store of these runs delays copies at random and overwrites its staging buffers after each copy."""
     for device, host in zip(*(run_results(ranks, world_size, name, location) for location in tg.ROW_STORES)):
         assert host["final"] == device["final"]
         assert host["validations"].tobytes() == device["validations"].tobytes()
@@ -196,8 +208,8 @@ def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, location) -> None:
     for found in run_results(ranks, 2, name, location):
         assert found["warm_up_steps"] > 4 and found["changed"] == []
 
-ROW_BYTES = 8 * 32                       # of float64, in the width of tiny
-STATE_BYTES = 8 + 4                      # of a row-wise table's row: its second moment and its last update
+ROW_BYTES = 8 * 32                       # a row of preset tiny in float64
+STATE_BYTES = 8 + 4                      # state of a row in a row-wise table: second moment and last update
 
 def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[str, Any]]) -> Counter:
     """Count the bytes that the ranks of a run move for a table, from the rows that each of them looked up.
@@ -211,7 +223,8 @@ def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[
     steps = len(by_rank[0]["lookups"])
     moved = Counter()
     for first in range(0, steps, spec.update_every):
-        if spec.label not in by_rank[0]["lookups"][first]:                    # tied: its rows are read from the head
+        # While the embedding is tied, its rows are read from the head.
+        if spec.label not in by_rank[0]["lookups"][first]:
             continue
         fetched = 0
         requested = []
@@ -221,7 +234,8 @@ def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[
             fetched += int((requested[-1] % world_size != rank).sum())
         if fetch_all and not spec.rowwise:
             fetched = world_size * (world_size - 1) * spec.shard_rows(world_size)
-        messages = 1 + (first + spec.update_every <= steps)                   # rows, and their gradients
+        # A cycle sends rows; a completed cycle also sends their gradients.
+        messages = 1 + (first + spec.update_every <= steps)
         for name in ("bytes_sent", "bytes_received"):
             moved[name] += fetched * (4 + messages * ROW_BYTES)
         moved["bytes_dense"] += messages * world_size * (world_size - 1) * shard_bytes
@@ -242,7 +256,10 @@ COUNTED_RUNS = [
 
 @pytest.mark.parametrize("name, location, world_size", COUNTED_RUNS)
 def test_finish_run__comms_are_the_bytes_that_training_moved(ranks, name, location, world_size) -> None:
-    """By table, summed over ranks: without warm-up and validations, with the rows of a last cycle that is cut short."""
+    """The result has the bytes by table, summed over ranks.
+
+    They do not include the warm-up and validations, but include the rows of a last cycle that is incomplete.
+    """
     by_rank = run_results(ranks, world_size, name, location)
     text = (ranks.folder_of(world_size, tiny_run, name=name, location=location) / "run/log.jsonl").read_text()
     entries = [json.loads(line) for line in text.splitlines()]
@@ -258,7 +275,10 @@ def test_finish_run__comms_are_the_bytes_that_training_moved(ranks, name, locati
     assert (location == "host") == any(counts["bytes_down"] for counts in expected.values())
 
 def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
-    """Tokens and validation losses of the whole run; and the weights that it saves are those of all ranks."""
+    """Its log has the tokens and validation losses of the whole run, and it saves the full weights of all ranks.
+
+    The other ranks print nothing.
+    """
     logs = []
     for w in (1, 8):
         text = (ranks.folder_of(w, tiny_run, name="cycles", location="device") / "run/log.jsonl").read_text()
@@ -281,26 +301,31 @@ def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
 @contextlib.contextmanager
 def started_engine(comm: tg.Communicator, cfg: tg.Config,
                    num_steps: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.StepConfig]]]:
-    """An engine with weights that leave no term at zero, a started loader, and the first steps."""
+    """Build an engine with weights that make no term zero, a started loader, and the first step configs."""
     headers = tg.read_shard_headers(cfg.train_files)
     cfg = tg.resolve_sizes(cfg, headers, headers)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
     fill_randomly(engine.model, where=comm)
-    if comm.world_size == 1:             # else it is read from the head
+    # With several ranks, the tied embedding is read from the head.
+    if comm.world_size == 1:
         engine.model.embed.data.copy_(engine.model.lm_head.t())
     with started_loader(cfg, comm, num_steps) as (loader, step_cfgs):
         yield engine, loader, step_cfgs
 
 def finish_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -> None:
-    """Make all calls of `train_step` but the forward and backward pass."""
+    """Make all calls of `train_step` except the forward and backward pass."""
     next_plans = loader.next_plans()
     engine.prefetch_rows(next_plans)
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)
 
 def train_cycle(rank: Rank, calls: str) -> Arrays:
-    """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
-    or with those alone, which on one rank is a cycle of every second slot."""
+    """Train one cycle, and return the full state. calls: to forward_backward, in each step.
+
+    whole: one call with all sequences of the rank. The others change this on odd ranks. cut: one call per sequence, the
+    last one first; extra: another call, with loss scale 0; idle: the call has loss scale 0. With one rank, idle trains
+    on every second sequence only.
+    """
     odd = rank.rank % 2 == 1
     cfg = tiny_config(dtype="float64", adam_every=2)
     with few_layers(), started_engine(rank.comm(), cfg, 2) as (engine, loader, step_cfgs):
@@ -321,8 +346,11 @@ def train_cycle(rank: Rank, calls: str) -> Arrays:
 
 @pytest.mark.parametrize("world_size", [2, SLOW_4], ids="W{}".format)
 def test_forward_backward__calls_add_up_and_wait_for_no_rank(ranks, world_size) -> None:
-    """Odd ranks cut their slots into calls, last slot first; even ones make one call. A rank that waited for another
-    in a call would wait for ever. Where the calls of odd ranks weigh nothing, only the slots of the others count."""
+    """Gradients do not depend on how the sequences are divided into calls, and calls with loss scale 0 change no bit.
+
+    Odd ranks make another number of calls than even ranks, so a call that synchronized with other ranks would hang. If
+    all calls of odd ranks have loss scale 0, the result has the gradients of the other ranks' sequences only.
+    """
     single, half = (ranks(1, train_cycle, calls=calls)[0] for calls in ("whole", "idle"))
     whole, cut, extra, idle = (ranks(world_size, train_cycle, calls=calls)[0]
                                for calls in ("whole", "cut", "extra", "idle"))
@@ -334,7 +362,7 @@ def test_forward_backward__calls_add_up_and_wait_for_no_rank(ranks, world_size) 
 UNEVEN_SEQS, UNEVEN_STEPS, CYCLE = 24, 6, 2
 
 def integer_grads(step: int, label: str, shape: Sequence[int]) -> Tensor:
-    """A gradient of each slot: sums over slots and a cycle are exact in every dtype."""
+    """Draw a gradient for each sequence. Sums of them over sequences and a cycle are exact in every dtype."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
     return torch.randint(-2, 3, (UNEVEN_SEQS, *shape), generator=generator)
 
@@ -344,10 +372,12 @@ def grads_of(table: tg.LocalTable | tg.ExchangedTable) -> Tensor:
 
 def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False, order: int = 0,
                   **changes: Any) -> dict[str, Any]:
-    """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
-    come the integers of this rank's slots; those of tables are zeros (table_harness.py has more). spoil: with NaN
-    in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
-    reverse, else one by chance. Returns the state right after the untying and at the end."""
+    """Train six steps with the untying. Return the state after the untying and at the end.
+
+    Almost no size of the model is a multiple of W. Gradients are replaced by the integers of this rank's sequences, and
+    those of tables by zeros (table_harness.py tests these). nan_padding: fill the padding of communication buffers with
+    NaN. order: of reductions and updates; 0: the trainer's, 1: its reverse, otherwise a random one.
+    """
     stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SEQS) for stage in tg.TINY["stages"])
     cfg = tiny_config(seqs_per_step=UNEVEN_SEQS, stages=stages, val_batch_tokens=16 * UNEVEN_SEQS,
                       val_tokens=16 * UNEVEN_SEQS, dtype=dtype, num_heads=2, head_dim=8, model_dim=16,
@@ -394,19 +424,20 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
     *(pytest.param(world_size, dtype, mode, marks=pytest.mark.slow) for world_size in (3, 4, 8)
       for dtype, mode in (("float64", "sparse"), ("float32", "dense")))])
 def test_step__exact_sums_give_the_same_bits_at_every_world_size(ranks, world_size, dtype, mode) -> None:
-    """Tied and untied, with integers for gradients; 24 slots, of which 1/24 is no binary number."""
+    """Tied and untied, with integers for gradients. With 24 sequences, the factor 1/24 is not exact in binary."""
     single, = ranks(1, train_by_hand, dtype=dtype)
     first, *_ = ranks(world_size, train_by_hand, dtype=dtype, row_comms=mode)
     for when in ("untied", "end"):
         assert_same_bits(first[when], single[when])
-    for ending in ("", ".m", ".v"):                           # the head's are cut along D, the embedding's along V
+    # The head is sharded along D, the embedding along V.
+    for ending in ("", ".m", ".v"):
         np.testing.assert_array_equal(first["untied"][f"embed{ending}"], first["untied"][f"lm_head{ending}"].T)
     assert all(x.any() for name, x in single["end"].items() if name.split(".")[0] not in tg.BUILTIN_TABLES[:2])
     assert ("mlp.mantissa" in single["end"]) == (dtype == "bfloat16")
 
 @world_sizes
 def test_ShardedGroup__padding_changes_no_bit(ranks, world_size) -> None:
-    """Filled with NaN instead of zeros, it changes no bit."""
+    """Filling the padding with NaN instead of zeros changes no bit."""
     by_rank = ranks(world_size, train_by_hand, nan_padding=True, dtype="bfloat16", row_comms="sparse")
     assert world_size == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"
     first, *_ = ranks(world_size, train_by_hand, dtype="bfloat16", row_comms="sparse")
@@ -422,7 +453,7 @@ def test_REDUCE_ORDER__any_order_of_communication_gives_the_same_bits(ranks, wor
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
 def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
-    """Return what check_agreement says when one rank has other facts."""
+    """Return the message of check_agreement when one rank has different facts."""
     facts = {"--seed": "1", "data_sha256": "d1", "torch": "2"}
     if rank.rank == odd_rank % rank.world:
         facts |= changes
@@ -435,7 +466,7 @@ def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
     (-1, dict(data_sha256="d2"), "data_sha256", ("d1", "d2")), (0, {"--seed": "7"}, "--seed", ("7", "1")),
     (-1, dict(torch=""), "torch", ("2", "None"))], ids=["last", "first", "missing"])
 def test_check_agreement__every_rank_raises(ranks, world_size, odd_rank, changes, name, stated) -> None:
-    """The field, both values and ranks, and what to do."""
+    """The message of every rank names the field, both values, both ranks, and what to do."""
     first, other = stated
     for error in ranks(world_size, disagree, odd_rank=odd_rank, changes=changes):
         what, found, _, hint = error.split("\n")
