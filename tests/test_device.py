@@ -391,13 +391,15 @@ import resource, torch
 import train_gpt as tg
 
 tg.init_distributed(tg.Config(device="cpu"))
-passes = []
-for number in range(5):                  # each a little larger: glibc alone would keep what is no larger than before
+page_faults = []
+# Tensors grow from pass to pass, because glibc without this setting reuses memory for tensors that are not larger.
+for i in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones((1 << 20) + (number << 14)) for _ in range(20)]
+    tensors = [torch.ones((1 << 20) + (i << 14)) for _ in range(20)]
     del tensors
-    passes.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(passes))                       # given back, memory costs each of them all its pages
+    page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+# If freed memory is returned to the system, every pass faults in all of its pages.
+print(min(page_faults))
 """
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
