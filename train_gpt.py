@@ -1,50 +1,69 @@
-"""Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-    ./run.sh                                                   set-up, data, training, result and a sample
-    torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
-    python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
-records/RECIPE.md, which has its formulas and sources; credits are in README.md.
+"""Train a small GPT against the clock: the modded-nanogpt speedrun in one file.
 
-Contents. A section uses only sections above it, by name and by call, and nothing happens at import.
-    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Communicator
-    2 Schedule    everything a step needs, in one `StepConfig`: pure functions of the progress
-    3 Data        shards: headers, checks, packing of documents into slots, validation slots, vocabulary
-    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
-    5 Rows        embedding tables: row plans, exchange of requests, row stores on device or host, fetch and reduce
-    6 Batches     from slots to batches with row plans; the loader thread; validation batches
-    7 Model       parameter table and GPT
-    8 Optimizer   NorMuon, Adam, row updates, groups of parameters, untying, order of communication
-    9 Engine      forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
-   10 Loop        clock, log, warm-up, time budget, the training loop, sample
-   11 Main        ranks and device, attention kernel, header, the end of every run, `train` from data to result
-Letters                                                        [value in the record preset]
-    W ranks                       L layers [11]                V vocabulary, padded [50,304]
-    S slots in a step [8]         D model width [768]          R rows of a table [251,520]
-    B slots in a micro-batch      H heads [6]                  E width of one head [128]
-    T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
-A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
-cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
-J = (1/S) * sum over slots of the slot's summed loss, at every W."""
+    ./run.sh                                                 set up, fetch data, train, print the result and a sample
+    python train_gpt.py --preset=pocket                      one process; about two minutes on two CPU cores
+    torchrun --standalone --nproc_per_node=8 train_gpt.py    eight GPUs, preset `record`
+    python train_gpt.py --help                               all flags
+
+Model, optimizers and schedule are those of modded-nanogpt after its pull request #221 (record 71, 2026-02-15). Two
+things are added: ranks exchange only the embedding rows that they look up, and --tables adds hashed n-gram tables, in
+device or host memory. RECIPE means records/RECIPE.md, which has the formulas and their sources. "record 43" is the 43rd
+record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
+
+Sections. A section uses and calls only code of the sections above it, and importing this file has no side effects.
+     1 Config      errors, layers, stages, n-gram tables, flags, presets, Communicator (rank, device, collectives)
+     2 Schedule    Schedule.at(step) -> StepConfig: everything that changes from step to step
+     3 Data        data shards, their checks, packing of documents into sequences, vocabulary
+     4 Kernels     PyTorch references and Triton kernels: norm, rotary, attention, MLP, head and loss, rows; main_grad
+     5 Rows        embedding tables sharded by row: row plans, exchange between ranks, device and host memory
+     6 Batches     batches with their row plans, the background loader, validation batches
+     7 Model       parameter specs and GPT
+     8 Optimizer   NorMuon, Adam, row-wise updates, parameter groups, untying, order of the collectives
+     9 Engine      forward_backward, optim_step, evaluate, snapshots, memory estimate, saves and checkpoints
+    10 Loop        clock, log, warm-up, time budget, training loop, sampling
+    11 Main        launch, attention kernel selection, log header, a run from data to result (`train`), exit handling
+To learn the algorithm, read section 2, the PyTorch references of section 4, and sections 7, 8 and 10. Skip the Triton
+kernels and the other sections at first.
+
+Letters, with their values in preset `record`
+    W  ranks (world size)             L  layers [11]                V  padded vocabulary [50,304]
+    S  sequences per step [8]         D  model dim [768]            R  rows of a table [bigrams: 251,520]
+    B  sequences per micro-batch      H  attention heads [6]        C  rows of a rank's shard: R / W, rounded up
+    T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
+    N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
+
+Terms
+    sequence      T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
+                  They are the unit of data parallelism: sequence s belongs to rank s mod W.
+    bank          several matrices stacked in one parameter
+    update_every  steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step, Adam
+                  on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
+    cycle         the steps from one update to the next. The cycle of the run is the longest one; data is loaded and
+                  checkpoints are written in units of it.
+    J             the objective of a step: (1/S) * sum over its sequences of the summed loss of a sequence, for every W
+"""
 from __future__ import annotations
 
 import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next file that is opened gets its number, and receives what libraries print.
+    # If a standard stream is closed, the next opened file has its descriptor, and libraries print into that file. Open
+    # /dev/null instead.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)               # takes the lowest number that is free: this one
+            os.open(os.devnull, os.O_RDWR)               # POSIX: the lowest free descriptor, which is this one
     # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
     with open(__file__, "rb") as file:
         SOURCE = file.read()
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
+    # Waiting OpenMP threads that spin make training 10 times slower if other processes use the cores. This must be set
+    # before torch is imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+    # Exit without a traceback on Ctrl-C during the imports, until `main` installs its handlers.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
 import base64
@@ -66,6 +85,7 @@ import operator
 import platform
 import re
 import resource
+import shlex
 import shutil
 import socket
 import subprocess
@@ -91,30 +111,32 @@ from torch import Tensor, nn
 
 # ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
-    """An error that says what was found, what was expected, and what to do about it."""
-    exit_status = 2                      # that the process exits with
+    """An error that says what is wrong, what was found, what was expected, and how to fix it."""
+    exit_status = 2
 
-    def __init__(self, what: str, found, expected, hint: str):
-        super().__init__(what, str(found)[:1000], str(expected), hint)            # texts, which travel between ranks
+    def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
+        # Store strings, so that the error can be pickled and sent to other ranks.
+        super().__init__(what, str(found)[:1000], str(expected), hint)
 
-    def __str__(self):
+    def __str__(self) -> str:
         what, found, expected, hint = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}"
 
 class ConfigError(TrainerError):
-    """A setting, a launch or a device that cannot work."""
+    """Invalid settings, launch environment or device."""
 
 class DataError(TrainerError):
-    """Files that are missing, damaged or too few."""
+    """Missing, corrupt or insufficient data."""
 
 class RunError(TrainerError):
-    """Something that went wrong in a run: loss, memory, disk, another rank."""
+    """A failure during a run: non-finite loss, out of memory, full disk, lost rank."""
     exit_status = 1
 
 def lost_rank_error(found: str) -> RunError:
-    return RunError("lost another rank", found=found, expected="every rank's answer within --comm_timeout",
-                    hint="look for the end of the other ranks: killed (dmesg tells of the out-of-memory killer), or "
-                         "stuck; torchrun names the first")
+    """Return the error for a rank that no longer responds."""
+    return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
+                    hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
+                         "names the first to fail")
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
@@ -124,29 +146,33 @@ def check(ok: object, what: object, *, found: object, expected: object, hint: st
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of the model. Moving a feature to another layer is moving a word."""
-    attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
-    window: str = "short"        # attention span: "short" or "long"
-    value_embed: int | None = None       # value table added to the attention values
-    key_offset: bool = False             # the unrotated half of the keys comes from the token before (key offset)
-    save_as: str = ""                    # name under which the layer's output is kept
-    add_saved: str = ""                  # kept stream added, gated, before the layer
+    """One transformer layer. To move a feature to another layer, move its argument."""
+    attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
+    window: str = "short"            # attention window: "short" or "long"
+    value_embed: int | None = None   # index of the value embedding that is added to the attention values
+    key_offset: bool = False         # shift the unrotated half of the keys by one token
+    save_as: str = ""                # name under which the output of the layer is saved
+    add_saved: str = ""              # name of the saved output that is gated and added to the input of the layer
 
-    def __post_init__(self):
-        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"), "LAYERS", found=self,
-              expected="attention `plain`, `paired` or `none`, window `short` or `long`",
-              hint="see the columns of Layer")
+    def __post_init__(self) -> None:
+        check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
+              "LAYERS: invalid layer", found=self,
+              expected="attention `plain`, `paired` or `none`; window `short` or `long`",
+              hint="correct the layer; class Layer describes its fields")
         value_has_attention = self.value_embed is None or self.attention != "none"
-        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS",
-              found=self, expected="key_offset in a plain layer, value_embed in one with attention",
-              hint="see the columns of Layer")
+        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS: invalid layer",
+              found=self, expected="key_offset only with plain attention, value_embed only with attention",
+              hint="correct the layer; class Layer describes its fields")
 
-STAGE_SYNTAX = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_SYNTAX = ("n-grams: rows 'label order rows layer signs location update_every lr wd beta2' joined by ';', "
-                "the last 7 columns of which may be left out; layer: `stream`, or the index of a layer")
+STAGE_SYNTAX = "stages separated by ';', each 'batch_tokens short long lr_mul mtp_start mtp_end [untie]'"
+TABLE_SYNTAX = ("n-gram tables separated by ';', each 'label order rows layer signs location update_every lr wd "
+                "beta2', where layer is `stream` or a layer index; columns after rows may be omitted from the end")
 
 SKIP, BACKOUT = "skip", "backout"
-LAYERS = (                                                                    # depth (RECIPE 2.2)
+# The layers of modded-nanogpt (RECIPE 2.2). Sources: value embeddings, records 9, 14 and 17; skip, records 11 and 45;
+# short and long windows, records 12, 13, 20 and 29; no attention in layer 6, record 17; backout, record 40; key offset,
+# record 49; gates of the value embeddings and of the skip, record 55; paired heads, record 58.
+LAYERS = (
     Layer("paired", "short"),                                                 #  0
     Layer("plain", "short", value_embed=0),                                   #  1
     Layer("paired", "short", value_embed=1),                                  #  2
@@ -154,41 +180,45 @@ LAYERS = (                                                                    # 
     Layer("plain", "short"),                                                  #  4
     Layer("paired", "short"),                                                 #  5
     Layer("none", add_saved=SKIP),                                            #  6: MLP only
-    Layer("plain", "short", save_as=BACKOUT),                                 #  7: subtracted again before the head
+    Layer("plain", "short", save_as=BACKOUT),                                 #  7: partly subtracted before the head
     Layer("plain", "short", value_embed=2),                                   #  8
     Layer("paired", "short", value_embed=3),                                  #  9
     Layer("plain", "long", value_embed=4, key_offset=True))                   # 10
-ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
+ATTENTION_LAYERS = tuple(i for i, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
-    batch_tokens: int
+    """One stage of the schedule. Windows are in blocks of --window_block tokens."""
+    batch_tokens: int                # tokens per step, over all ranks
     short_window: int
     long_window: int
-    lr_mul: float
-    mtp_start: tuple[float, ...]
-    mtp_end: tuple[float, ...]
-    untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
+    lr_mul: float                    # multiplier of both learning rates
+    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) when the stage starts
+    mtp_end: tuple[float, ...]       # MTP weights when it ends; they are interpolated linearly in between
+    untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
 
-    def __post_init__(self):
-        check(1 <= self.short_window < self.long_window, "--stages", found=self, expected="1 <= short < long window",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(len(self.mtp_start) == len(self.mtp_end), "--stages", found=self,
-              expected="as many token weights at the end as at the start",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
-        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), "--stages", found=self,
-              expected="a rate and token weights from 0 to 1,000", hint=f"change that row; the table is {STAGE_SYNTAX}")
+    def __post_init__(self) -> None:
+        what = "--stages: invalid stage"
+        hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
+        check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
+              hint=hint)
+        check(len(self.mtp_start) == len(self.mtp_end), what, found=self,
+              expected="as many MTP weights at the end as at the start", hint=hint)
+        check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), what, found=self,
+              expected="lr_mul and MTP weights from 0 to 1,000", hint=hint)
 
-STAGES = (                                                                    # RECIPE 4.1; the last is the extension
+# The stages of modded-nanogpt (RECIPE 4.1); the last one is the extension. Sources: growing windows, records 12, 13, 20
+# and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps, record 53.
+STAGES = (
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
-# By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
-# are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
+# By n: odd multipliers of the n-gram hash and of the sign hash, newest token first. Those for n = 2 and 3 are from
+# record 92, those for n = 4 were chosen for this file. The bigram table of modded-nanogpt is not an NgramTable: its
+# hash uses BIGRAM_FACTORS.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -198,173 +228,206 @@ TABLE_LOCATIONS = ("device", "host")
 
 @dataclass(frozen=True)
 class NgramTable:
-    """One table of hashed n-grams."""
-    label: str                           # of its parameter
-    order: int                           # n, a key of NGRAM_FACTORS
-    rows: int                            # R; the last one means: no n-gram
-    layer: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
-    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
-    location: str = "device"             # where owners keep the rows: "device" or "host"
-    update_every: int = 2                # steps between updates
-    lr_mul: float = 37.5                 # of adam_lr
-    wd_mul: float = 5.0                  # of adam_weight_decay
-    beta2: float = 0.95                  # decay of the second moment in an update
+    """A hashed n-gram embedding table, as configured by --tables. See records/guide/NGRAM_TABLES.md."""
+    label: str                       # parameter name
+    order: int                       # n, a key of NGRAM_FACTORS
+    rows: int                        # R; the last row means "no n-gram"
+    layer: int | None = None         # add rows to the attention values of this layer; None: to the residual stream
+    signs: int = 0                   # 1: multiply rows by hashed +-1 vectors, so that colliding n-grams differ
+    location: str = "device"         # memory in which the owners store their rows: "device" or "host"
+    update_every: int = 2            # steps per update
+    lr_mul: float = 37.5             # times adam_lr
+    wd_mul: float = 5.0              # times adam_weight_decay
+    beta2: float = 0.95              # decay of the second moment per update
 
-    def __post_init__(self):
-        rules = {                        # what is expected, and whether it holds
+    def __post_init__(self) -> None:
+        rules = {                    # {expected: does it hold}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
-            f"a label that the recipe has not, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
-            f"an order of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
-            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= self.rows < 2**31,
-            f"layer `stream` or one with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
-            f"signs 0 or 1, location of {TABLE_LOCATIONS}": self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
-            "update_every of 1, 2 or 4 steps": self.update_every in (1, 2, 4),
+            f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
+            f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
+            "rows: at least 2 and below 2^31; the last row means \"no n-gram\"": 2 <= self.rows < 2**31,
+            f"layer: `stream` or a layer with attention, {ATTENTION_LAYERS}": self.layer in (None, *ATTENTION_LAYERS),
+            f"signs: 0 or 1; location: one of {TABLE_LOCATIONS}":
+                self.signs in (0, 1) and self.location in TABLE_LOCATIONS,
+            "update_every: 1, 2 or 4 steps": self.update_every in (1, 2, 4),
             "lr and wd from 0 to 10^6, beta2 from 0 to 1":
                 0 <= self.lr_mul <= 10**6 and 0 <= self.wd_mul <= 10**6 and 0 <= self.beta2 <= 1}
         for expected, holds in rules.items():
-            check(holds, "--tables", found=self, expected=expected,
-                  hint=f"change that row; the table is {TABLE_SYNTAX}")
+            check(holds, "--tables: invalid table", found=self, expected=expected,
+                  hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256
-GATE_INPUTS = 12                         # features that a gate reads
-FP8_MULTIPLE = 16                        # sizes in an fp8 product are multiples of it
-SEQ_MULTIPLE = FP8_MULTIPLE              # tokens: a slot is a multiple of it, on every device
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults, if a shard header has neither
+GATE_INPUTS = 12                     # features per gate
+FP8_MULTIPLE = 16                    # dimensions of fp8 matmuls are multiples of this
+SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of this on every device
 
-# The role of a flag. NUMBERS: it decides the results of a run, and a resumed run has to have the same. FREE: a resumed
-# run inherits it and may change it. ONCE: a fact of one run, which a resumed one does not inherit.
+# The role of a flag decides what --resume does with it.
+# NUMERIC: the flag affects the results of a run. A resumed run must have the value of the earlier run.
+# INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value and may
+# change it. The names of the data files are among these flags, because --resume compares the sha256 of the data.
+# SINGLE_RUN: the flag belongs to one run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
-def flag(group: str, default, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
-         role: str = NUMERIC):
+def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
+         role: str = NUMERIC) -> Any:
+    """Declare a field of Config and its flag. lo, hi: the smallest and largest valid number."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
 _common = functools.partial(flag, "common", role=INHERITED)
-_once = functools.partial(flag, "common", role=SINGLE_RUN)
+_single_run = functools.partial(flag, "common", role=SINGLE_RUN)
 _data = functools.partial(flag, "data")
 _model = functools.partial(flag, "model")
 _schedule = functools.partial(flag, "schedule")
 _optim = functools.partial(flag, "optimizer")
 _run = functools.partial(flag, "run", role=INHERITED)
 
-ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
+# FA4 and FA3 are packages of FlashAttention, varlen is the kernel in torch, and the reference is plain PyTorch.
+ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a run may vary. One field is one flag; a preset gives fields other values and does nothing else."""
-    # --help begins with these.
-    preset: str = _common("record", "name", "record, record_tables, pocket, pocket_tables, race, race_tables or tiny",
+    """All settings of a run. Every field is a flag, --field=value; presets only override the defaults."""
+    # --help lists these first.
+    preset: str = _common("record", "name", "set of defaults: record, record_tables, pocket, pocket_tables, race, "
+                          "race_tables or tiny", role=NUMERIC)
+    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "glob", "training shards, read in name order")
+    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "glob", "validation shards, read in name order")
+    epochs: int = _common(1, "passes", "over the training shards; 0: repeat them forever")
+    seed: int = _common(0, "integer", "seed of the initial weights, each parameter from (seed, label), and of samples",
                         role=NUMERIC)
-    train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
-    val_files: str = _common("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
-    epochs: int = _common(1, "passes", "over the training shards; 0: cycle without end")
-    seed: int = _common(0, "integer", "initial values; each parameter draws from (seed, label)", role=NUMERIC)
-    runs: int = _once(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
-    max_steps: int = _common(0, "steps", "stop early, then validate; 0: the whole schedule")
-    save: str = _once("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    sample: str = _once("", "folder", "generate from the weights that --save left there instead of training")
-    resume: str = _once("", "folder", "run directory to continue from its last checkpoint, with its flags")
-    # How documents are dealt to slots; a slot is the unit of packing, so seqs_per_step decides losses.
-    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", lo=1)
-    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of seqs_per_step validation slots", lo=1)
-    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", lo=2)
-    seqs_per_step: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", lo=1)
-    vocab_size: int = _data(0, "tokens", "0: from the shard header")
-    padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    bos_id: int = _data(-1, "id", "first token of every document; -1: from the header", lo=-1)
-    bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
-    # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
-    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple = _model((), "table", TABLE_SYNTAX)
-    dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
-    # The last row of `stages` is the extension, after the scheduled steps.
+    runs: int = _single_run(1, "runs", "to train in one process after one warm-up, with seeds seed, seed + 1, ...",
+                            lo=1, hi=10**4)
+    max_steps: int = _common(0, "steps", "to train before stopping early and validating; 0: the whole schedule")
+    save: str = _single_run("", "directory", "for the final weights, their settings and the bytes of the tokens; "
+                            "empty: do not save")
+    sample: str = _single_run("", "directory", "written by --save; generate text with its weights instead of training")
+    resume: str = _single_run("", "directory", "of an earlier run, to continue from its last checkpoint with its flags")
+    # Documents are packed into sequences, so seqs_per_step affects the losses. Sources: sequences that begin with a
+    # document, record 26; max_doc_len, record 29; bigram table, record 62.
+    val_tokens: int = _data(10_485_760, "tokens", "to validate on, a multiple of val_batch_tokens", lo=1)
+    val_batch_tokens: int = _data(2_097_152, "tokens", "per validation batch, which has seqs_per_step sequences", lo=1)
+    max_doc_len: int = _data(2048, "tokens", "truncate training documents to this length", lo=2)
+    seqs_per_step: int = _data(8, "sequences", "per step, divided among the ranks; packing depends on it", lo=1)
+    vocab_size: int = _data(0, "tokens", "in the vocabulary; 0: as in the shard headers")
+    padded_vocab: int = _data(0, "columns", "of the head; 0: vocab_size rounded up to a multiple of 128")
+    bos_id: int = _data(-1, "token id", "first token of every document; -1: as in the shard headers", lo=-1)
+    bigram_rows: int = _data(0, "rows", "of the bigram table, the last of which means 'no bigram'; 0: 5 * padded_vocab")
+    # The number and the features of the layers are not flags: LAYERS has those of modded-nanogpt. Sources: normalized
+    # queries and keys, record 5; bf16 activations, record 10; fp8 head, record 19; bf16 weights, record 57.
+    model_dim: int = _model(768, "features", "D, which must equal num_heads * head_dim", lo=GATE_INPUTS, hi=2**16)
+    num_heads: int = _model(6, "heads", "per layer; even, because paired layers join heads j and j + H/2",
+                            lo=2, hi=2**12)
+    head_dim: int = _model(128, "features", "per head, a multiple of 4; rotary embedding rotates half of them",
+                           lo=8, hi=2**14)
+    attn_scale: float = _model(0.1, "number", "softmax scale before YaRN; queries and keys are normalized")
+    tables: tuple[NgramTable, ...] = _model((), "list", TABLE_SYNTAX)
+    dtype: str = _model("bfloat16", "type", "of weights and activations", ("bfloat16", "float32", "float64"))
+    head: str = _model("auto", "precision", "of the training logits; auto: fp8 if the GPU and the sizes allow it, else "
+                       "plain", ("auto", "fp8", "emulated", "plain"))
+    # The last of `stages` is the extension, which follows the scheduled steps. Source of lr_floor: record 19.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
-    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple = _schedule(STAGES, "table", STAGE_SYNTAX)
-    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", lo=1)
-    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", lo=1)
-    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", hi=1)
-    lr_floor: float = _schedule(0.1, "number", "learning rate factor at the end of the cooldown")
-    time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
-    # Rates before the factor of the stage and the parameter's own multiplier.
-    normuon_lr: float = _optim(0.023, "number", "attention and MLP banks")
-    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment per row", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious, times lr^2")
-    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at both ends", hi=1)
+    num_extension_steps: int = _schedule(40, "steps", "of the last stage, at the lowest learning rate")
+    stages: tuple[Stage, ...] = _schedule(STAGES, "list", STAGE_SYNTAX)
+    window_block: int = _schedule(128, "tokens", "per block, the unit of the windows in --stages", lo=1)
+    final_long_window: int = _schedule(20, "blocks", "in the long window of the final validation", lo=1)
+    cooldown_frac: float = _schedule(0.55, "fraction", "of the scheduled steps, at their end, over which the learning "
+                                     "rate decays", hi=1)
+    lr_floor: float = _schedule(0.1, "number", "learning rate multiplier at the end of the cooldown")
+    time_budget: float = _schedule(0.0, "seconds", "of training time to fit the schedule into; 0: the planned steps")
+    # Learning rates are before the multipliers of the stage and of the parameter. Sources: Muon, records 3 and 4;
+    # momentum warm-up, record 9; momentum cooldown and Adam on every second step, record 39; NorMuon, records 41, 42
+    # and 48; cautious weight decay, records 43 and 50.
+    normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
+    normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay, times lr^2")
+    momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
-    momentum_warmup_frac: float = _optim(300 / 1547, "share", "of all steps, with a rising momentum", hi=1)
-    momentum_cooldown_frac: float = _optim(50 / 1547, "share", "of all steps, with a falling momentum", hi=1)
-    adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
-    adam_lr: float = _optim(0.008, "number", "everything else; multipliers stand in the parameter table")
-    adam_weight_decay: float = _optim(0.005, "number", "cautious, times (lr x multiplier)^2")
-    adam_eps: float = _optim(1e-10, "number", "added to the uncorrected root of the second moment")
-    device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
-    compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
-    row_comms: str = _run("sparse", "mode", "table rows that travel: all, or those asked for", ("dense", "sparse"))
-    debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
-    micro_batch_size: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
+    momentum_cooldown_frac: float = _optim(50 / 1547, "fraction", "of all steps, over which the momentum falls", hi=1)
+    adam_every: int = _optim(2, "steps", "per Adam update; gradients accumulate in between", (1, 2))
+    adam_lr: float = _optim(0.008, "number", "learning rate of all other parameters, before their multipliers")
+    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay, times (lr * multiplier)^2")
+    adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
+    # The flags below do not affect the results of a step beyond rounding.
+    device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
+    compile: int = _run(-1, "0|1", "use torch.compile; -1: on CUDA only", (-1, 0, 1))
+    attention: str = _run("auto", "kernel", "auto: the first that works and matches the reference", ATTENTION_KERNELS)
+    row_comms: str = _run("sparse", "mode", "sparse: exchange the table rows that are looked up; dense: whole tables",
+                          ("dense", "sparse"))
+    debug_rows: int = _run(0, "0|1", "fill unfetched rows with NaN, and fail on gradients of unplanned rows", (0, 1))
+    micro_batch_size: int = _run(0, "sequences", "per forward and backward pass of a rank; 0: as many as fit in memory")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
-    target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
-    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>", role=SINGLE_RUN)
-    checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
+    target_loss: float = _run(3.28, "nats", "per token that several runs are tested against; 0: no test")
+    run_dir: str = _run("", "directory", "for the logs; empty: logs/<run id>", role=SINGLE_RUN)
+    checkpoint_every: int = _run(0, "steps", "between checkpoints, each at the start of a cycle; the last two are "
+                                 "kept; 0: none")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count",
                         role=SINGLE_RUN)
-    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", lo=1)
-    sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
-    temperature: float = _run(0.8, "number", "of a sample: the lower, the likelier its tokens", lo=0.01)
-    prompt: str = _run("", "text", "with which a sample begins")
+    comm_timeout: float = _run(60.0, "seconds", "to wait for another rank or for the loader thread", lo=1)
+    sample_tokens: int = _run(96, "tokens", "to generate after training, or with --sample; 0: none")
+    temperature: float = _run(0.8, "number", "sampling temperature; lower values favor likely tokens", lo=0.01)
+    prompt: str = _run("", "text", "to continue with --sample")
 
-# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def parse_floats(word):
+# A stage or table is one line of text in a flag, in a log and in the settings of a save. Only `parse_specs` and
+# `format_spec` read and write that text.
+def parse_floats(word: str) -> tuple[float, ...]:
     return tuple(map(float, word.split(",")))
 
-def parse_layer(word):
+def parse_layer(word: str) -> int | None:
     return None if word == "stream" else int(word)
 
-def ngram_lr_mul(word: str) -> float:
-    """Parse the column `lr`. Until this trainer had no rounding modes, the 8th column named one."""
-    check(word not in ("nearest", "stochastic"), "--tables, 8th column", found=word,
-          expected="lr, a number: rows are always rounded to nearest, and the column of the rounding mode is gone",
-          hint=f"leave `{word}` out")
+def parse_lr_mul(word: str) -> float:
+    """Parse the column `lr`. In earlier versions of this trainer, the 8th column was a rounding mode."""
+    check(word not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=word,
+          expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
+          hint=f"omit `{word}`")
     return float(word)
 
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, parse_layer, int, str, int, ngram_lr_mul, float, float))
+    tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
-def parse_specs(name: str, text: str):
-    """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
-    # strict: a word too many is an error, a word too few one of the constructor.
-    make, *columns = SPEC_PARSERS[name]
-    rows = []
-    for row in text.split(";"):
-        words = row.split()
+def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
+    """Parse the text of --stages or --tables.
+
+    Trailing columns that are omitted have their defaults. Raises ValueError, TypeError or KeyError if the text is
+    malformed.
+    """
+    # The strict zip raises ValueError for an extra column, and the constructor raises TypeError for a missing one that
+    # has no default.
+    make, *parsers = SPEC_PARSERS[name]
+    specs = []
+    for line in text.split(";"):
+        words = line.split()
         if words:
-            rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
-    return tuple(rows)
+            specs.append(make(*(parse(word) for parse, word in zip(parsers[:len(words)], words, strict=True))))
+    return tuple(specs)
 
+# Preset `record`: the defaults of Config are the settings of modded-nanogpt at record 71, for GPUs.
 RECORD = dict(device="cuda")
+# Preset `pocket`: the same layers and schedule at width 96, for a CPU. Batches have 1/256 of the tokens. attn_scale
+# retains the bound of the attention logits, attn_scale * head_dim = 12.8 (RECIPE 2.4).
 POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
     model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
     stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
     window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
+# Preset `tiny`, for tests: 12 steps on synthetic tokens, which need no files.
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=parse_specs("stages",         # its own: a fork that changes STAGES keeps this preset
+    stages=parse_specs("stages",         # written out, so that a fork can change STAGES without changing this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
-RACE = POCKET | dict(                    # below 2.20 in half the time (record 23)
+# Preset `race`: a validation loss below 2.20 in half the time of `pocket` (records/2026-11-25_23_Race).
+RACE = POCKET | dict(
     num_scheduled_steps=190, stages=POCKET["stages"][1:], adam_every=1, num_heads=2, head_dim=48, attn_scale=12.8 / 48,
     tables=parse_specs("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
+# Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
 LARGE_TABLES = dict(tables=parse_specs("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
+# `record_tables` has not been run yet; records/2026-11-23_08_Ngrams predicts its time. Signs are from record 92.
 PRESETS = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=parse_specs("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
@@ -375,12 +438,12 @@ PRESETS = dict(
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-SETTINGS_FILE = "settings.json"          # of a run directory and of a save: {field: text of its flag}
+SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: text of its flag}
 
-def format_spec(row: Stage | NgramTable):
-    """Return the text of a row as `read_rows` reads it."""
+def format_spec(spec: Stage | NgramTable) -> str:
+    """Format a stage or table so that `parse_specs` can read it."""
     words = []
-    for value in vars(row).values():
+    for value in vars(spec).values():
         if isinstance(value, tuple):
             words.append(",".join(map(str, value)))
         elif isinstance(value, bool):
@@ -389,154 +452,176 @@ def format_spec(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-def format_value(value):
+def format_value(value: Any) -> str:
+    """Format a setting as the text of its flag."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
-def parse_value(name: str, text: str):
-    """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
+def parse_value(name: str, text: str) -> Any:
+    """Parse the text of flag --`name`. Raises ConfigError for a wrong type, choice or range."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
     kind = type(config_field.default)
     choices = metadata["choices"]
-    allowed = f"{kind.__name__}, {metadata['unit']}"
     if choices:
-        allowed = f"one of {list(choices)}"
-    elif kind in (int, float):
-        allowed += f", {metadata['lo']:,} to {metadata['hi']:,}"
+        expected = f"one of {', '.join(map(str, choices))}"
+    elif kind is tuple:
+        expected = metadata["help"]
+    else:
+        number = "an integer" if kind is int else "a number"
+        expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
+        if metadata["unit"] not in number:
+            expected += f" ({metadata['unit']})"
 
-    # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
+    # If a type or a column cannot parse the text, the error below is raised.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
             return parse_specs(name, text)
-        if metadata["unit"] in ("folder", "pattern"):
-            text = os.path.expanduser(text)
+        if metadata["unit"] in ("directory", "glob"):
+            text = os.path.expanduser(text)           # the shell does not expand the ~ of --save=~/x
         value = kind(text)
-        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # a NaN never is
+        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
         if value in choices or (in_bounds and not choices):
             return value
-    raise ConfigError(f"--{name}", found=repr(text), expected=f"{allowed}: {metadata['help']}",
-                      hint=f"for example --{name}={format_value(config_field.default)}")
+    example = shlex.quote(format_value(config_field.default))
+    raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
+                      hint=f"for example --{name}={example}; see --help")
 
-def check_layers(layers):
-    """Raise ConfigError for a layer table that would train another model than it seems to say."""
-    saved = []                           # streams, by the layers above
+def check_layers(layers: tuple[Layer, ...]) -> None:
+    """Check that the layers fit together. Raises ConfigError.
+
+    The model does not detect these mistakes. It silently trains something else than the layers say.
+    """
+    saved = []                       # names that the layers so far have saved
     for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved), f"LAYERS, layer {i}", found=layer,
-              expected=f"to add a stream that a layer above keeps, {saved}", hint="see the columns of Layer")
+        check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved}",
+              hint="correct the layer; class Layer describes its fields")
         if layer.save_as:
             saved.append(layer.save_as)
-    values = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    check(BACKOUT in saved and len(saved) == len(set(saved)) and values == list(range(len(values))), "LAYERS",
-          found=f"streams kept {saved}, value tables {values}",
-          expected=f"each stream once, with {BACKOUT!r}, and value tables 0, 1, ... once each",
-          hint="see the columns of Layer")
+    value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
+    saved_once = BACKOUT in saved and len(saved) == len(set(saved))
+    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved}, value_embed {value_embeds}",
+          expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
+          hint="correct the layers; class Layer describes their fields")
 
-def check_config(cfg: Config):
-    """Raise ConfigError for settings that do not fit together, and name ones that do."""
-    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
+def check_config(cfg: Config) -> None:
+    """Check settings that depend on each other. Raises ConfigError with a value that works."""
+    # `parse_value` has checked the types and ranges of single flags.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    unit = SEQ_MULTIPLE * cfg.seqs_per_step               # batches are whole slots of whole units
+    multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % unit == 0, "--stages", found=stage,
-              expected=f"a batch of a multiple of {unit} tokens ({SEQ_MULTIPLE} x seqs_per_step)",
-              hint=f"change that row; the table is {STAGE_SYNTAX}")
+        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages: invalid stage", found=stage,
+              expected=f"batch_tokens: a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+              hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
-        check(labels.count(table.label) == 1, "--tables", found=table, expected="a label that no other row has",
-              hint="change one of them")
-        check(table.update_every % cfg.adam_every == 0, "--tables", found=table,
-              expected=f"update_every that is a multiple of adam_every={cfg.adam_every}",
-              hint=f"change that row; the table is {TABLE_SYNTAX}")
+        check(labels.count(table.label) == 1, "--tables: duplicate label", found=table,
+              expected="a label that no other table has", hint="rename one of the tables")
+        check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
+              expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
+              hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                            # a field, whether it is right, what is expected, a value that is
-        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
+    rules = (                        # (field, is it valid, what is expected, an example)
+        ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
-        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "two rows or more, the last for the extension, and `untie` in one row at most", format_value(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SEQ_MULTIPLE} x seqs_per_step)",
-         -(-cfg.val_batch_tokens // unit) * unit),
+         "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
+        ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
+         f"a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
-         "one run for --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
-    for name, right, expected, instead in rules:
+         "1 together with --resume, --save or --profile", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b with 0 < a < b, to trace steps a to b - 1",
+         "100:104"))
+    for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
-        check(right, f"--{name}", found=value or "nothing", expected=expected, hint=f"for example --{name}={instead}")
+        check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
+              hint=f"for example --{name}={shlex.quote(str(example))}")
 
-def make_config(values: dict):
-    """Return the settings that these fields and their preset give, checked. Raises ConfigError."""
-    preset = values.get("preset", Config.preset)
-    check(preset in PRESETS, "--preset", found=preset, expected=f"one of {list(PRESETS)}",
+def make_config(settings: dict[str, Any]) -> Config:
+    """Build a checked Config from these fields, with the defaults of their preset. Raises ConfigError."""
+    preset = settings.get("preset", Config.preset)
+    check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
-    cfg = Config(**PRESETS[preset] | values)
+    cfg = Config(**PRESETS[preset] | settings)
     check_config(cfg)
     return cfg
 
-def read_settings(folder: Path):
-    """Return the settings that a run directory or a save has kept. Raises DataError."""
-    path = folder / SETTINGS_FILE
+def read_settings(directory: Path) -> Config:
+    """Load the settings of a run directory or a save. Raises DataError, or ConfigError for an invalid setting."""
+    path = directory / SETTINGS_FILE
     try:
-        check(path.is_file() or not path.exists(), str(path), found="no regular file",
-              expected="settings of a run or of a save", hint="name the folder of one", error=DataError)
-        settings = json.loads(path.read_bytes())      # another trainer may have had other flags
+        check(path.is_file() or not path.exists(), f"settings file {path}", found="not a regular file",
+              expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
+              error=DataError)
+        # The file may be of another version of this trainer, with other flags.
+        settings = json.loads(path.read_bytes())
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
     except ConfigError as error:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(str(path), found=f"{type(error).__name__}: {error}", expected="flags of this trainer",
-                        hint="name the folder of a run or of a save; one of an older trainer needs that "
-                             "trainer, the train_gpt.py in the run directory") from None
+        raise DataError(f"settings file {path}", found=f"{type(error).__name__}: {error}",
+                        expected="settings of this version of the trainer",
+                        hint="give a run directory or a directory written by --save; for a run of an older version, "
+                             "use the train_gpt.py in its run directory") from None
 
-def print_stdout(text: str):
-    """Print what the user asked for. Raises RunError if standard output does not take it."""
+def print_stdout(text: str) -> None:
+    """Print a result that the user asked for. Raises RunError if standard output cannot be written."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
-        raise RunError("standard output", found=error, expected="one that takes all lines",
-                       hint="redirect it to where there is room; what a run has found stands in its log") from None
+        raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
+                       hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
-def make_arg_parser(preset: str):
-    """Return a parser of all flags, whose help shows the preset's values."""
+def make_arg_parser(preset: str) -> argparse.ArgumentParser:
+    """Build the parser of all flags. Its help shows the values of the preset."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
-        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
-        "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("prompt", nargs="?", help="the same as --prompt")
-    values = vars(make_config(dict(preset=preset)))
+        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
+        "1 the run failed, 2 invalid settings or data, 129 hangup, 130 interrupted, 143 terminated")
+    parser.add_argument("-h", "--help", action="store_true", help="print this help and exit")
+    parser.add_argument("prompt", nargs="?", help="same as --prompt")
+    defaults = vars(make_config(dict(preset=preset)))
     for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
-        listed = parser.add_argument_group(group)
+        help_group = parser.add_argument_group(group)
         for config_field in config_fields:
-            help_text = f"{config_field.metadata['help']} [{format_value(values[config_field.name])}]"
-            listed.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
-                                type=functools.partial(parse_value, config_field.name))
+            help_text = f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]"
+            help_group.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
+                                    type=functools.partial(parse_value, config_field.name))
     return parser
 
-# Old spelling: new spelling. Files and command lines of earlier versions have the old ones.
+# {old name: new name}. Command lines and settings files of earlier versions have the old names, which are refused.
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
     """Return the error for a flag that does not exist, with a hint that names the closest ones."""
-    name = text.partition("=")[0].removeprefix("--")
+    word = text.partition("=")[0]
+    name = word.removeprefix("--")
     closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
-    hint = "see --help"
+    hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
     elif closest:
         hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
-    return ConfigError("unknown flag", found=repr(text),
-                       expected="--field=value with a field that exists, or one prompt in quotes", hint=hint)
+    what = f"unknown flag {word}" if word.startswith("-") else "argument without a flag"
+    return ConfigError(what, found=repr(text),
+                       expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Return {field: value} of the given flags. --help prints and exits. Raises ConfigError."""
+    """Parse the command line into {field: value}, for the given flags only. Raises ConfigError.
+
+    --help prints the help and exits.
+    """
     try:
         flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
-        raise ConfigError("flags", found=error, expected="--field=value", hint="see --help") from None
+        raise ConfigError("invalid command line", found=error, expected="--field=value",
+                          hint="--help lists all flags") from None
     if unknown:
         raise unknown_flag_error(unknown[0])
     flags = vars(flags)
@@ -544,58 +629,62 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
         print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
-    # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
+    # An empty value is probably --resume=$DIR with DIR unset. Refuse it instead of starting a new run.
     for name in ("resume", "sample"):
-        check(flags.get(name) != "", f"--{name}", found="an empty name", expected="a folder",
-              hint=f"--{name}=FOLDER, or leave it out")
-    check("sample" in flags or not flags.get("prompt"), "a word without a flag", found=flags.get("prompt"),
+        check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
+              hint=f"give --{name}=DIR, or omit --{name}")
+    check("sample" in flags or not flags.get("prompt"), "argument without a flag", found=flags.get("prompt"),
           expected="--field=value", hint="a prompt needs --sample=DIR")
     return flags
 
 def flag_names(*roles: str) -> set[str]:
-    """Return the names of all flags with one of these roles."""
+    """Return the names of the flags with one of these roles."""
     return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
-def numeric_settings(cfg: Config):
-    """Return the settings on which a run's numbers depend, as texts."""
-    # Homes of tables change no bit, and a run may be resumed with another.
+def numeric_settings(cfg: Config) -> dict[str, str]:
+    """Return the settings that affect the results of a run, as {field: text}. --resume may not change them."""
+    # The location of a table does not affect results, not even their rounding, so --resume may change it.
     cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
-def load_config(argv):
-    """Return the settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
-    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
+def load_config(argv: list[str]) -> Config:
+    """Parse the command line into a checked Config; --resume adds the flags of the earlier run.
+
+    With --sample=DIR the Config has the given flags only, since `read_settings(DIR)` has the settings of the model.
+    Raises ConfigError, DataError.
+    """
     flags = parse_args(argv)
     if "sample" in flags:
-        may_vary = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= may_vary, "--sample", found=" ".join(argv), expected=f"beside it only {sorted(may_vary)}",
-              hint="leave the others out: the folder says what was trained")
+        allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed))}",
+              hint="omit the others; the settings of the model are in the directory of --sample")
         return Config(**flags)
     if "resume" not in flags:
         return make_config(flags)
 
-    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    # With --resume, numeric settings may be repeated, but not changed.
     earlier = read_settings(Path(flags["resume"]))
     inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
-    before = numeric_settings(earlier)
+    required = numeric_settings(earlier)
     for name, text in numeric_settings(cfg).items():
-        check(text == before[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{before[name]}, as in that run",
-              hint=f"leave --{name} out; these may change: {sorted(flag_names(INHERITED))}, and the "
-                   "location of a table")
+        check(text == required[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{required[name]!r}, as in the resumed run",
+              hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
+                   "location of tables")
     return cfg
 
-def wait_for_work(work: Any) -> None:
-    """Wait for a collective that was launched; None: there was nothing to launch."""
+def wait_for_work(work: dist.Work | None) -> None:
+    """Wait for a collective that `Communicator.launch` has launched; None: there was nothing to launch."""
     if work is not None:
         work.wait()
 
-DEVICE_TIMEOUT_FRACTION = 0.8            # longest wait for an event of the device, in timeouts in force
-DEVICE_POLL_S = 1e-4                     # s between two queries of an event
+DEVICE_TIMEOUT_FRACTION = 0.8        # longest wait for a device event, as a fraction of Communicator.timeout
+DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether an event of the device happens within this time. Event.synchronize() has no time limit."""
+    """Return whether a device event completes within this time. Event.synchronize() has no timeout."""
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
@@ -605,88 +694,103 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
 
 @dataclass(eq=False)
 class Communicator:
-    """The one object that knows ranks and devices. Passed on, never global."""
+    """This process's rank and device, and collectives of all ranks. Passed as an argument, never global."""
     device: torch.device
     rank: int = 0
     world_size: int = 1
-    loader_group: Any = None             # of row plans, on the CPU: the loader thread's own, so that no order can clash
-    timeout: float = 600.0               # s, longest wait for another rank: see set_timeout
+    # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
+    # one group in the same order.
+    loader_group: dist.ProcessGroup | None = None
+    timeout: float = 600.0           # s, longest wait for another rank; see set_timeout
 
     @property
-    def on_cuda(self):
+    def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has done its work. Raises RunError as `wait_for` does."""
+        """Wait until the device has finished all work. Raises RunError as `wait_for` does."""
         if self.on_cuda:
             self.wait_for(self.record_event())
-            torch.cuda.synchronize(self.device)               # copies and messages of the next cycle, on other streams
+            # Copies and collectives of the next cycle run on other streams.
+            torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Return an event that happens when the device has done what the current stream was given so far."""
+        """Record an event on the current stream. It completes when the device has finished the work before it."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event of the device. Raises RunError if it does not happen in time."""
-        # NCCL aborts the process, without a line in the log, when a collective has taken the timeout since its launch.
-        # This wait begins later than the launch. It must end earlier, so the fraction is below 1.
+        """Wait for a device event. Raises RunError if it does not complete in time."""
+        # NCCL aborts the process, without a line in the log, if a collective has not completed within the timeout after
+        # its launch. This wait begins after the launch and must end before the abort, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
-            found = f"nothing from {self.device} after {seconds:.1f} s"
+            found = f"no response from {self.device} after {seconds:.1f} s"
             raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
-                expected="the end of what it was given",
-                hint="look for its errors (dmesg, nvidia-smi -q); or give a longer --comm_timeout")
+                expected="the device finishes the work launched on it",
+                hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
-    def launch(self, collective: Callable, *tensors: Tensor):
-        """Launch a collective of all ranks, unless this one is alone. Returns the work for `wait_for`."""
+    def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
+        """Launch a collective asynchronously, and return its work for `wait_for_work`. Collective.
+
+        With a single rank nothing is launched, and None is returned.
+        """
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set how long a wait for another rank may take from now on."""
+        """Set the timeout of all process groups and of waits for the device, from now on."""
         self.timeout = seconds
         if self.world_size > 1:
-            # Before torch 2.14 it has no public name.
+            # Before torch 2.14 this function has no public name.
             set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.loader_group):
                 set_group_timeout(timedelta(seconds=seconds), group)
 
-    def pinned(self, x):
-        """Return an array or tensor as a tensor, pinned beside a GPU: torch uses a block again after its last copy."""
+    def pinned(self, x: np.ndarray | Tensor) -> Tensor:
+        """Convert to a CPU tensor, in pinned memory if the device is a GPU.
+
+        torch does not reuse a pinned block before the last copy from it has finished.
+        """
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def set_thread_device(self):
-        # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
+    def set_thread_device(self) -> None:
+        """Select the GPU of this rank in a new thread.
+
+        The current device is per thread. Without this call, pinning memory would open a context on GPU 0 in every rank.
+        """
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def print0(self, text: str):
-        """Print on rank 0. A console that is gone or full does not end the run."""
+    def print0(self, text: str) -> None:
+        """Print on rank 0. A closed or full console does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def all_gather(self, fact):
-        """Return this fact of every rank, rank by rank. Collective."""
-        everyone = [fact] * self.world_size
+    def all_gather(self, obj: Any) -> list[Any]:
+        """Return the object of every rank, in rank order. Collective."""
+        objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(everyone, fact)
-        return everyone
+            dist.all_gather_object(objs, obj)
+        return objs
 
-    def check_agreement(self, facts: dict):
-        """Raise ConfigError on every rank if any rank was started with other facts."""
-        # All compare with rank 0, so that all find the same and none waits for another.
-        everyone = self.all_gather(facts)
-        for rank, theirs in enumerate(everyone):
-            for name, expected in everyone[0].items():
-                check(theirs.get(name) == expected, f"ranks disagree about {name}",
-                      found=f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", expected="one value",
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Check that all ranks were started with the same facts. Raises ConfigError on every rank. Collective."""
+        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and none is left waiting.
+        facts_by_rank = self.all_gather(facts)
+        for rank, other_facts in enumerate(facts_by_rank):
+            for name, value in facts_by_rank[0].items():
+                other_value = other_facts.get(name)
+                check(other_value == value, f"ranks disagree about {name}",
+                      found=f"{value} on rank 0, {other_value} on rank {rank}", expected="the same value on every rank",
                       hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
-    def raise_together(self):
-        """If the body raises a TrainerError on any rank, raise it on every rank, once all bodies have ended.
-        Collective; the body must not wait for another rank."""
+    def raise_together(self) -> Iterator[None]:
+        """If the body raises a TrainerError on any rank, raise it on every rank, after all bodies have ended.
+
+        The body must not wait for another rank. Collective.
+        """
         failure = None
         try:
             yield
@@ -698,7 +802,7 @@ class Communicator:
                 raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
-        """True if torch.compile is used."""
+        """Return whether the run uses torch.compile."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
@@ -1194,180 +1298,201 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 
 # ====== Section 4: Kernels ============================================================================================
-# References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
-RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
-FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (RECIPE
-FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
-FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
-MIN_QUERY_BLOCK = 32                     # of queries: shorter ones would cost more in calls than they spare
-ADD_ROWS_BLOCK = 16                      # gradient lines that a program adds at once
-NUM_SIGN_VECTORS = 8192                  # of random signs; one more has +1 alone
-SIGN_SEED = 92                           # of the vectors of signs; any number would do
-CPU_CHUNK_LOGITS = 1 << 19               # in passes of a CPU: they and what is made of them stay in its cache
-LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
+# PyTorch references define each operation on every device. A Triton kernel is next to the reference it must match.
+RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon in bf16, here in every dtype
+FP8_MAX = 448.0                          # largest e4m3 value
+# Scales of the fp8 head (RECIPE 2.8) are f32 values. Their products are computed in f64 and rounded once.
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
+MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work they save
+ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
+NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors adds one of only +1
+SIGN_SEED = 92                           # arbitrary seed of sign_vectors
+CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
+LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language, from the first launch on: only a GPU needs the package
+tl = None                                # triton.language after the first launch, because only GPUs need the package
 
 @functools.cache
-def triton_jit(kernel: Callable):
-    """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
+def triton_jit(kernel: Callable) -> Any:
+    """Compile a kernel with triton.jit, and set the global `tl` of this file, which the kernel's body uses."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compile_fn(call: Callable, cfg: Config, comm: Communicator):
-    """Return the call by torch.compile, or as it is where nothing is compiled."""
-    return torch.compile(call, dynamic=False, fullgraph=True) if comm.compiles(cfg) else call
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
+    """Wrap a function in torch.compile, or return it unchanged if this run compiles nothing."""
+    return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
-def first_order_only(backward: Callable):
-    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
-    # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
+def first_order_only(backward: Callable) -> Callable:
+    """Decorate a `backward` so that create_graph=True raises RunError.
+
+    Weight gradients are written to buffers that autograd does not see, so second derivatives would be silently wrong.
+    """
+    # torch's once_differentiable does not help: it stays silent if the incoming gradient does not require grad.
     @functools.wraps(backward)
-    def call(ctx, *grads):
-        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", found="create_graph=True",
-              expected="gradients of the first order", hint="leave it out, or use torch's own operations",
-              error=RunError)
+    def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
+              found="a request for second derivatives", expected="first derivatives only",
+              hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
         return backward(ctx, *grads)
-    return call
+    return wrapper
 
-def accum_dtype(dtype: torch.dtype):
-    """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of accumulators and optimizer state for weights of this dtype: f32, or f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
-def rms_norm(x):
-    """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
+def rms_norm(x: Tensor) -> Tensor:
+    """Normalize the last axis without a gain: x / sqrt(mean(x^2) + RMS_EPS)."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
-def apply_rotary(x, cos, sin):
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
-    # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
-    neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return x * cos + neighbours_swapped * sin
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
+
+    x (..., E). cos and sin are those of GPT.set_rotary: one value per channel, with sin negated for the second channel
+    of a pair.
+    """
+    # cos and sin have E channels, and the angle is 0 in the second half. Splitting x into halves takes more passes.
+    pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + pairs_swapped * sin
 
 
 # ---- Attention
-ATTENTION_ARGS: dict[str, Any] = {}      # the newest span of each name, which kernels of that name use
+ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # the newest arguments of each name; kernels look them up
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Reach and scale of attention. The newest span of a name replaces the others in SPANS."""
-    max_seqlen: int                      # upper bound of a document's length, in positions
-    window: int                          # keys before its own that a query sees at most
-    scale: float                         # of the softmax
-    name: str = ""                       # one for each kind of layer, the same in all stages; empty: the values
+    """Window, maximum length and scale of attention. A new instance replaces the one of its name in ATTENTION_ARGS."""
+    max_seqlen: int                      # upper bound of the document length, in positions
+    window: int                          # maximum number of earlier positions that a query sees
+    scale: float                         # softmax scale
+    name: str = ""                       # one name per kind of layer, the same in all stages; empty: from the values
 
-    def __post_init__(self):
-        # A graph is compiled anew for each value that it reads, so it reads the name only. A tensor on the CPU, as an
-        # input of the graph, avoids recompilation, too. But Inductor assumes that results of an operation with such an
-        # input are unaligned, and reads and writes them 2 bytes at a time.
+    def __post_init__(self) -> None:
+        # Compiled code reads only the name. torch.compile guards on every value that it reads, and recompiles when one
+        # changes. A CPU tensor as an input of the graph avoids recompilation, too. But Inductor assumes that the
+        # outputs of an operation with such an input are unaligned, and loads and stores them 2 bytes at a time.
         name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
 
-def attention_reference(q, k, v, cu_seqlens, attn_args: AttentionArgs):
-    """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
-    cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
-    # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
-    # Zeros stand before block 0 and fill the last one.
-    count, heads, width = q.shape
-    keys_back = min(attn_args.window, attn_args.max_seqlen - 1)
-    block = min(count, max(keys_back, MIN_QUERY_BLOCK))
-    blocks = -(-count // block)
-    fill = blocks * block - count
-    queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
-    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """Compute causal softmax attention within documents and a window, in O(N * window).
 
-    # Positions before block 0 are negative: they index some document, and are masked.
-    positions = torch.arange(blocks * block, device=q.device)
-    document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
-    query_at = positions.view(blocks, block, 1)
-    key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - attn_args.window)
-    seen = in_window & (document[key_at] == document[query_at])
+    q, k, v (N, H, E) -> (N, H, E). cu_seqlens (num_docs + 1,) i32 ascends from 0 to N; documents may be empty.
+    """
+    # Blocks of queries are at least as long as the lookback. A query therefore sees only keys of the same block and of
+    # the previous one. Zeros precede block 0 and fill up the last block.
+    N, H, E = q.shape
+    lookback = min(attn_args.window, attn_args.max_seqlen - 1)
+    block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
+    num_blocks = -(-N // block_len)
+    padding = num_blocks * block_len - N
+    queries = F.pad(q, (0, 0, 0, 0, 0, padding)).view(num_blocks, block_len, H, E)
+    padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
+
+    # Key positions before block 0 are negative. They index the document of some other position, and are masked.
+    positions = torch.arange(num_blocks * block_len, device=q.device)
+    doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    query_pos = positions.view(num_blocks, block_len, 1)
+    key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)  # (num_blocks, 1, 2 * block_len)
+    in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
+    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=attn_args.scale)
-    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
+    return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
-def torch_varlen_ops():
-    """Return torch's operations, which this import registers; it takes a second."""
+def torch_varlen_ops() -> Any:
+    """Return the namespace of torch's varlen attention ops. The import that registers them takes 1 s the first time."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
-    """Return arguments of torch's forward and backward alike, from the span of this name."""
+    """Build the arguments that torch's forward and backward op share, from the AttentionArgs of this name."""
     attn_args = ATTENTION_ARGS[name]
+    # A window with 0 positions to the right makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and for the backward the log-sum-exp and the state of a generator."""
+    """Compute attention; return the output, and for backward the log-sum-exp and the state of the random generator."""
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
+    # The shapes of the outputs do not depend on max_q and max_k.
     *qkv, cu_seqlens, _ = inputs
-    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)  # any length will do
+    return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
-                    logsumexp: Tensor, generator: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                    logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of q, k and v."""
+    return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
+    return tuple(map(torch.empty_like, inputs[:3]))                           # like q, k and v
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with the name of a span: changing its window, length and scale recompiles nothing."""
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    """torch's varlen attention, with AttentionArgs passed by name: new values do not recompile the graph.
+
+    Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E)
+    """
+    # torch's public `varlen_attn` makes window, length and scale constants of a graph, so each stage would recompile.
     @staticmethod
-    def forward(ctx, *inputs):
-        *tensors, ctx.span = inputs
+    def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
+        *tensors, ctx.args_name = inputs
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
         return out
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        return *varlen_backward(grad, *ctx.saved_tensors, ctx.span), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
-def attention_varlen(q, k, v, cu_seqlens, attn_args: AttentionArgs):
-    """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
+    """Compute attention_reference with torch's varlen kernel (FA2, FA3 or FA4). Needs CUDA, and bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
 
-# ---- Weight gradients. They accumulate in main_grad where they are produced, and autograd gets None.
-GRAD_ADDED_FLAG = "grad_added_to_main_grad"               # Megatron's attribute of a weight whose hooks want a dummy
+# ---- Weight gradients. Backward accumulates them in main_grad as soon as it computes them, and autograd receives None.
+# Megatron sets this attribute on weights whose hooks need a gradient. Backward then returns zeros, and sets it to True.
+GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Make a function a custom op in compiled graphs. Eager code calls it directly: in 8 us, not 26 (measured)."""
-    def decorate(fn: Callable) -> Callable:
+    """Make a function that mutates these arguments a custom op in compiled graphs.
+
+    Eager code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
+    """
+    def decorator(fn: Callable) -> Callable:
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
-        def call(*args: Any) -> None:
+        def wrapper(*args: Any) -> None:
             return op(*args) if torch.compiler.is_compiling() else fn(*args)
-        return call
-    return decorate
+        return wrapper
+    return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counters, which every change in place increments."""
+    """Return the version counters of the tensors that are not None. Every in-place operation increments a counter."""
     return [x._version for x in tensors if x is not None]
 
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
-    """Accumulate a^T b into main_grad; the first write after `zero_grad` overwrites it.
+    """Accumulate a^T b into main_grad, or a if b is None; the first write after `zero_grad` overwrites it.
 
-    main_grad (R, C) f32, f64 or the dtype of a and b: one matrix of a buffer. write_counts (matrices,) i64 on the CPU:
-    writes since `zero_grad`. a (N, R), b (N, C). If b is None, a is the gradient itself, (R, C).
+    main_grad (I, J): buffer of one matrix, in f32, f64 or the dtype of a and b. a (N, I) and b (N, J); without b, a is
+    the gradient itself, (I, J). write_counts (num_matrices,) i64 on the CPU: writes per matrix since `zero_grad`, which
+    sets them to 0. This increments write_counts[count_idx].
     """
-    # The count is read on the CPU, so one graph serves first and later writes. With beta 0 the old content, which may
-    # be NaN, is not read.
+    # The op reads the count on the CPU, so one compiled graph serves first and later writes. With beta 0, addmm does
+    # not read the old content, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
     write_counts[count_idx] += 1
     dtype = main_grad.dtype
@@ -1375,26 +1500,41 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.is_cuda and a.dtype != dtype:                  # the matmul accumulates in f32; no copy of a or b
+    elif a.is_cuda and a.dtype != dtype:
+        # The matmul accumulates in f32, without converted copies of a and b.
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-class WeightMatrix(NamedTuple):
-    """One matrix of a parameter, and the buffer its gradient accumulates in.
+DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
 
-    To give a parameter (R, C) a main_grad, set its attributes main_grad = zeros (R, C) and write_counts = zeros (1,)
-    i64 on the CPU. Then linear(x, as_matrix(param)) accumulates there; write_counts.zero_() discards the gradient.
+class WeightMatrix(NamedTuple):
+    """One matrix of a parameter, and the main_grad buffer its gradient accumulates in.
+
+    To give a parameter (I, J) a main_grad, set two attributes: main_grad = zeros (I, J), in f32, f64 or the parameter's
+    dtype, and write_counts = zeros (1,) i64 on the CPU. Backward of linear_main_grad(x, as_matrix(param)) then
+    accumulates there, and param.grad stays None. write_counts.zero_() discards the gradient, because the next write
+    overwrites main_grad. Without these attributes, autograd stores the gradient in param.grad as usual.
     """
     param: Tensor
-    matrix: Tensor                       # (R, C): the whole parameter, or a view of one matrix of it
-    main_grad: Tensor | None = None      # (R, C): the same view of the buffer; None: autograd keeps the gradient
+    matrix: Tensor                       # (I, J): the whole parameter, or a view of one matrix of it
+    main_grad: Tensor | None = None      # (I, J): the same view of the buffer; None: autograd stores the gradient
     count_idx: int = 0                   # index of this matrix in param.write_counts
-    deferred: list | None = None         # queue of gradients for `run_deferred`; the trainer itself defers none
+    deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient a^T b, or a if b is None. Returns what backward returns to autograd."""
-        if not self.param.requires_grad:                  # frozen: write nothing
+        """Accumulate the gradient a^T b, or a if b is None. Returns what backward must return to autograd.
+
+            param is frozen        no write                            returns None
+            deferred is a queue    append to it, for run_deferred      returns None (*)
+            main_grad is None      compute the gradient                returns the gradient
+            otherwise              add_to_main_grad                    returns None (*)
+
+        (*) If there is a main_grad and param has the attribute grad_added_to_main_grad, this sets the attribute to True
+        and returns zeros (I, J), so that param's hooks receive a gradient. torch.compile rejects queues, and
+        params with this attribute.
+        """
+        if not self.param.requires_grad:
             return None
         if self.deferred is not None:
             self.deferred.append((self, a, b, tensor_versions(a, b)))
@@ -1402,39 +1542,47 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
-        # Autograd must not get main_grad or a view of it, because it may store the tensor as .grad and add to it. It
-        # gets None, or new zeros if the parameter has the flag, so that its hooks run.
+        # Never return main_grad or a view of it: autograd may store the tensor as .grad and later add to it in-place.
+        # Zeros are allocated for every call for the same reason.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
         return torch.zeros_like(self.matrix)
 
-def as_matrix(param: Tensor, deferred: list | None = None) -> WeightMatrix:
-    """Return a parameter (R, C) as its only matrix."""
-    return WeightMatrix(param, param, getattr(param, "main_grad", None), 0, deferred)
+def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
+    """Wrap a parameter (I, J) that is a single matrix."""
+    return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Return the matrices of each layer of a bank (L, ..., C), which stacks matrices of these heights per layer."""
+    """Split a bank (L, ..., J), which stacks matrices of these heights in each layer, into the matrices of each layer.
+
+    Raises RuntimeError if the bank has a main_grad that is not contiguous, because it cannot be viewed as matrices.
+    """
+    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
-    layers = bank.view(shape).unbind()   # once for all layers: without main_grad, autograd then builds one gradient
+    layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
         grads = [None] * len(matrix_heights)
         if hasattr(bank, "main_grad"):
-            grads = bank.main_grad.view(shape)[i].split(matrix_heights)       # raises unless the buffer is contiguous
-        first = i * len(matrix_heights)
-        by_layer.append([WeightMatrix(bank, matrix, grad, first + k)
-                         for k, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+            grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+        first_count_idx = i * len(matrix_heights)
+        by_layer.append([WeightMatrix(bank, matrix, grad, first_count_idx + j)
+                         for j, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
     return by_layer
 
 @torch.no_grad()
-def run_deferred(deferred: list) -> None:
-    """Compute deferred gradients into main_grad, or into .grad. Raises RunError if an input has changed since."""
+def run_deferred(deferred: DeferredGrads) -> None:
+    """Compute deferred gradients, accumulate them in main_grad, or in .grad without one, and clear the queue.
+
+    Raises RunError if a tensor in the queue was modified in-place since backward. No gradient is written in that case.
+    """
     for weight, a, b, versions in deferred:
-        check(versions == tensor_versions(a, b), f"deferred gradient of a matrix {tuple(weight.matrix.shape)}",
-              found="an input or an output gradient of the matmul was changed in place after backward",
-              expected="the tensors as backward saw them", hint="call run_deferred before the change, or change a copy",
-              error=RunError)
+        check(versions == tensor_versions(a, b),
+              f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
+              found="an input or output gradient of its matmul was modified in-place after backward",
+              expected="tensors that are unchanged since backward",
+              hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
         if weight.main_grad is None:
@@ -1442,336 +1590,404 @@ def run_deferred(deferred: list) -> None:
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
-    """x (scale matrix)^T; scale () or None is learned too. `grad_target` accumulates the gradient of the matrix."""
+    """Matmul with a scaled weight matrix: x @ (scale * matrix)^T, with gradients of x, scale and matrix.
+
+    x (..., J), scale () or None, matrix (I, J) -> (..., I). grad_target accumulates the gradient of the matrix.
+    """
     @staticmethod
-    def forward(ctx, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            # Rounding the matmul to bf16 would lose what an f32 main_grad can store.
+            # Rounding this gradient to bf16 loses precision that an f32 main_grad can store.
             main_grad = ctx.grad_target.main_grad
             dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
-                scaled_grad = torch.mm(a.t(), b, out_dtype=dtype)
+                grad_weight = torch.mm(a.t(), b, out_dtype=dtype)
             else:
-                scaled_grad = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (scaled_grad * matrix).sum()
-            a, b = scale * scaled_grad, None
+                grad_weight = a.t().to(dtype) @ b.to(dtype)
+            grad_scale = (grad_weight * matrix).sum()
+            a, b = scale * grad_weight, None
         return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
-    """Multiply by a weight matrix: x (scale matrix)^T, (..., C) -> (..., R)."""
+    """Multiply by a weight matrix that accumulates its gradient: x @ (scale * matrix)^T, (..., J) -> (..., I)."""
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
-# By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
-# shared memory, where backward needs room for squares.
+# ---- relu^2 MLP. Forward saves only max(pre, 0)^2. Backward recovers max(pre, 0) as its square root.
+# By compute capability: a tile whose accumulators fit in registers, and num_stages of (forward, backward), as many as
+# fit in shared memory. Backward also needs shared memory for squares.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
-TMA_ALIGN_BYTES = 16                     # descriptors want lines of a multiple of this
+TMA_ALIGN_BYTES = 16                     # tensor descriptors need strides that are multiples of this
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares), for x a gradient and squares what forward returned.
-    x (count, depth), w (columns, depth), out and squares (count, columns)."""
-    # Each program takes many tiles, and loads for the next one while it stores. It stores a tile in two halves, which
-    # leaves more shared memory to the loads. Descriptors address in 64 bits; beyond the edges they read 0.
-    HALF: tl.constexpr = BLOCK_N // 2
-    x_lines = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
-    w_lines = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
-    squares_lines = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF])
-    out_lines = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF])
-    across = tl.cdiv(N, BLOCK_N)
-    tiles = tl.cdiv(M, BLOCK_M) * across
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
-        row = tile // across * BLOCK_M
-        column = tile % across * BLOCK_N
-        product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for at in range(0, K, BLOCK_K):
-            product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
-        halves = tl.split(product.reshape(BLOCK_M, 2, HALF).permute(0, 2, 1))
+                   BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
+    """Compute out = max(x w^T, 0)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
+
+    x (M, K), w (N, K), squares and out (M, N). With BACKWARD, x is the gradient of the MLP's output, and squares is
+    what forward returned.
+    """
+    # Each program computes several tiles, and loads the operands of the next tile while it stores the current one.
+    # It stores a tile in two halves, which leaves more shared memory for the loads. Tensor descriptors have 64-bit
+    # addresses, and read 0 out of bounds.
+    HALF_N: tl.constexpr = BLOCK_N // 2
+    x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
+    w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
+    squares_desc = tl.make_tensor_descriptor(squares, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    out_desc = tl.make_tensor_descriptor(out, [M, N], [N, 1], [BLOCK_M, HALF_N])
+    num_tiles_n = tl.cdiv(N, BLOCK_N)
+    num_tiles = tl.cdiv(M, BLOCK_M) * num_tiles_n
+    for tile in tl.range(tl.program_id(0), num_tiles, tl.num_programs(0), flatten=True):
+        start_m = tile // num_tiles_n * BLOCK_M
+        start_n = tile % num_tiles_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for start_k in range(0, K, BLOCK_K):
+            acc = tl.dot(x_desc.load([start_m, start_k]), w_desc.load([start_n, start_k]).T, acc)
+        halves = tl.split(acc.reshape(BLOCK_M, 2, HALF_N).permute(0, 2, 1))
         for half in tl.static_range(2):
-            left = column + half * HALF
+            half_start_n = start_n + half * HALF_N
             if BACKWARD:
-                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, left]).to(tl.float32))
+                result = 2 * halves[half] * tl.sqrt(squares_desc.load([start_m, half_start_n]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
-            out_lines.store([row, left], result.to(out_lines.dtype))
+            out_desc.store([start_m, half_start_n], result.to(out_desc.dtype))
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel: max(x w^T, 0)^2, (N, F), or with squares its BACKWARD. x (N, K), w (F, K)."""
+    """Launch relu_sq_kernel: forward, or with `squares` its backward. x (M, K), w (N, K), squares (M, N) -> (M, N)."""
     triton = importlib.import_module("triton")
     device = x.device
-    card = torch.cuda.get_device_properties(device)
-    tile, stages = RELU_SQ_TILES[card.major, card.minor]
+    props = torch.cuda.get_device_properties(device)
+    tile, num_stages = RELU_SQ_TILES[props.major, props.minor]
     M, K = x.shape
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    read = squares.contiguous() if backward else out                          # forward reads none
+    squares_or_out = squares.contiguous() if backward else out                # forward does not read it
 
-    # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
-    # autograd has a thread of its own.
+    # The allocator captures the device, not x: Triton stores the allocator, which would keep x alive. Set it on every
+    # launch, because there is one per thread and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
-    tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
-    triton_jit(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
-        x.contiguous(), w.contiguous(), read, out, M, N, K, BACKWARD=backward,
-        num_stages=stages[backward], **tile)
+    num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+    triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), squares_or_out, out, M, N, K, BACKWARD=backward,
+        num_stages=num_stages[backward], **tile)
     return out
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-def fits_relu_sq(x, w):
-    """True if relu_sq supports the device, dtype and shapes of x (N, K) and w (F, K)."""
+def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+    """Return whether relu_sq supports the device, dtype and shapes of x (M, K) and w (N, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    described = all(length * x.element_size() % TMA_ALIGN_BYTES == 0 for length in (x.shape[1], len(w)))
-    card = torch.cuda.get_device_properties(x.device)         # a constant in a compiled graph
-    return described and (card.major, card.minor) in RELU_SQ_TILES
+    # torch.compile treats the device properties as constants.
+    aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
+    props = torch.cuda.get_device_properties(x.device)
+    return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
-    """max(n up^T, 0)^2 down; each matrix accumulates its gradient."""
+    """relu^2 MLP: max(x up^T, 0)^2 down.
+
+    x (..., D), up_matrix and down_matrix (F, D) -> (..., D). up and down are the WeightMatrix of each, and accumulate
+    their gradients.
+    """
     @staticmethod
-    def forward(ctx, n, up_matrix, down_matrix, up, down):
-        x = n.flatten(0, -2)
-        if fits_relu_sq(x, up_matrix):
-            squares = relu_sq(x, up_matrix, None)
+    def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
+                down: WeightMatrix) -> Tensor:
+        flat_x = x.flatten(0, -2)
+        if fits_relu_sq(flat_x, up_matrix):
+            squares = relu_sq(flat_x, up_matrix, None)
         else:
-            squares = F.linear(x, up_matrix).relu_().square_()
-        ctx.save_for_backward(n, squares, up_matrix, down_matrix)
+            squares = F.linear(flat_x, up_matrix).relu_().square_()
+        ctx.save_for_backward(x, squares, up_matrix, down_matrix)
         ctx.grad_targets = up, down
-        return (squares @ down_matrix).view_as(n)
+        return (squares @ down_matrix).view_as(x)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
-        n, squares, up_matrix, down_matrix = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
         if fits_relu_sq(grad_y, down_matrix):
             grad_pre = relu_sq(grad_y, down_matrix, squares)
         else:
-            # The root of 0 takes MKL eight times as long as that of the smallest number, whose root is then taken off.
-            smallest = torch.finfo(squares.dtype).tiny
-            roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
-            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
+            # In MKL, the square root of 0 takes 8 times as long as that of the smallest normal number. So clamp to
+            # that number, and subtract its square root afterwards.
+            tiny = torch.finfo(squares.dtype).tiny
+            square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
+            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
-        grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = up.add_gradient(grad_pre, n.flatten(0, -2))
-        return grad_n, grad_up, down.add_gradient(squares, grad_y), None, None
+        grad_x = (grad_pre @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_pre, x.flatten(0, -2))
+        return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
-def relu_sq_mlp(n: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
-    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
-    return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
+def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
+    """Compute the relu^2 MLP, max(x up^T, 0)^2 down (RECIPE 2.7). x (..., D), up and down (F, D) -> (..., D)."""
+    return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits):
-    """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
+def softcap(logits: Tensor) -> Tensor:
+    """Squash logits of any shape and float dtype into (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-def logit_chunks(logits, *arrays: Tensor):
-    """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
-    rows = len(logits)
-    if not logits.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
-    return zip(*(x.split(rows) for x in (logits, *arrays)))
+def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Split logits (N, V) and other tensors (N, ...) into chunks of positions that fit in the cache of a CPU.
 
-def next_token_losses(y, w, targets):
-    """Return -log softmax(softcap(y w))[target], without fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
+    On a GPU and in a compiled graph there is one chunk. Inductor fuses the passes over the logits.
+    """
+    chunk_len = len(logits)
+    if not logits.is_cuda and not torch.compiler.is_compiling():
+        chunk_len = max(1, CPU_CHUNK_LOGITS // logits.shape[1])
+    return zip(*(x.split(chunk_len) for x in (logits, *others)))
+
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Compute the loss of the next token, -log softmax(softcap(y @ w))[target], without fp8.
+
+    y (N, D), w (D, V), targets (N,) -> losses (N,), f32 or f64.
+    """
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
-        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+        # exp(z - LOGIT_CAP) cannot overflow, because z < LOGIT_CAP. This saves the pass that computes the maximum.
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-def mtp_targets(targets, weights):
-    """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
+def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the next G tokens of every position and their loss weights, which are 0 past the end of the sequence.
+
+    targets (B, T), MTP weights (G,) -> ids (N, G) i64, token_weights (N, G).
+    """
     B, T = targets.shape
     position = torch.arange(T, device=targets.device)
     ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    inside = ahead < T
-    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    token_weights = (inside * weights).expand(B, -1, -1)
-    return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
+    in_sequence = ahead < T
+    ids = targets[:, torch.where(in_sequence, ahead, 0)]                                  # (B, T, G)
+    token_weights = (in_sequence * weights).expand(B, -1, -1)
+    return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits, ids, token_weights, grad, factor: float):
-    """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits."""
+def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, grad_scale: float) -> Tensor:
+    """Compute the multi-token loss of every position, and write the gradient of the logits into `grad`.
+
+        z       = softcap(logits)
+        loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
+        grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
+
+    logits (N, V), ids and token_weights (N, G) -> losses (N,). grad (N, V) may be `logits` itself.
+    """
     if torch.compiler.is_compiling():
-        # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
-        cap_log2 = LOGIT_CAP * math.log2(math.e)          # of z / ln 2
+        # Inductor fuses this into two passes over (N, V), and materializes no f32 (N, V) tensor as softmax() would.
+        # Exponents and logarithms are to base 2, because exp2 and log2 take fewer instructions.
+        cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
-        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2
-        scaled = factor * LOGIT_CAP * token_weights
+        lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
+        scaled = grad_scale * LOGIT_CAP * token_weights
         grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
-        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
-        torch.mul(grad_z, sig - sig * sig, out=grad)
+        # This loop fuses. An int32 comparison takes half the instructions of an int64 comparison.
+        column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        for target, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z = grad_z - weight * (column == target.int())
+        torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
     losses = []
-    for block, block_ids, block_weights, out in logit_chunks(logits, ids, token_weights, grad):
-        z = softcap(block.to(token_weights.dtype))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, block_ids).log()
-        losses.append((block_weights * nats).sum(dim=1))
-        scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
-        grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
-        for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
-            grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
-        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
-        torch.mul(grad_z, dz, out=out)
+    for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
+        z = softcap(chunk.to(token_weights.dtype))
+        p = z.softmax(dim=-1)
+        nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
+        losses.append((chunk_weights * nll).sum(dim=1))
+        scaled = grad_scale * chunk_weights               # scale the (N, G) weights, to save a pass over (N, V)
+        grad_z = p.mul_(scaled.sum(dim=1, keepdim=True))
+        # Scatter one target at a time, because a position may have the same id twice.
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z.scatter_add_(1, target, -weight)
+        dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
+        torch.mul(grad_z, dz, out=chunk_grad)
     return torch.cat(losses)
 
-def quantize_e4m3(x, scale: float):
-    """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
+def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
+    """Quantize x / scale to fp8 e4m3. Divides in f32, rounds once, and saturates on every torch version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-def fp8_matmul(a, b, scale, use_scaled_mm: bool, out_dtype: torch.dtype,
-                fast_accum: bool = False):
-    """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
-    # Without such a device the product is one of numbers in out_dtype, which holds fp8 exactly.
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
+               fast_accum: bool = False) -> Tensor:
+    """Compute scale * (a @ b) for fp8 matrices; scale () f64.
+
+    use_scaled_mm: use the device's fp8 matmul, with a shorter accumulator if fast_accum. Otherwise emulate the matmul
+    in out_dtype, which represents every fp8 value exactly.
+    """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b = b.t().contiguous().t()                                                # in columns, as the device wants it
-    by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
+    b = b.t().contiguous().t()                            # scaled_mm needs a column-major b
+    per_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b, scale.float(), per_tensor, torch.ones((), device=a.device), per_tensor,
                        output_dtype=out_dtype, use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
-    """Softcapped cross-entropy of the next G tokens, with the head's product inside (RECIPE 2.8).
-    y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
-        sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
-    loss_weight () is the seed of the backward. grad_target accumulates the gradient of w."""
+    """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8).
+
+    For position t of a sequence, with z = softcap(y @ w) = 23 sigmoid((y @ w + 5) / 7.5):
+
+        loss[t] = sum over k < G with t + k < T of weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
+
+    Targets may cross document boundaries, but not the end of the sequence. The softmax is over all V padded columns.
+
+    y (N, D), w (D, V), targets (B, T) i64 with N = B * T, MTP weights (G,) -> losses (N,), f32 or f64.
+    loss_scale ()   gradient that backward will receive for every loss. In fp8 it changes the scale of the stored
+                    gradient, loss_scale * 0.75 / 448, but never the stored values.
+    precision       "plain", or "fp8" / "emulated": y and w in e4m3, the gradient of the logits in e5m2
+    logits_dtype    dtype of the logits, if precision is not "plain"
+    grad_target     WeightMatrix of w, which accumulates its gradient
+    """
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_scale, precision, logits_dtype, grad_target):
+    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
+                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> Tensor:
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # The gradient of the logits is made here, for backward: in their memory, or in fp8 in half as many bytes.
+        # Compute the gradient of the logits now, so that the logits need not be saved for backward. The gradient
+        # overwrites the logits, or in fp8 takes half their memory.
         if precision == "plain":
             logits = grad = y @ w
-            factor = 1.0                                                      # backward divides by LOGIT_WIDTH
+            grad_scale = 1.0                              # backward divides by LOGIT_WIDTH
         else:
             use_scaled_mm = precision == "fp8"
-            product_dtype = logits_dtype if use_scaled_mm else accum
+            matmul_dtype = logits_dtype if use_scaled_mm else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = quantize_e4m3(y, FP8_Y_SCALE)
             w = quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, scale, use_scaled_mm, product_dtype, fast_accum=True).to(logits_dtype)
+            logits = fp8_matmul(y, w, scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype, fast_accum=True)
+            logits = logits.to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-            factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+            grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
-        losses = mtp_losses_and_grad(logits, next_ids, token_weights, grad, factor)
+        ids, token_weights = mtp_targets(targets, weights.to(accum))
+        losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
         ctx.save_for_backward(y, w, grad, loss_scale)
         return losses
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad_losses):
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
-            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
+            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
             grad_y = factor * (grad @ w.t())
             grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
-        # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
-        # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
+        # In the trainer grad_losses equals loss_scale, so `factor` is 1. If a caller weights positions differently,
+        # grad_y is still exact, while grad_w uses the weighted gradient rounded to e5m2. loss_scale = 0 gives zeros
+        # instead of NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
         scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm, dtype_y)
-        payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
-        product = fp8_matmul(y.t().contiguous(), payload, scale * FP8_Y_SCALE, use_scaled_mm, factor.dtype)
-        grad_w = ctx.grad_target.add_gradient(product, None)                  # scaled_mm cannot add to main_grad
+        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
+                                                 out_dtype=dtype_y)
+        # The weighting fuses with the copy to column-major order. scaled_mm cannot accumulate into main_grad.
+        weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
+                            out_dtype=factor.dtype)
+        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)
         return grad_y, grad_w, *[None] * 6
 
 
 # ---- Rows of tables
-def sign_vectors(width: int):
-    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    drawn = torch.randint(2, (NUM_SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
-    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
+def sign_vectors(model_dim: int) -> Tensor:
+    """Draw the NUM_SIGN_VECTORS random vectors of +1 and -1, and append one of only +1.
 
-def add_rows_kernel(row_grads, rows, order, grad, count, width, BLOCK_ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
-    # There is a program for each i. That of a row's first line adds all lines of the row, LINES in a round, and the
-    # others end at once. The row of a frequent token has thousands of lines. So that a round waits for one load and not
-    # for three in sequence, the rows and the order of the next round are loaded during this one. The order of the sums
-    # is fixed: round after round onto what was there, within a round by a tree that depends on LINES and the warps.
+    -> (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables share these vectors.
+    """
+    drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
+    return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
+
+def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
+                    BLOCK_D: tl.constexpr) -> None:
+    """Accumulate row_grads[rows[i]] += grad[order[i]] for every i < num_lookups.
+
+    row_grads (num_rows, D), rows and order (num_lookups,), grad (num_lookups, D). rows ascends, so that the lookups of
+    a row are adjacent.
+    """
+    # There is one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
+    # BLOCK_ROWS per iteration. The other programs exit at once. The row of a frequent token has thousands of lookups.
+    # Each iteration loads rows and order for the next one, so that an iteration waits for one load, not for three in
+    # sequence.
+    # The order of summation is fixed: the iterations add to the old value sequentially, and the sum within an iteration
+    # is a tree that depends on BLOCK_ROWS and the number of warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
-    if row != row_before:
-        column = tl.arange(0, WIDTH)
-        inside = column < width
-        target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
-        total = tl.load(target, mask=inside, other=0)
-        line = first + tl.arange(0, BLOCK_ROWS)
-        same = tl.load(rows + line, mask=line < count, other=-1) == row
-        source = tl.load(order + line, mask=line < count, other=0)
-        more = 1
-        while more == 1:
-            line = line + BLOCK_ROWS
-            next_same = tl.load(rows + line, mask=line < count, other=-1) == row
-            next_source = tl.load(order + line, mask=line < count, other=0)
-            wanted = same[:, None] & inside[None, :]
-            grads = tl.load(grad + (source * width)[:, None] + column[None, :], mask=wanted, other=0)
-            total += tl.sum(grads.to(total.dtype), axis=0)
-            more = tl.max(next_same.to(tl.int32), axis=0)                     # the row goes on
-            same = next_same
-            source = next_source
-        tl.store(target, total, mask=inside)
+    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 if there is none
+    if row != previous_row:
+        columns = tl.arange(0, BLOCK_D)
+        in_row = columns < D
+        target = row_grads + row.to(tl.int64) * D + columns                   # tables may have over 2^31 elements
+        acc = tl.load(target, mask=in_row, other=0)
+        lookups = first + tl.arange(0, BLOCK_ROWS)
+        is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+        grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+        has_more = 1
+        while has_more == 1:
+            lookups = lookups + BLOCK_ROWS
+            next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
+            next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
+            mask = is_same_row[:, None] & in_row[None, :]
+            grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
+            acc += tl.sum(grads.to(acc.dtype), axis=0)
+            has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
+            is_same_row = next_is_same_row
+            grad_idx = next_grad_idx
+        tl.store(target, acc, mask=in_row)
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
+    """Accumulate row_grads[index[i]] += grad[i] in a fixed order.
+
+    row_grads (num_rows, D) f32 or f64, index (...), grad (..., D).
+    """
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-    rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
-    count, width = grad.shape
-    launch = triton_jit(add_rows_kernel)[(count,)]
-    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, WIDTH=1 << (width - 1).bit_length())  # the next power of 2
-    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+    # The sort makes the lookups of a row adjacent. It is stable, so that they are added in their original order.
+    rows, order = index.sort(stable=True)
+    num_lookups, D = grad.shape
+    launch = triton_jit(add_rows_kernel)[(num_lookups,)]
+    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())            # BLOCK_D: a power of 2
+    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
 
 class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
+    """Lookup of rows, source[index], whose gradients accumulate in row_grads.
+
+    source (num_rows, D), index (...) -> (..., D). Autograd receives None, so that no dense gradient is allocated.
+    """
     @staticmethod
-    def forward(ctx, source, index, row_grads):
+    def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
 
     @staticmethod
     @first_order_only
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
@@ -4128,104 +4344,123 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
 
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
-CONSOLE_STEP_LINES = 20                  # of a whole run, if the console is no terminal
-EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a run that begins
+CONSOLE_STEP_LINES = 20                  # step lines of a whole run, if the console is not a terminal
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
 
 class Clock:
-    """Training time in ms. Waits for the device only when it starts and stops."""
+    """Training time in ms. Synchronizes with the device only when it starts and stops."""
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
-        self.initial_ms = initial_ms     # ms up to the last stop
-        self.since = None                # s of the start; None: it stands still
-        self.cycle_began = initial_ms    # ms at the last `next_cycle_ms`
+        self.initial_ms = initial_ms     # training time at the last stop
+        self.since: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
+        self.cycle_start_ms = initial_ms  # training time at the last call of `next_cycle_ms`
 
     @property
-    def ms(self):
+    def ms(self) -> float:
+        """Training time so far, including the time since the last start."""
         return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
 
-    def start(self):
+    def start(self) -> None:
+        """Synchronize with the device, and start the clock."""
         self.comm.synchronize()
         self.since = time.perf_counter()
 
-    def stop(self):
+    def stop(self) -> None:
+        """Synchronize with the device, and stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
         self.since = None
 
-    def next_cycle_ms(self):
-        """Return the ms at which the next cycle will begin if this one, which begins now, is as long as the last."""
-        now = self.ms
-        last = now - self.cycle_began
-        self.cycle_began = now
-        return now + last
+    def next_cycle_ms(self) -> float:
+        """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
+
+        The prediction assumes that the cycle that starts now takes as long as the last one.
+        """
+        now_ms = self.ms
+        last_cycle_ms = now_ms - self.cycle_start_ms
+        self.cycle_start_ms = now_ms
+        return now_ms + last_cycle_ms
 
 class Log:
-    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-    Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
-    content of further files of the run directory; earlier: what `state` gave to a checkpoint."""
-    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict,
-                 resumed: dict = EMPTY_LOG_STATE):
+    """The log files of a run, and the console of rank 0.
+
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are read
+    one Adam cycle late, so that no step waits for the device. Every rank checks its own losses.
+
+    files: content of further files of the run directory, by name. resumed: what `state` returned for a checkpoint.
+    """
+    def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
+                 resumed: dict[str, Any] = EMPTY_LOG_STATE):
         self.run_dir = run_dir
         self.comm = comm
         self.schedule = schedule
-        self.total_steps = schedule.planned_steps         # steps of the run; a forecast if there is a time budget
+        self.total_steps = schedule.planned_steps         # steps of the run; a prediction if there is a time budget
         self.tokens = resumed["tokens"]
-        self.steps_done = resumed["steps_done"]           # steps
-        self.last_val = resumed["last_val"]               # validation, in words
-        self.pending = []                # steps whose loss is not read yet: (fields, slot sums, tokens, CUDA event)
-        self.files = {}
-        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # None if it is closed
+        self.steps_done = resumed["steps_done"]
+        self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
+        # Steps whose loss was not read yet: (fields of the line, loss sums of the sequences, tokens, CUDA event).
+        self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
+        self.files: dict[str, Any] = {}  # the open log files, by name
+        self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
-            # An existing log is another run's. Without buffers a killed run leaves every line.
+            # Refuse to overwrite a log, because it belongs to another run. The files are unbuffered, so that a killed
+            # run loses no line.
             with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOG_FILES:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in files.items():
                     (run_dir / name).write_bytes(content)
-        for name, info in resumed["lines"].items():
-            self._write(name, info.encode())
+        for name, text in resumed["lines"].items():
+            self._write(name, text.encode())
 
-    def state(self):
-        """Return what a checkpoint needs to go on with this log."""
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs to continue this log. Raises RunError if a pending loss is not finite."""
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
-    def event(self, kind: str, **fields):
+    def event(self, kind: str, **fields: Any) -> None:
+        """Write a line of log.jsonl."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def info(self, line: str):
+    def info(self, line: str) -> None:
         """Write a line of log.txt, and print it on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Replace the last line of a terminal by this text. The next line overwrites it."""
+        """Show this text in place of the last line of the terminal. The next line overwrites it."""
         if self.is_tty:
             with contextlib.suppress(OSError):
-                width = shutil.get_terminal_size().columns - 1                # a line that wraps would remain
+                # Truncate the text to the terminal, because a line that wraps is not erased completely.
+                width = shutil.get_terminal_size().columns - 1
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
-    def _write(self, name: str, data: bytes):
-        file = self.files.get(name)                                           # of rank 0, until the log is closed
+    def _write(self, name: str, data: bytes) -> None:
+        """Append to a log file, on rank 0 and until the log is closed. Raises RunError if that fails."""
+        file = self.files.get(name)
         if file is not None:
             with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
-                    raise OSError("no room for a whole line")
+                    raise OSError("the disk is full: only a part of the line was written")
 
     @contextlib.contextmanager
-    def phase(self, name: str, timed: bool = False):
-        """Write how long the body took. timed: it was on the clock."""
-        began = time.perf_counter()
+    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
+        """Log the duration of the body. timed: the clock was running."""
+        start = time.perf_counter()
         yield
-        ms = (time.perf_counter() - began) * 1000
+        ms = (time.perf_counter() - start) * 1000
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: StepLoss, ms: float):
-        """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
+    def step(self, losses: StepLoss, ms: float) -> None:
+        """Count one more step. Its lines are written one Adam cycle later.
+
+        ms: training time on the host. On a GPU, the step has been launched by then, but not finished. Raises RunError
+        if the loss of an earlier step is not finite.
+        """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
         fields = dict(step=self.steps_done, train_time_ms=round(ms, 3), tokens=self.tokens)
@@ -4233,137 +4468,146 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums = losses.seq_sums
+        # On a GPU, this copy runs after the step. `flush` reads it when the device is already one Adam cycle further.
+        seq_sums = losses.seq_sums
         copied = None
-        if sums.is_cuda:
-            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+        if seq_sums.is_cuda:
+            seq_sums = torch.empty_like(seq_sums, device="cpu", pin_memory=True).copy_(seq_sums, non_blocking=True)
             copied = self.comm.record_event()
-        self.pending.append((fields, sums, losses.num_tokens, copied))
+        self.pending.append((fields, seq_sums, losses.num_tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
-    def flush(self, keep: int = 0):
-        """Write pending lines but for the last `keep` steps'. Raises RunError on a loss that is not finite."""
+    def flush(self, keep: int = 0) -> None:
+        """Write the lines of all pending steps except the last `keep`. Raises RunError if a loss is not finite."""
         while len(self.pending) > keep:
-            fields, sums, tokens, copied = self.pending.pop(0)
+            fields, seq_sums, num_tokens, copied = self.pending.pop(0)
             if copied is not None:
                 self.comm.wait_for(copied)
-            loss = float(sums.sum()) / tokens
+            loss = float(seq_sums.sum()) / num_tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check_finite(loss, f"training loss of step {step - 1}")
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
             seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
-            more = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
-            self.show_progress(f"step:{step}/{self.total_steps} {more}")
+            summary = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
+            self.show_progress(f"step:{step}/{self.total_steps} {summary}")
             if not self.is_tty and step % -(-self.total_steps // CONSOLE_STEP_LINES) == 0:
-                self.comm.print0(f"{line} {more}")
+                self.comm.print0(f"{line} {summary}")
 
-    def check_finite(self, loss: float, what: str):
-        """Raise RunError unless a loss is finite."""
+    def check_finite(self, loss: float, what: str) -> None:
+        """Raise RunError unless the loss is finite."""
         check(math.isfinite(loss), what, found=loss,
-              expected=f"a finite number (last good validation: {self.last_val})",
-              hint="lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow",
+              expected=f"a finite loss (last finite validation loss: {self.last_val})",
+              hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
-    def validation(self, loss: float, ms: float, data: ValidationSet):
-        """Write the loss after the steps done so far. Raises RunError if it is not finite."""
+    def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
+        """Log the validation loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
-        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_metrics(loss))
+        self.event("val", step=self.steps_done, val_loss=loss, train_time_ms=round(ms, 3),
+                   **validation_set.text_metrics(loss))
         self.info(f"step:{self.steps_done}/{self.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
-    def write_aborted(self, cause: str):
-        """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
+    def write_aborted(self, cause: str) -> None:
+        """Write the last lines of a run that did not finish. Never raises. Can be called on any thread."""
+        # Discard later lines of the main thread, which may still be in a step.
         files, self.files = self.files, {}
-        last = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
-                "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
+        last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
+                      "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
         for name, file in files.items():
             with contextlib.suppress(Exception):
-                file.write(last[name].encode("utf-8", "replace"))
+                file.write(last_lines[name].encode("utf-8", "replace"))
 
-    def close(self):
+    def close(self) -> None:
+        """Close the files. Later lines are discarded."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Run one training step, and fetch the table rows of the next one."""
+    """Train on the next batch, and fetch the table rows of the next step. Collective."""
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    next_plans = loader.next_plans()     # waits for the loader at the end of a cycle; the GPU keeps computing
-    engine.prefetch_rows(next_plans)     # rows in host memory start their way to the device
+    # At the end of a cycle, this waits for the loader thread, while the GPU keeps computing.
+    next_plans = loader.next_plans()
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
     return losses
 
-def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log):
-    """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
-    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
+def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
+
+    The largest stage runs first, so that a lack of memory shows early.
+    """
+    # A rank that compiles makes the others wait for minutes, so use a longer timeout.
     restore = engine.snapshot()
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)  # long documents are cut to max_doc_len
+    # Provide enough tokens for a cycle of any stage. Documents are truncated to max_doc_len, which discards tokens.
+    max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
-    steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    cycles = [steps[first:first + schedule.cycle_steps] for first in range(0, len(steps), schedule.cycle_steps)]
+    step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
+    cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
 
-    # One phase a cycle, so that a slow compiler is seen at work.
+    # Log one phase per cycle, so that the console shows the progress of a slow compiler.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
-    for cycle, following in zip(cycles, [*cycles[1:], []]):
-        loader.advance(following)
+    for cycle, next_cycle in zip(cycles, [*cycles[1:], []]):
+        loader.advance(next_cycle)
         with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Attention's spans differ by stage, and once more at the end.
-        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in steps}
+        # Attention windows differ by stage, and again in the final validation.
+        last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
     loader.close()
     restore()
 
-def schedule_cycle(first: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
-    """Return the StepConfigs of the cycle that begins at step `first`, or [] at the end of training. Collective.
+def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
+    """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget the clock of rank 0 decides, one cycle ahead, where in the plan the cycle begins.
+    With --time_budget, the clock of rank 0 sets the schedule progress of the cycle, one cycle ahead: the fraction of
+    the budget that will have passed when the cycle starts, in planned steps. Progress never decreases. Cycles whose
+    progress is known from a checkpoint keep it.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
-    if budget_ms and len(schedule.cycle_progress) <= first // schedule.cycle_steps:
+    if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
         fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
-        previous = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
-        schedule.cycle_progress.append(max(previous, fraction * schedule.planned_steps))
-    if first >= schedule.end_step:
+        previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
+        schedule.cycle_progress.append(max(previous_progress, fraction * schedule.planned_steps))
+    if first_step >= schedule.end_step:
         return []
-    return [schedule.at(step) for step in range(first, min(first + schedule.cycle_steps, schedule.end_step))]
+    return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """What the logs and checkpoints of this process record about its runs."""
+    """What logs and checkpoints record about all runs of this process."""
     run_id: str
-    source: bytes                        # of this file
-    raw_cfg: Config                      # from flags and preset, before the shard headers decide sizes
-    attention_name: str                  # name and version of the kernel
-    fingerprint: dict[str, str]          # settings, hashes and versions on which the results of a run depend
-    resumed: dict[str, Any]              # what `check_resumed` returns; {} for a new run
+    source: bytes                        # text of this file
+    raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
+    attention_name: str                  # kernel, with the name and version of its package
+    fingerprint: dict[str, str]          # settings, hashes and versions that affect the results of a run
+    resumed: dict[str, Any]              # what `check_resume` returns; {} for a new run
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
-         profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
+               profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the end of the schedule or of the data. Collective.
 
-    Returns the final validation loss in nats per token, and the error if the data ended early. On the clock: reading,
-    packing, row plans, steps, logging. Off the clock: checkpoints and validations.
+    Returns the final validation loss in nats per token, and the error if the data ended early. The clock includes
+    reading and packing of data, row plans, training steps and logging. It excludes checkpoints and validations.
     """
     schedule = log.schedule
     first_step = log.steps_done
-    out_of_data = None
+    out_of_data: OutOfData | None = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start(schedule_cycle(first_step, schedule, clock))
@@ -4373,9 +4617,9 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.checkpoint and step_cfg.step > first_step:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
-                                   fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
-                    write_checkpoint(log.run_dir, info.run_id, content, engine, step_cfg)
+                    state = dict(log=log.state(), train_time_ms=clock.ms, cycle_progress=schedule.cycle_progress,
+                                 fingerprint=info.fingerprint | dict(seed=str(schedule.cfg.seed)))
+                    write_checkpoint(log.run_dir, info.run_id, state, engine, step_cfg)
                 clock.start()
             if profiler and step_cfg.step > first_step:
                 profiler.step()
@@ -4386,116 +4630,128 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the steps so far count
+    except OutOfData as error:           # the steps so far still count
         out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now. If the schedule was completed, `end` has the wider
-    # window of the final validation.
+    # The number of steps of a time budget is known only now.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done
         log.event("budget", seconds=schedule.cfg.time_budget, steps=log.steps_done)
-    end = schedule.at(log.steps_done)
+    # If the schedule was completed, this step config has the wider window of the final validation.
+    end_cfg = schedule.at(log.steps_done)
     with log.phase("evaluation"):
-        loss = engine.evaluate(validation.batches(end), end)
+        loss = engine.evaluate(validation.batches(end_cfg), end_cfg)
     log.validation(loss, clock.ms, validation)
     return loss, out_of_data
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
-             prompt=()):
-    """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
+             prompt: list[int] | tuple[int, ...] = ()) -> str:
+    """Sample up to sample_tokens tokens after a BOS token and the prompt, or until the document ends. Collective.
+
+    Returns text or, without token_bytes, token ids. Raises RunError if the logits are not finite.
+    """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Columns after the vocabulary are padding, which is never drawn.
+        # The columns after the vocabulary are padding, and are never sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
-        check(logits.isfinite().all(), "sample", found="logits that are not finite",
-              expected="weights of a run that ended well",
-              hint="sample from another save, or train again at a lower learning rate", error=RunError)
+        check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
+              expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
+              error=RunError)
 
-        probability = torch.softmax(logits / cfg.temperature, 0)
-        drawn = torch.multinomial(probability, 1, generator=generator)
-        token = min(engine.comm.all_gather(int(drawn)))   # one text, however each rank rounds
+        probs = torch.softmax(logits / cfg.temperature, 0)
+        sampled = torch.multinomial(probs, 1, generator=generator)
+        token = min(engine.comm.all_gather(int(sampled)))  # the same on all ranks, even if they round differently
         if token == cfg.bos_id:
             break
         tokens.append(token)
     tokens = tokens[1 + len(prompt):]
     if not token_bytes:
-        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
+        return "token ids (there is no vocab.txt to decode them): " + " ".join(map(str, tokens))
     return b"".join(token_bytes[token] for token in tokens).decode("utf-8", "replace")
 
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # s for the store at which ranks met to say whether another one ended first
-BUSY_CORES_WARN = 0.3                    # in use by other processes during set-up: the log warns above this
-ALL_RANKS_TIMEOUT_S = 1.0                # s for all ranks to hear of a signal that is meant for all
-EXIT_TIMEOUT_S = 5.0                     # s that an end may take
+STORE_TIMEOUT_S = 2.0                    # for the TCP store of the ranks, which decides whose cause was first
+BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
+ALL_RANKS_TIMEOUT_S = 1.0                # for a signal that is sent to all ranks to reach all of them
+EXIT_TIMEOUT_S = 5.0                     # the process ends after this time, even if the exit handler is stuck
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
-FALLBACK_SAVE_DIR = "save"               # folder in the run directory, of weights that --save could not take
+FALLBACK_SAVE_DIR = "save"               # in the run directory: the weights, if --save cannot be written
 
-def call_with_timeout(seconds, call):
-    """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
+def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
+    """Run `call` on a new thread, and return its result. Raises TimeoutError if that takes longer than `seconds`.
+
+    After a timeout, the thread keeps running.
+    """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
-    # The launch: each rank has to know all of it, or would train alone beside the others.
+    """Select the device, and join the process groups of the launch. Raises ConfigError. Collective."""
+    # Check the launch environment. A rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    launch_env = {name: env.get(name, text) for name, text in defaults.items()}
-    numbers = (int(text) if text.isdecimal() else -1 for text in launch_env.values())
-    rank, local_rank, world_size, local_world_size = numbers
+    launch_env = {name: env.get(name, value) for name, value in defaults.items()}
+    values = (int(value) if value.isdecimal() else -1 for value in launch_env.values())
+    rank, local_rank, world_size, local_world_size = values
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
-    tasks = env.get("SLURM_NTASKS", "1")
-    check(0 <= rank < world_size and local_rank >= 0 and not missing, "launch", found=f"{launch_env} without {missing}",
-          expected="all that torchrun sets, with 0 <= RANK < WORLD_SIZE",
-          hint=f"torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ..., or unset WORLD_SIZE "
-               "for a single process")
-    check("WORLD_SIZE" in env or tasks == "1", "launch", found=f"{tasks} tasks of Slurm, and no WORLD_SIZE",
-          expected="ranks that know each other",
-          hint="srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    usable = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
-    check(usable == world_size, "number of ranks", found=world_size,
-          expected=f"a divisor of seqs_per_step={cfg.seqs_per_step}",
-          hint=f"torchrun --nproc_per_node={usable} train_gpt.py ...")
+    num_tasks = env.get("SLURM_NTASKS", "1")
+    check(0 <= rank < world_size and local_rank >= 0 and not missing, "environment variables of the launch",
+          found=f"{launch_env}, not set: {missing}",
+          expected="the variables that torchrun sets, with 0 <= RANK < WORLD_SIZE",
+          hint=f"run torchrun --standalone --nproc_per_node={max(world_size, 1)} train_gpt.py ...; or unset WORLD_SIZE "
+               "to train in a single process")
+    check("WORLD_SIZE" in env or num_tasks == "1", "environment variables of the launch",
+          found=f"{num_tasks} Slurm tasks, and WORLD_SIZE is not set",
+          expected="the variables that torchrun sets, so that the ranks can connect",
+          hint="run srun ... torchrun ... with one task per node; or set WORLD_SIZE=1 to train separately in each task")
+    valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
+          expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
+          hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
 
-    # The device: a GPU for each rank, or the CPU for all.
-    cuda = cfg.device != "cpu" and torch.cuda.is_available()
-    gpus = torch.cuda.device_count()
-    check(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", found="no CUDA device",
-          expected="an NVIDIA GPU and torch for CUDA", hint="--preset=pocket trains on a CPU in about two minutes")
-    check(not cuda or max(local_rank + 1, local_world_size) <= gpus, "more ranks than devices",
-          found=f"{local_world_size} ranks, {gpus} GPUs", expected="one GPU for each rank",
-          hint=f"--nproc_per_node={gpus} for torchrun")
-    comm = Communicator(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world_size)
+    # Select the device: one GPU per rank, or the CPU for all ranks.
+    use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    num_gpus = torch.cuda.device_count()
+    check(use_cuda or cfg.device != "cuda", "--device=cuda", found="no CUDA device",
+          expected="an NVIDIA GPU and a CUDA build of torch",
+          hint="preset record needs one; --preset=pocket trains on a CPU in about two minutes")
+    check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than GPUs",
+          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU per rank on this machine",
+          hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
+    comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # glibc would give memory back after each step, and get it again page by page with a fault for each.
-    if not cuda and platform.libc_ver()[0] == "glibc":
+    # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
+    # has a page fault for every page it allocates.
+    if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD of malloc.h: never
-        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: the most bytes of a block that every glibc takes for it
+        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never
+        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
     if world_size == 1:
         return comm
 
-    # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
-    def join():
-        patience = timedelta(seconds=cfg.comm_timeout)
+    # Join the process groups on a thread with a timeout, because torch waits forever for a port that accepts
+    # connections but does not respond.
+    def join() -> dist.ProcessGroup:
+        timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
-        return dist.new_group(backend="gloo", timeout=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
+        return dist.new_group(backend="gloo", timeout=timeout)
 
     try:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
-                          expected=f"{world_size} ranks in {cfg.comm_timeout} s",
-                          hint="see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+        message = str(error)[:200] or "no response from a store of torch.distributed"
+        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {message}",
+                          expected=f"{world_size} ranks within {cfg.comm_timeout} s",
+                          hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
-def describe_hardware(comm: Communicator):
+def describe_hardware(comm: Communicator) -> str:
+    """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -4503,76 +4759,86 @@ def describe_hardware(comm: Communicator):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
-def resolve_head_precision(cfg: Config, comm: Communicator):
-    """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
-    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
-    native = fits and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
-    check(native or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
-          expected="bfloat16 on CUDA capability 8.9 and up",
-          hint="--head=auto or plain, or --head=emulated for the same numbers")
+def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
+    """Return --head, with `auto` resolved to fp8 or plain. Raises ConfigError if the device does not support fp8."""
+    settings_fit = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
+    has_fp8 = settings_fit and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(has_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
+          expected="bfloat16 on a GPU of compute capability 8.9 or later; model_dim and padded_vocab multiples of "
+                   f"{FP8_MULTIPLE}",
+          hint="--head=auto or --head=plain; or --head=emulated, for the same numbers on any device")
     if cfg.head == "auto":
-        return "fp8" if native else "plain"
+        return "fp8" if has_fp8 else "plain"
     return cfg.head
 
-# Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
-# FA3 is written for 9.x, and there is an official wheel. Two users measured FA4 on 9.x: it was no faster than FA3. A
-# maintainer of torch reports that FA4 is slower for variable lengths. No GPU has timed both with this trainer yet.
+# The kernels of torch's variable-length attention, by the GPU's major compute capability, in the order in which they
+# are tried; and their packages. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: it
+# was no faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. The two have not been
+# timed with this trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-# A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
+# `check_attention` uses documents that end inside tiles of 128 and inside windows, empty documents, and one with one
+# token.
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)
-CHECK_WINDOWS = (2, 128, 300, 1000)      # the last is longer than any document
-CHECK_LOGIT_STD = 4.0                    # of the logits: so large that one key too many or too few shows
-CHECK_TIMEOUT = 60.0                     # s for a kernel to return, once it is compiled
+CHECK_WINDOWS = (2, 128, 300, 1000)      # the last one is longer than any document
+CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or too few changes the output
+CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding.
-    Raises RunError if the kernel of this name does not return."""
+    """Check that outputs and gradients of the active kernel match the reference, to the rounding of the dtype.
+
+    Raises AssertionError if they do not match, and RunError, with the name of the kernel, if it does not return.
+    """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
-    bounds = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
-    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
-    for window, (per_token, heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
-        positions = per_token * CHECK_CU_SEQLENS[-1]
-        inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+    cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
+    # Check the layouts of plain and of paired layers. Paired layers have twice the positions and half the heads.
+    for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
+        num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
+        inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
-        if per_token == 1:                                    # a part of qkv, as a layer without value rows has it
-            v = torch.cat((q, k, v), dim=1)[:, -heads:]
-        attn_args = AttentionArgs(positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
+        if positions_per_token == 1:     # a slice of qkv, as in layers without value embeddings
+            v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
+        attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
-        for attend, to_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
-            qkv = [x.to(to_dtype).detach().requires_grad_() for x in (q, k, v)]
-            out = attend(*qkv, per_token * bounds, attn_args)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(to_dtype))))
-        # A kernel that never ends blocks the device for this process, so that no other kernel can be tried.
+        for attend, compute_dtype in ((attention_varlen, dtype), (attention_reference, torch.float32)):
+            qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
+            out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
+        # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
-              found=f"no result after {CHECK_TIMEOUT} s", expected="results within a second",
-              hint=f"leave it out: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
-        for found, exact in zip(*results):
-            most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
+              found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
+              hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
+        for actual, expected in zip(*results):
+            atol = 8 * torch.finfo(dtype).eps * float(expected.abs().max())
             torch.testing.assert_close(
-                found.float(), exact, rtol=0, atol=most,
-                msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
+                actual.float(), expected, rtol=0, atol=atol,
+                msg=f"the output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
 
-def package_version(package):
+def package_version(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
-def choose_attention(cfg: Config, comm: Communicator):
-    """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
+def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
+    """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
+
+    With --attention=auto, falls back to the reference if no kernel works, except in the presets `record*`. Raises
+    ConfigError if there is no fallback, and RunError if a kernel does not return.
+    """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
-    names = (cfg.attention,)
+    candidates = (cfg.attention,)
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(comm.device)
-        names = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
+        candidates = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
 
-    # All ranks take the same kernel: ranks with different ones would not train the same model.
-    refusal = ""
-    for name in names:
-        why = ""
+    # All ranks use the same kernel, because ranks with different kernels would not train the same model.
+    first_error = ""
+    for name in candidates:
+        error_text = ""
         try:
             if name in ("FA4", "FA3"):
                 torch.nn.attention.activate_flash_attention_impl(name)
@@ -4581,64 +4847,68 @@ def choose_attention(cfg: Config, comm: Communicator):
             check_attention(cfg, comm, name)
         except RunError:
             raise
-        except Exception as error:                                            # whatever a foreign kernel raises
-            why = f"{type(error).__name__} {str(error)[:100]}"
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(comm.all_gather(why)) if why), "")
-        if not refusal:
+        except Exception as error:       # external kernels may raise anything
+            error_text = f"{type(error).__name__} {str(error)[:100]}"
+        errors = enumerate(comm.all_gather(error_text))
+        first_error = next((f"{text} (rank {rank})" for rank, text in errors if text), "")
+        if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
-        comm.print0(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
+        comm.print0(f"attention: {name} does not work: {first_error}; requirements-gpu.txt lists the packages")
     check(cfg.attention == "auto" and not cfg.preset.startswith("record"),
-          f"--attention={cfg.attention} of preset {cfg.preset}", found=refusal,
-          expected="a kernel that runs and agrees with the reference",
-          hint="pip install -r requirements-gpu.txt, or --attention=reference, whose time and memory grow with the "
+          f"--attention={cfg.attention} with preset {cfg.preset}", found=f"no kernel works: {first_error}",
+          expected="a kernel that runs and matches the reference",
+          hint="pip install -r requirements-gpu.txt; or --attention=reference, whose time and memory grow with the "
                "windows")
-    comm.print0("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+    comm.print0("warning: no fast attention kernel works; using the reference, whose time and memory grow with the "
+                "windows")
     return attention_reference, "reference"
 
-def slow_attention(attention: str, comm: Communicator) -> str:
-    """Say that the chosen kernel is slower than others of this GPU; empty if it is not."""
+def slow_attention(attention_name: str, comm: Communicator) -> str:
+    """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
     *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    name = attention.partition(" ")[0]
+    name = attention_name.partition(" ")[0]
     if not faster or name in faster:
         return ""
-    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which a GPU of capability {major}.{minor} "
-            "can run: requirements-gpu.txt names packages")
+    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+            f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
-def other_cpu_seconds(comm: Communicator):
-    """Return s of this machine's cores that other processes have used so far; negative where it does not say.
-    Collective."""
-    busy = 0.0
+def other_cpu_seconds(comm: Communicator) -> float:
+    """Return the CPU time in s that other processes have used on this machine so far. Collective.
+
+    The result is negative if the system does not report CPU times.
+    """
+    used_s = 0.0
     with contextlib.suppress(OSError):
         ticks = Path("/proc/stat").read_text().split()[1:4]                   # user, nice, system
-        busy = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-    return busy - sum(comm.all_gather(time.process_time()))
+        used_s = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Write the first lines of a run: settings, versions, hardware, sizes."""
-    # What another needs to repeat the run: flags, commit, versions.
+    """Log what a run is: settings, versions, hardware and sizes."""
+    # Collect what is needed to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     comm = log.comm
-    of_preset = vars(make_config(dict(preset=cfg.preset)))
+    preset_flags = vars(make_config(dict(preset=cfg.preset)))
     flags = vars(replace(info.raw_cfg, seed=cfg.seed, run_dir=""))
     changed = {name: format_value(value) for name, value in flags.items()
-               if value != of_preset[name]}
-    config = {name: [vars(row) for row in value] if isinstance(value, tuple) else value
+               if value != preset_flags[name]}
+    config = {name: [vars(spec) for spec in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # All parameters, and those that one token uses: of a table only the rows that it looks up.
+    # Count all parameters, and those that one token uses: the rows it looks up, and everything that is not a table.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
-    params_total = sum(math.prod(row.shape) for row in parameter_specs(cfg))
-    rows_unread = sum(table.num_rows - table.lookups_per_token for table in tables)
-    facts = dict(
+    params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
+    unused_rows = sum(table.num_rows - table.lookups_per_token for table in tables)
+    header = dict(
         preset=cfg.preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=torch.__version__, triton=package_version("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if comm.on_cuda else None,
@@ -4647,224 +4917,255 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         head=engine.head_precision,
         grad_accum_steps=-(-cfg.seqs_per_step // comm.world_size // engine.micro_batch_size),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
-        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
+        params_total=params_total, params_per_token=params_total - cfg.model_dim * unused_rows, table_rows=table_rows,
         table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-    log.event("resumed" if info.resumed else "header", **facts, **info.resumed)
-    changes = ", ".join(f"{name}={text}" for name, text in changed.items())
+    log.event("resumed" if info.resumed else "header", **header, **info.resumed)
+    changes = ", ".join(f"{name}={value}" for name, value in changed.items())
     for line in (
             "=" * 100,
-            f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda'] or 'none'} on {facts['hardware']} "
+            f"Running Python {header['python']}",
+            f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] or 'none'} on {header['hardware']} "
             f"with world_size {comm.world_size}",
             f"preset {cfg.preset}, {params_total:,} parameters in {cfg.dtype}, attention kernel {info.attention_name}, "
-            f"products of the head in {engine.head_precision} precision, seed {cfg.seed}",
-            f"changed from the preset: {changes or 'nothing'}",
+            f"head precision {engine.head_precision}, seed {cfg.seed}",
+            f"flags that differ from the preset: {changes or 'none'}",
             "=" * 100,
             f"logs in {log.run_dir}",
             slow_attention(info.attention_name, comm)):
         if line:
             log.info(line)
     if info.resumed:
-        log.info(f"goes on after step {log.steps_done} of {info.resumed['source']}, whose lines stand above in the log")
-        for name, (then, now) in info.resumed["differs"].items():
-            log.info(f"resumed with another {name}: {then} then, {now} now")
+        log.info(f"resuming {info.resumed['source']} after step {log.steps_done}; the lines above are from its log")
+        for name, (before, now) in info.resumed["differs"].items():
+            log.info(f"warning: {name} differs from the earlier run: {before} then, {now} now")
 
-def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine, resumed: dict = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run, next to its source and settings. earlier: what `Log.state` gave to a checkpoint."""
+def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
+             resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
+    """Create the run directory of one run, with its source and settings, and open its log.
+
+    resumed: what `Log.state` returned for a checkpoint.
+    """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
     log = Log(run_dir, engine.comm, schedule, files, resumed)
     write_header(log, info, engine)
     return log
 
-def open_data(raw_cfg: Config, comm: Communicator, source: bytes):
-    """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
-    what decides a run's numbers: {flag or fact: text}, with hashes of data and source. Raises TrainerError."""
+def open_data(raw_cfg: Config, comm: Communicator,
+              source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
+    """Check all shards, and fill in the sizes that depend on them. Collective.
+
+    Returns the config with all sizes, the headers of the training shards and of the validation shards, and the
+    fingerprint: {flag or fact: text}, with the hashes of data and source. Raises TrainerError.
+    """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
-    content = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
-                   source_sha256=hashlib.sha256(source).hexdigest())
-    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | content)
+    versions = dict(data_sha256=verify_shards(train_headers + val_headers), torch=str(torch.__version__),
+                    source_sha256=hashlib.sha256(source).hexdigest())
+    comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | versions)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
-    # Links are followed: it is the same text under any name.
-    validated = {os.path.realpath(header.name) for header in val_headers}
-    shared = validated.intersection(os.path.realpath(header.name) for header in train_headers)
-    if shared:
-        comm.print0(f"trained on and validated with, at least: {min(shared)}; the validation losses say nothing about "
-                   "other text")
-    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | content
+    # Resolve links, because two names may refer to the same file.
+    val_paths = {os.path.realpath(header.name) for header in val_headers}
+    in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
+    if in_both:
+        comm.print0(f"warning: training and validation shards overlap, at least in {min(in_both)}; the validation loss "
+                    "does not measure generalization")
+    return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Raise ConfigError unless torch.compile and Triton find what they compile with."""
-    others = f"g++ {os.environ.get('CC', 'gcc')} clang"
-    compilers = os.environ.get("CXX", others).split()                         # for C++ torch tries none but CXX
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers they need."""
+    default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
+    compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
-          expected="g++ or another that torch.compile finds", hint="install one (apt install g++), or --compile=0")
+          expected="g++, or another compiler that torch.compile finds", hint="apt install g++; or --compile=0")
     if not comm.on_cuda:
         return
 
-    # Before its first kernel Triton compiles a module for Python, in C. Eager code has kernels of Triton's, too.
+    # Triton compiles a Python extension module in C before its first kernel. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
-          found=f"no C compiler, {' or '.join(compilers)}", expected="gcc, clang, or the one that CC names",
-          hint="install one (apt install gcc)")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does, for Debian
-    headers = sysconfig.get_paths(scheme)["include"]
-    searched = os.pathsep.join([headers, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
-    check(any(Path(folder, "Python.h").is_file() for folder in searched.split(os.pathsep) if folder),
-          "compiling kernels for the GPU", found=f"no Python.h in {headers}", expected="the headers of this Python",
-          hint="apt install python3-dev, or python3.12-dev for a Python 3.12; or use a Python that comes with them")
+          found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
+          hint="apt install gcc")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
+    include_dir = sysconfig.get_paths(scheme)["include"]
+    search_path = os.pathsep.join([include_dir, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
+    check(any(Path(folder, "Python.h").is_file() for folder in search_path.split(os.pathsep) if folder),
+          "compiling kernels for the GPU", found=f"no Python.h in {include_dir}",
+          expected="the C headers of this Python",
+          hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
-def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator):
-    """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
+def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
+    """Check what could end the run hours later: run directories, --save and compilers. Collective.
+
+    Raises ConfigError or RunError, on every rank.
+    """
     with comm.raise_together():
         check_compilers(cfg, comm)
         if comm.rank > 0:
             return
 
-        for folder in run_dirs:
-            check(not any(os.path.lexists(folder / name) for name in LOG_FILES), f"run directory {folder}",
-                  found="the log of a run", expected="a folder without one",
-                  hint="another --run_dir, or remove what an earlier start has left", error=RunError)
+        for directory in run_dirs:
+            check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
+                  found="it already contains a log", expected="a directory without a log",
+                  hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
         if cfg.save:
-            folder = Path(cfg.save)
-            check(not os.path.lexists(folder), f"--save={cfg.save}", found="a name that is taken",
-                  expected="a free name", hint="another name; nothing is overwritten")
-            with write_errors(folder, ConfigError):
-                partial_path(folder, run_id).mkdir(parents=True)
-                partial_path(folder, run_id).rmdir()
+            directory = Path(cfg.save)
+            check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
+                  expected="a path that does not exist", hint="choose another name; nothing is overwritten")
+            with write_errors(directory, ConfigError):
+                partial_path(directory, run_id).mkdir(parents=True)
+                partial_path(directory, run_id).rmdir()
 
-def check_resume(cfg: Config, resumed: dict, facts: dict, end_step: float):
-    """Return dict(step, source, differs). differs: facts that have changed since the checkpoint, name -> (then, now).
-    Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
-    before = resumed["fingerprint"]
-    check(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
-          found=f"shards of hash {facts['data_sha256'][:16]}...",
-          expected=f"those of the run, of hash {before['data_sha256'][:16]}...",
-          hint="leave --train_files and --val_files out, or name the same shards in another place", error=DataError)
-    done = resumed["log"]["steps_done"]
-    check(done <= end_step, f"--max_steps with --resume={cfg.resume}",
+def check_resume(cfg: Config, resumed: dict[str, Any], fingerprint: dict[str, str],
+                 end_step: float) -> dict[str, Any]:
+    """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
+
+    differs: entries of the fingerprint that have changed since the checkpoint, {name: (then, now)}. Raises DataError if
+    the data differ, and ConfigError if the checkpoint is past the end of this run.
+    """
+    previous = resumed["fingerprint"]
+    check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
+          found=f"shards with sha256 {fingerprint['data_sha256'][:16]}...",
+          expected=f"the shards of the earlier run, with sha256 {previous['data_sha256'][:16]}...",
+          hint="omit --train_files and --val_files, or give other paths of the same shards", error=DataError)
+    steps_done = resumed["log"]["steps_done"]
+    check(steps_done <= end_step, f"--max_steps with --resume={cfg.resume}",
           found=f"{cfg.max_steps}: the run would end at step {end_step}",
-          expected=f"{done} or more: the run is there already", hint="--max_steps=0, for the whole schedule")
-    differs = {name: (before.get(name), facts.get(name)) for name in before | facts
-               if before.get(name) != facts.get(name)}
-    return dict(step=done, source=cfg.resume, differs=differs)
+          expected=f"{steps_done} or more, because the checkpoint is at step {steps_done}",
+          hint="--max_steps=0 runs the whole schedule")
+    differs = {name: (previous.get(name), fingerprint.get(name)) for name in previous | fingerprint
+               if previous.get(name) != fingerprint.get(name)}
+    return dict(step=steps_done, source=cfg.resume, differs=differs)
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
-               num_graphs: int):
-    """Write the last lines of a run's log, and the weights. graphs: how many were compiled before the race. Collective.
-    Returns the result, and the error of --save or None."""
+               num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
+    """Log the result of a run, and save the weights. Returns the result, and the error of --save or None. Collective.
+
+    num_graphs: number of graphs that were compiled before the training loop.
+    """
     cfg = log.schedule.cfg
     comm = log.comm
-    if comm.on_cuda:                     # since the race began
+    if comm.on_cuda:                     # peak since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    else:                                                                     # of the process; KiB, on macOS bytes
-        unit = 20 if sys.platform == "darwin" else 10
-        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
+    else:                                # peak of the whole process; ru_maxrss is in KiB, on macOS in bytes
+        shift = 20 if sys.platform == "darwin" else 10
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift)
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
-        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
-                 f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+        log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
+                 f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Facts without which the training time would mislead.
+    # Log what makes the training time misleading.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
-        log.info(f"{recompiled} graphs were compiled after the warm-up: TORCH_LOGS=recompiles says why")
-    slow = slow_attention(info.attention_name, comm)
-    if slow:
-        result["slow_attention"] = slow
+        log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
+    slow_warning = slow_attention(info.attention_name, comm)
+    if slow_warning:
+        result["slow_attention"] = slow_warning
     if cfg.profile:
         result["void"] = "profiled"
     elif log.steps_done < log.schedule.end_step:
         result["void"] = "the data ended early"
     if "void" in result:
-        log.info(f"this time does not count: {result['void']}")
+        log.info(f"warning: the training time is not valid: {result['void']}")
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = engine.traffic_totals()
-    touched = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
-               for label, table in engine.tables.items() if table.store}
-    if touched:
-        result["touched_rows"] = touched
+    touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
+                    for label, table in engine.tables.items() if table.store}
+    if touched_rows:
+        result["touched_rows"] = touched_rows
 
-    # Weights go where --save says, else into the run directory.
-    save_error = None
+    # If --save cannot be written, write the weights into the run directory.
+    save_error: RunError | None = None
     if cfg.save:
-        fate = "lost"
-        for folder in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
+        outcome = "not saved"
+        for directory in (Path(cfg.save), log.run_dir / FALLBACK_SAVE_DIR):
             try:
-                save_weights(folder, info.run_id, cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
-                fate = f"in {folder}"
+                save_weights(directory, info.run_id, cfg, engine, log.schedule.at(log.steps_done),
+                             validation.token_bytes)
+                outcome = f"saved in {directory}"
                 break
             except RunError as error:
                 save_error = save_error or error
-        log.info(f"weights {fate}")
+        log.info(f"weights {outcome}")
     log.event("result", **result)
     log.close()
     return result, save_error
 
-def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict]):
-    """Print a sample, and as the last line on stdout a JSON object with means over the runs. Raises RunError."""
+def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
+    """Print a sample, and a JSON object with the means over all runs as the last line of stdout. Collective.
+
+    Raises RunError if sampling or printing fails.
+    """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
         engine.comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    loss, ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
-    last = dict(type="result", val_loss=loss, train_time_ms=ms, run_dirs=[result["run_dir"] for result in results])
+    loss, train_time_ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
+    summary = dict(type="result", val_loss=loss, train_time_ms=train_time_ms,
+                   run_dirs=[result["run_dir"] for result in results])
     if engine.comm.rank == 0:
-        print_stdout(json.dumps(last))
+        print_stdout(json.dumps(summary))
 
-def make_profiler(cfg: Config, first: int, end_step: float):
-    """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
+def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
+    """Build the profiler of --profile for a run that starts at `first_step`; None without --profile.
+
+    Raises ConfigError if the run does not contain these steps.
+    """
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
-    check(first < start and stop < end_step, f"--profile={cfg.profile}", found=f"steps {first} to {end_step}",
-          expected=f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
-          hint=f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    return torch.profiler.profile(schedule=traced)
+    check(first_step < start and stop < end_step, f"--profile={cfg.profile}",
+          found=f"a run of steps {first_step} to {end_step}",
+          expected=f"{first_step} < a < b < {end_step}: step a - 1 warms up the profiler, and step b ends the trace",
+          hint=f"--profile={first_step + 1}:{first_step + 3}")
+    profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
+                                               active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write a trace of each rank, and a table of the most expensive operations into the log."""
-    trace = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
-    with write_errors(trace):
-        profiler.export_chrome_trace(str(trace))
+    """Write this rank's trace, and log a table of the most expensive operations. Raises RunError."""
+    path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
+    with write_errors(path):
+        profiler.export_chrome_trace(str(path))
     sort_by = f"self_{log.comm.device.type}_time_total"
     log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
-def describe_exit(error: BaseException | signal.Signals):
-    """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
+def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
+    """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
-        return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
+        return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
     first_line = str(error).partition("\n")[0]
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
-        error = RunError("out of memory", found=first_line, expected="less at once",
-                         hint="--micro_batch_size=1, or more --seqs_per_step")
+        error = RunError("out of memory", found=first_line, expected="a micro-batch that fits",
+                         hint="--micro_batch_size=1, or a larger --seqs_per_step, which shortens the sequences")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a file to use",
-                          hint="look at disk and rights")
+        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a readable and writable file",
+                          hint="check the disk and the permissions")
     elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION_RE, first_line):
         error = lost_rank_error(first_line)
     if isinstance(error, TrainerError):
         return error.exit_status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def agree_on_cause(cause: str, if_alone: str):
-    """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
+def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
+    """Agree with the other ranks on what ended the run first. Returns this cause, and whether this rank prints it.
+
+    if_alone: replaces `cause`, unless all ranks end within ALL_RANKS_TIMEOUT_S.
+    """
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
-    def all_ended():
+    def all_ended() -> bool:
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -4875,74 +5176,81 @@ def agree_on_cause(cause: str, if_alone: str):
     if cause != if_alone and not all_ended():
         cause = if_alone
     my_cause = f"{env['RANK']}\n{cause}"
-    first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
+    # If rank 0 hosts the store, and not torchrun, it waits for the others, because the store ends with this process.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        all_ended()                                                           # the store ends with this process
-    return first.partition("\n")[2], first == my_cause
+        all_ended()
+    return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
-    """The one end of this process, by an error or a signal, and bounded in time."""
-    # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
+    """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
+
+    A signal wakes up a thread, which ends the process even if the main thread is blocked in C code.
+    """
     def __init__(self):
-        self.log = None                                                       # of the run that is going on
-        self.exiting = threading.Lock()  # taken by whoever ends the process
+        self.log: Log | None = None                                           # log of the current run
+        self.exiting = threading.Lock()  # held by the thread that ends the process
         self.wakeup_send, self.wakeup_recv = socket.socketpair()
-        self.wakeup_send.setblocking(False)               # as set_wakeup_fd wants it
+        self.wakeup_send.setblocking(False)               # required by set_wakeup_fd
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
-        for number in EXIT_SIGNALS:
-            if signal.getsignal(number) != signal.SIG_IGN:                    # ignored: by nohup
-                signal.signal(number, lambda *_: None)                        # the thread reads its number
+        for signum in EXIT_SIGNALS:
+            if signal.getsignal(signum) != signal.SIG_IGN:                    # stays ignored, as under nohup
+                signal.signal(signum, lambda *_: None)                        # the thread reads the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
-    def end(self, error):
-        """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
-        self.exiting.acquire()           # the second waits here for the end
-        status, cause = describe_exit(error)
-        threading.Timer(EXIT_TIMEOUT_S, os._exit, [status]).start()               # if a dead disk, say, holds this up
+    def end(self, error: BaseException | signal.Signals) -> None:
+        """Print why the run ended, on one of the ranks, end the log, and end the process. Does not return."""
+        self.exiting.acquire()           # a second call waits here until the process has ended
+        exit_status, cause = describe_exit(error)
+        # End the process in time even if the code below is stuck, for example on a dead disk.
+        threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.
+            # If only some ranks receive a signal, a rank was lost, and torchrun or srun ends the others.
             if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                meet = functools.partial(agree_on_cause, cause, if_alone)
-                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, meet)
-            except Exception:                                                 # a stopped launcher answers nothing
+                agree = functools.partial(agree_on_cause, cause, if_alone)
+                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
+            except Exception:                                                 # a stopped launcher does not respond
                 cause = if_alone
         if prints:
-            with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
-                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # the line of progress
+            with contextlib.suppress(Exception):                              # stderr is closed, or a full pipe
+                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # erases the progress line
                 call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
-        for part in tuple(PARTIAL_DIRS):
-            shutil.rmtree(part, ignore_errors=True)
-        os._exit(status)
+        for path in tuple(PARTIAL_DIRS):
+            shutil.rmtree(path, ignore_errors=True)
+        os._exit(exit_status)
 
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
-    # Check first what would end the run after hours of work, before data are read and anything is written.
+    """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
+
+    raw_cfg: settings before the shard headers fill in the sizes. source: text of this file, for the logs.
+    """
+    # Check everything that could end the run hours later before data is read and anything is written.
     start = time.perf_counter()
-    before = other_cpu_seconds(comm)
+    other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
-    # One name for all ranks, whose clocks may differ.
+    # All ranks use the directory of rank 0, because their clocks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
     root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
     seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
+    # Open the data before building the model, because the shard headers determine its sizes and bad data ends the run.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
-    # Memory depends on the attention kernel, and the micro-batch on memory. Attention packages may compile now, which
-    # takes ranks different times.
+    # The attention kernel determines the memory per sequence, and with it the micro-batch size. Attention packages may
+    # compile now, and some ranks may take longer than others, so use a longer timeout.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
-    # A resumed run continues with the state, log, clock and places of its last checkpoint.
+    # With --resume, continue with the state, log, clock and schedule progress of the last checkpoint.
     resumed = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
     if cfg.resume:
         resumed = load_checkpoint(Path(cfg.resume), engine)
@@ -4951,17 +5259,19 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     first_step = resumed["log"]["steps_done"]
     profiler = make_profiler(cfg, first_step, schedule.end_step)
 
-    # The log of the first run contains set-up and warm-up.
+    # Set-up and warm-up are logged with the first run.
     info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
-    seconds = time.perf_counter() - start
-    busy = (other_cpu_seconds(comm) - before) / seconds
+    setup_s = time.perf_counter() - start
+    busy_cores = (other_cpu_seconds(comm) - other_cpu_before) / setup_s
     log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
-    if busy > BUSY_CORES_WARN:
-        log.info(f"{busy:.1f} of {os.cpu_count()} cores work for others: the time will mean little")
-    log.info("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * seconds, 3), timed=False)
+    if busy_cores > BUSY_CORES_WARN:
+        log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
+                 "unreliable")
+    log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
+                                              for component, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
-    # The warm-up compiles and runs every graph, and then restores the state. After it, a rank that is silent is lost.
+    # Compile and run every graph before the clock starts, then restore the state bit by bit.
     with log.phase("validation data"):
         validation = ValidationSet(cfg, comm, val_headers)
     with log.phase("warm-up"):
@@ -4969,15 +5279,17 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # Checkpoints and saves let all ranks wait for the slowest disk. A single rank waits only for its device, which may
-    # be slow.
+    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with
+    # checkpoints and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank. A
+    # single rank waits only for its device, which may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
-    results, problem = [], None
+    results: list[dict[str, Any]] = []
+    problem: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
-        # Further runs start from the same state, but with the initial values of their seed.
+        # Every further run starts from the same state, with the initial weights of its seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
@@ -4990,7 +5302,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         loader = Loader(cfg, comm, train_headers)
         loader.skip(map(schedule.at, range(first_step)))
 
-        # Models and graphs are many objects, which the garbage collector need not visit in every step.
+        # Exclude the many objects of model and graphs from garbage collection during training.
         gc.collect()
         gc.freeze()
         if comm.on_cuda:
@@ -4999,10 +5311,10 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
             loss, out_of_data = train_loop(info, loader, engine, validation, clock, log, profiler)
         gc.unfreeze()
         loader.close()
-        if profiler and profiler.profiler:                # else the data ended before the profiled steps
+        if profiler and profiler.profiler:                # None if the data ended before the profiled steps
             write_trace(profiler, log)
 
-        # The result is the last line of a log. After it, only the sample can fail.
+        # The result is the last line of the log. Only sampling and printing can still fail after it.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
         problem = problem or out_of_data or save_error
@@ -5011,59 +5323,62 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     if problem:
         raise problem
 
-def sample_from_save(flags: Config):
-    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
-    # Settings come first: they say what the tensors have to be.
-    folder = Path(flags.sample)
-    weights = folder / "weights.pt"
-    saved = read_settings(folder)
-    check_manifest(folder / SETTINGS_FILE, (folder / SETTINGS_FILE).read_bytes())
-    manifest = read_manifest(folder)
-    tensors = read_tensors(weights, manifest)
-    check_tensors(weights, saved, tensors)
+def sample_from_save(flags: Config) -> None:
+    """Run --sample=DIR "prompt": print a continuation of the prompt, on any device. Raises TrainerError."""
+    # Read the settings first, because they determine the names and shapes of the tensors.
+    directory = Path(flags.sample)
+    weights_path = directory / "weights.pt"
+    saved_cfg = read_settings(directory)
+    check_manifest(directory / SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
+    manifest = read_manifest(directory)
+    tensors = read_tensors(weights_path, manifest)
+    check_tensors(weights_path, saved_cfg, tensors)
 
-    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
-    comm = init_distributed(replace(saved, seqs_per_step=1, device=flags.device))
-    dtype = saved.dtype
+    # Use one rank and no compiler. Tables stay in host memory, because a prompt looks up few rows.
+    comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
+    dtype = saved_cfg.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
         dtype = "float32"
-    tables = tuple(replace(table, location="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
+    tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
+    cfg = replace(saved_cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
-    token_bytes = read_token_bytes(folder, cfg)
+    token_bytes = read_token_bytes(directory, cfg)
     try:
         if token_bytes is None and cfg.vocab_size == GPT2_VOCAB:
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            token_bytes = [encoding.decode_single_token_bytes(token) for token in range(GPT2_BOS_ID)] + [b""]
+            token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
-            ids = {piece: token for token, piece in enumerate(token_bytes or ()) if piece}
+            # Split the prompt like data/pocket.py splits its text: into tokens of the vocabulary, and single bytes
+            # for all other words.
+            token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
-            known_pieces = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-            prompt = [ids[piece] for piece in itertools.chain(*known_pieces)]
-    except Exception as error:           # no package, no network, bytes that no token has
+            pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [token_ids[piece] for piece in itertools.chain(*pieces)]
+    except Exception as error:           # no tiktoken, no network, or bytes without a token
         raise DataError("prompt", found=f"{type(error).__name__}: {error}",
-                        expected="bytes of a vocab.txt beside the weights, or GPT-2 tokens by tiktoken, which has "
-                                 "them from the network or from TIKTOKEN_CACHE_DIR",
-                        hint="leave it out, use other words, or install tiktoken") from None
+                        expected="a prompt that vocab.txt next to the weights can encode; or, for GPT-2 tokens, "
+                                 "tiktoken, which downloads its data or reads it from TIKTOKEN_CACHE_DIR",
+                        hint="omit the prompt, use other words, or pip install tiktoken") from None
     engine = Engine(cfg, comm, attention_reference, head_precision=None)
-    with read_errors(weights):
+    with read_errors(weights_path):
         engine.model.load_state_dict(tensors)
-    load_rows(folder, manifest, engine)
+    load_rows(directory, manifest, engine)
 
     schedule = Schedule(cfg)
     sample = generate(cfg, engine, schedule.at(schedule.end_step), token_bytes, prompt)
     print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
-    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n.
-    source: text of this file; None: as it is now."""
+    """Run the trainer with these flags, and end the process. source: text of this file; None: read the file now.
+
+    Exit status 0: done, 1: the run failed, 2: invalid settings or data, 128 + n: ended by signal n.
+    """
     exit_handler = ExitHandler()
     try:
         if source is None:
             source = Path(__file__).read_bytes()
-        if sys.stdout:                                                        # None if it is closed
+        if sys.stdout:                                                        # None if it was closed
             sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         cfg = load_config(argv)
@@ -5071,12 +5386,14 @@ def main(argv: list[str], source: bytes | None = None) -> None:
             sample_from_save(cfg)
         else:
             train(cfg, init_distributed(cfg), exit_handler, source)
-    except SystemExit:                                                        # --help was shown
+    except SystemExit:                                                        # after --help
         pass
     except BaseException as error:
         exit_handler.end(error)
-    exit_handler.exiting.acquire()       # a signal that came before has its end
-    os._exit(0)                                                               # even if a thread is stuck in a read
+    # If a signal is being handled, wait here until its thread has ended the process. Otherwise end the process now,
+    # without waiting for other threads, which may be stuck in a read.
+    exit_handler.exiting.acquire()
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ BAD_LAYERS = {                               # arguments of a layer -> what the 
     "no such attention": (dict(attention="Plain"), "'Plain'", "`plain`"),
     "no such window": (dict(attention="plain", window="wide"), "'wide'", "`short` or `long`"),
     "a value table without attention": (dict(attention="none", value_embed=2), "value_embed=2",
-                                        "value_embed in one with attention"),
-    "key offset of paired heads": (dict(attention="paired", key_offset=True), "'paired'", "in a plain layer"),
-    "key offset without attention": (dict(attention="none", key_offset=True), "'none'", "in a plain layer"),
+                                        "value_embed only with attention"),
+    "key offset of paired heads": (dict(attention="paired", key_offset=True), "'paired'", "only with plain attention"),
+    "key offset without attention": (dict(attention="none", key_offset=True), "'none'", "only with plain attention"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
@@ -45,12 +45,12 @@ def test_Layer__a_feature_that_it_cannot_have(name):
         LAYERS[0].window = "wide"
 
 BAD_LAYER_TABLES = {                         # changes of LAYERS by depth -> what the message must contain
-    "kept twice": ({0: dict(save_as="skip")}, "['skip', 'skip', 'backout']", "each stream once"),
+    "kept twice": ({0: dict(save_as="skip")}, "['skip', 'skip', 'backout']", "different names"),
     "nothing for the head": ({3: dict(save_as="")}, "['skip']", "'backout'"),
     "a value table twice": ({3: dict(value_embed=1)}, "[0, 1, 1]", "0, 1, ... once each"),
     "a value table left out": ({1: dict(value_embed=2)}, "[0, 2]", "0, 1, ... once each"),
-    "added by the layer that keeps it": ({1: dict(add_saved="skip")}, "layer 1", "a layer above keeps, []"),
-    "added above the layer that keeps it": ({1: dict(add_saved="backout")}, "layer 1", "a layer above keeps, []"),
+    "added by the layer that keeps it": ({1: dict(add_saved="skip")}, "layer 1", "an earlier layer saves, []"),
+    "added above the layer that keeps it": ({1: dict(add_saved="backout")}, "layer 1", "an earlier layer saves, []"),
 }
 
 @pytest.mark.parametrize("name", BAD_LAYER_TABLES)
@@ -73,7 +73,7 @@ def text_with(row: tg.Stage | tg.NgramTable, **changes: object) -> str:
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
 BAD_STAGES = {                               # columns of the first of these -> what the message must contain
-    "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "mtp_end=(1.0, 0.5, 0.25)", "as many token weights"),
+    "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "mtp_end=(1.0, 0.5, 0.25)", "as many MTP weights"),
     "as long a window for short as for long": (dict(short_window=3), "short_window=3", "short < long window"),
     "no window": (dict(short_window=0), "short_window=0", "1 <= short"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "from 0 to 1,000"),
@@ -90,13 +90,14 @@ def refuse_stages(changes: dict, parts: list[str]) -> None:
 def test_Stage__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_STAGES[name]
-    with refused(tg.ConfigError, "--stages", "change that row", *parts):
+    with refused(tg.ConfigError, "--stages", "correct the stage", *parts):
         replace(STAGES[0], **changes)
     refuse_stages(changes, parts)
 
 @pytest.mark.parametrize("changes, parts", [
-    (dict(batch_tokens=250), ["250", "multiple of 128 tokens"]), (dict(batch_tokens=0), ["multiple of 128 tokens"]),
-    (dict(untie=True), ["`untie` in one row at most"])], ids=str)
+    (dict(batch_tokens=250), ["250", "batch_tokens: a multiple of 128"]),
+    (dict(batch_tokens=0), ["batch_tokens: a multiple of 128"]), (dict(untie=True), ["`untie` in at most one"])],
+    ids=str)
 def test_check_config__stages_that_do_not_fit_the_settings(changes, parts):
     """A batch that is not a multiple of 16 tokens per slot, and a second untying."""
     refuse_stages(changes, parts)
@@ -104,19 +105,19 @@ def test_check_config__stages_that_do_not_fit_the_settings(changes, parts):
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
 BAD_TABLES = {                               # columns of a table of n-grams -> what the message must contain
-    "no such order": (dict(order=5), f"an order of {list(tg.NGRAM_FACTORS)}"),
-    "a layer without attention": (dict(layer=NO_ATTENTION), f"layer={NO_ATTENTION}", "one with attention"),
-    "an unknown location": (dict(location="disk"), "disk", "location of ('device', 'host')"),
-    "signs that are no switch": (dict(signs=2), "signs=2", "signs 0 or 1"),
+    "no such order": (dict(order=5), f"order: one of {list(tg.NGRAM_FACTORS)}"),
+    "a layer without attention": (dict(layer=NO_ATTENTION), f"layer={NO_ATTENTION}", "a layer with attention"),
+    "an unknown location": (dict(location="disk"), "disk", "location: one of ('device', 'host')"),
+    "signs that are no switch": (dict(signs=2), "signs=2", "signs: 0 or 1"),
     "an unknown update_every": (dict(update_every=8), "update_every=8", "1, 2 or 4 steps"),
-    "a single row": (dict(rows=1), "rows=1", "2 rows or more", "there is no n-gram"),
+    "a single row": (dict(rows=1), "rows=1", "at least 2", "no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
     "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "lr and wd from 0"),
     "a weight decay below 0": (dict(wd_mul=-1.0), "wd_mul=-1.0", "lr and wd from 0"),
     "a second moment that grows": (dict(beta2=1.5), "beta2=1.5", "beta2 from 0 to 1"),
     "a label that no file is named by": (dict(label="4-gram_embed"), "letters, digits and _"),
     "a label without its ending": (dict(label="small"), "ends with _embed"),
-    "a label of the recipe": (dict(label="value_embed"), "a label that the recipe has not"),
+    "a label of the recipe": (dict(label="value_embed"), "a label other than the built-in ones"),
 }
 
 def refuse_tables(changes: dict, parts: list[str]) -> None:
@@ -127,13 +128,13 @@ def refuse_tables(changes: dict, parts: list[str]) -> None:
 def test_NgramTable__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_TABLES[name]
-    with refused(tg.ConfigError, "--tables", "change that row", *parts):
+    with refused(tg.ConfigError, "--tables", "correct the table", *parts):
         replace(TABLE, **changes)
     refuse_tables(changes, parts)
 
 @pytest.mark.parametrize("changes, parts", [
     (dict(update_every=1), ["a multiple of adam_every=2"]),
-    (dict(label="other_embed"), ["a label that no other row has"])], ids=str)
+    (dict(label="other_embed"), ["a label that no other table has"])], ids=str)
 def test_check_config__tables_that_do_not_fit_the_settings(changes, parts):
     """An update between the steps of Adam, and two tables of one label."""
     refuse_tables(changes, parts)
@@ -150,8 +151,8 @@ def test_read_rows__columns_and_defaults():
 def test_read_rows__the_8th_column_of_earlier_trainers_is_refused_in_words(mode, rest):
     """It named the rounding mode, and lr, wd and beta2 followed it. Another word is no number."""
     row = "b_embed 4 50 7 1 host 4"
-    refuse(["--preset=tiny", f"--tables=a_embed 2 30; {row} {mode}{rest}"], "--tables, 8th column", f"found:    {mode}",
-           "a number", "always rounded to nearest", f"leave `{mode}` out")
+    refuse(["--preset=tiny", f"--tables=a_embed 2 30; {row} {mode}{rest}"], "--tables: invalid 8th column",
+           f"found:    {mode}", "a number", "always rounded to nearest", f"omit `{mode}`")
     refuse(["--preset=tiny", f"--tables={row} down{rest}"], "--tables", "'b_embed 4 50 7 1 host 4 down",
            "update_every lr wd beta2")
     refuse(["--preset=tiny", f"--tables={row} 70 0 0.5 1"], "--tables", "70 0 0.5 1", "update_every lr wd beta2")
@@ -219,28 +220,28 @@ def test_load_config__a_flag_beats_the_preset_and_the_config_is_frozen():
 
 REFUSED = {                                  # flags over the tiny preset -> what the message must hold
     "--see=1": ("unknown flag", "--see", "--seed"),
-    "seed=1": ("a word without a flag", "seed=1", "--field=value"),
+    "seed=1": ("argument without a flag", "seed=1", "--field=value"),
     "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny"),
     "--seed": ("--seed", "expected one argument"),
-    "--seed=1.5": ("--seed", "'1.5'", "int", "--seed=0"),
+    "--seed=1.5": ("--seed", "'1.5'", "an integer from", "--seed=0"),
     "--seed=-1": ("--seed", "-1", "0 to 2,147,483,647", "--seed=0"),
-    "--adam_lr=nan": ("--adam_lr", "nan", "float", "--adam_lr=0.008"),
+    "--adam_lr=nan": ("--adam_lr", "nan", "a number from", "--adam_lr=0.008"),
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
-    "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
-    "--seqs_per_step=0": ("--seqs_per_step", "1 to "),
+    "--adam_every=3": ("--adam_every", "'3'", "one of 1, 2"),
+    "--seqs_per_step=0": ("--seqs_per_step", "1 to ", "(sequences)"),
     "--cooldown_frac=1.01": ("--cooldown_frac", "'1.01'", "0 to 1", "--cooldown_frac=0.55"),
-    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.format_value(tg.STAGES)}"),
+    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages='{tg.format_value(tg.STAGES)}'"),
     f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
-    f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
+    f"--stages={ONE_STAGE}": ("--stages", "at least two stages"),
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
     "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
-    "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
-    "--seqs_per_step=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
+    "--model_dim=40": ("--model_dim", "40", "2 * 16", "--model_dim=32"),
+    "--seqs_per_step=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 * seqs_per_step
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
     "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
-    "--resume=": ("--resume", "an empty name", "leave it out"),
+    "--resume=": ("--resume", "an empty value", "omit --resume"),
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
 }
 
@@ -253,8 +254,16 @@ def test_load_config__sample_takes_no_flag_of_the_model():
     cfg = tg.load_config(["--sample=w", "once upon", "--seed=3", "--device=cpu"])
     assert cfg == tg.Config(sample="w", prompt="once upon", seed=3, device="cpu")
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
-        refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
+        refuse(["--sample=w", "x", flag], "--sample", flag, "settings of the model", "omit the others")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
+
+@pytest.mark.parametrize("old, new", [
+    ("num_slots", "seqs_per_step"), ("slots_per_micro_batch", "micro_batch_size"), ("document_start", "bos_id")])
+def test_unknown_flag_error__a_renamed_flag_has_its_new_name_in_the_hint(old, new):
+    """The old spelling is refused, with = and with a space, and the new one is a flag."""
+    for argv in ([f"--{old}=1"], [f"--{old}", "1"]):
+        refuse(["--preset=tiny", *argv], f"unknown flag --{old}", f"it was renamed to --{new}")
+    assert new in tg.Config.__dataclass_fields__ and old not in tg.Config.__dataclass_fields__
 
 def test_flag_names__each_flag_has_one_role():
     """A flag of the groups `common` and `run` changes no result, except the preset and the seed."""
@@ -324,7 +333,7 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
         path.write_bytes(content)
     elif content:
         content(path)
-    with refused(tg.DataError, str(path), "name the folder of"):
+    with refused(tg.DataError, str(path), "give a run directory"):
         tg.read_settings(tmp_path)
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
@@ -335,10 +344,12 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     assert (cfg.save, cfg.run_dir, cfg.resume) == ("", "", str(tmp_path)), "facts of one run are not inherited"
     cfg = tg.load_config([resume, "--preset=tiny", "--seed=5", "--adam_lr=1e-2", "--max_steps=7", "--save=v"])
     assert (cfg.seed, cfg.max_steps, cfg.save) == (5, 7, "v"), "what says the same, or may change"
-    refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "leave --preset out")
+    refuse([resume, "--preset=pocket"], "--preset with --resume", "tiny", "omit --preset")
     refuse([resume, "--runs=2"], "--runs=1")
-    for flag, before in (("--seed=4", "5"), ("--adam_lr=0.1", "0.01"), ("--tables=a_embed 3 10", "as in that run")):
-        refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", before, "these may change", "max_steps")
+    for flag, before in (("--seed=4", "'5'"), ("--adam_lr=0.1", "'0.01'"),
+                         ("--tables=a_embed 3 10", "as in the resumed run")):
+        refuse([resume, flag], f"{flag.partition('=')[0]} with --resume", before, "only these flags may change",
+               "max_steps")
     write_settings(tmp_path, num_heads="2.0")
     refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
     (tmp_path / tg.SETTINGS_FILE).write_text('{"preset": "no"}')
@@ -350,7 +361,7 @@ def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path)
     cfg = tg.load_config([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
     assert [table.location for table in cfg.tables] == ["host", "device"]
     for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
-        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the location of a table")
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the location of tables")
 
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""

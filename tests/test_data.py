@@ -242,7 +242,7 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
         write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
-    for cfg, warning in ((shared, f"at least: {tmp_path}/b.bin"), (preset(), "")):
+    for cfg, warning in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
         tg.open_data(cfg, comm(), b"source")
         out = capsys.readouterr().out
         assert warning in out and bool(warning) == bool(out)

@@ -17,14 +17,14 @@ from fault_injection import BOUND, FLAGS, PATIENT, TIMEOUT, Ended, Job
 
 import train_gpt as tg
 
-CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|OutOfData|RunError): |interrupted$|ended from outside|Traceback)")
+CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|OutOfData|RunError): |interrupted$|terminated by SIG|Traceback)")
 KILLED = -9
 ENDED = (1, 143)                         # by itself, or by the launcher
 LOST = ("RunError: lost another rank", "dmesg")
 MEMORY = ("RunError: out of memory", "--micro_batch_size=1")
 DIFFER = ("RunError: row plans of ranks", "same flags")
 NO_NUMBER = ("RunError: training loss of step 3", "nan", "finite")
-MEETING = ("ConfigError: waiting for all ranks", f"2 ranks in {TIMEOUT}")
+MEETING = ("ConfigError: waiting for all ranks", f"2 ranks within {TIMEOUT}")
 SPEED = ("ConfigError: --adam_lr", "'fast'")
 BUG = "ZeroDivisionError: a bug"         # the trace ends with it
 
@@ -63,17 +63,17 @@ ALONE = {
     "Ctrl-C in the loader": alone(130, "interrupted"),
     "Ctrl-C in validation": alone(130, "interrupted", log=8),
     "Ctrl-C in the sample": alone(130, "interrupted", log="result"),
-    "SIGTERM in forward": alone(143, "ended from outside .SIGTERM"),
+    "SIGTERM in forward": alone(143, "terminated by SIGTERM"),
     "out of memory in forward": alone(1, *MEMORY, "2.00 GiB", "--seqs_per_step"),
     "out of host memory in forward": alone(1, *MEMORY),
-    "NaN in forward": alone(1, *NO_NUMBER, "last good validation"),
+    "NaN in forward": alone(1, *NO_NUMBER, "last finite validation loss"),
     "cut shards in forward": alone(2, "DataError: ", "train_", "1,100"),
     "removed shards in forward": alone(2, "DataError: ", "train_", "No such file"),
     "bad data in the loader": alone(2, "DataError: shard 7"),
     "bug and late SIGTERM in forward": alone(1, BUG),
     # In C no handler of Python's is called, a library may lose the exception, and the end may meet a dead disk.
-    "SIGTERM when stuck in forward": alone(143, "ended from outside .SIGTERM", log=2),
-    "SIGHUP when stuck in the start": alone(129, "ended from outside .SIGHUP", log=""),
+    "SIGTERM when stuck in forward": alone(143, "terminated by SIGTERM", log=2),
+    "SIGHUP when stuck in the start": alone(129, "terminated by SIGHUP", log=""),
     "Ctrl-C when stuck in warm-up": alone(130, "interrupted", log=0),
     "bug and stuck end in forward": alone(1, BUG, log="step"),
 }
@@ -109,7 +109,7 @@ WAITING = {
     "silent stranger, rank 0": Case(dict(world=2, absent=[1], store="silent stranger"), (2, "absent"), (
         *MEETING, "at 127.0.0.1:", "in use", "MASTER_PORT"), ""),
     "silent stranger, rank 1": Case(dict(world=2, absent=[0], store="silent stranger"), ("absent", 2), (
-        *MEETING, "at 127.0.0.1:", "nothing that answers"), ""),
+        *MEETING, "at 127.0.0.1:", "no response"), ""),
     "silent launcher": Case(dict(world=2, absent=[0], store="silent launcher", extra={1: ["--seed=abc"]}),
                             ("absent", 2), ("ConfigError: --seed", "'abc'"), ""),
     "stopped launcher": of_two("kill with stopped launcher in forward", (1, KILLED), *LOST, log=3),
@@ -117,7 +117,7 @@ WAITING = {
     "killed, then SIGTERM": of_two("", (ENDED, KILLED), *LOST, ends=True,
                                    faults={0: "sleep in forward", 1: "kill in forward"}),
     "SIGHUP while ranks meet": Case(dict(world=2, absent=[1], faults={0: "SIGHUP in joining"}), (129, "absent"), (
-        LOST[0], "ended from outside .SIGHUP"), ""),
+        LOST[0], "terminated by SIGHUP"), ""),
     **{fault: Case(dict(faults={0: fault}), *ending) for fault, ending in ALONE.items() if "stuck" in fault},
 }
 CASES = QUICK | WAITING
@@ -240,7 +240,7 @@ def test_train_loop__data_that_end_lose_no_line(tmp_path):
     for fault in ("kill in warm-up", "sleep in forward", "bad data in the loader"))])
 def test_end__under_torchrun(tmp_path, fault):
     """torchrun adds a trace and a summary of its own; the ranks still name the cause once. It looks every 0.1 s: if it
-    sees a killed rank before the others do, they are ended from outside; the cause is the killed rank all the same."""
+    sees a killed rank before the others do, they are terminated; the cause is the killed rank all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "tests/fault_injection.py", fault, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * BOUND, cwd=tmp_path,

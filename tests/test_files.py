@@ -275,7 +275,7 @@ def test_write_directory__a_file_system_that_cannot_flush_directories(tmp_path, 
     monkeypatch.setattr(os, "fsync", refusing)
     done = run(tmp_path / "run", "--max_steps=4", "--checkpoint_every=2", "--sample_tokens=0", "--val_every=0",
                f"--save={tmp_path / 'save'}")
-    assert (done.status, done.err) == (0, "") and f"weights in {tmp_path / 'save'}" in done.lines
+    assert (done.status, done.err) == (0, "") and f"weights saved in {tmp_path / 'save'}" in done.lines
     assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002"]
     monkeypatch.setattr(os, "fsync", failing)
     with refused(tg.RunError, os.strerror(code)):
@@ -298,7 +298,7 @@ def test_write_directory__a_path_that_appears_meanwhile_is_not_changed(tmp_path,
     assert names(tmp_path) == ["new"] and (directory.is_file() or names(directory) == ["theirs"])
 
 @pytest.mark.parametrize("where, found", [
-    ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
+    ("run", "the path already exists"), ("file", "the path already exists"), (".", "the path already exists"),
     ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
 def test_preflight__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found) -> None:
     for make, name in ((Path.touch, "file"), (Path.mkdir, "run")):
@@ -313,7 +313,7 @@ def test_finish_run__a_full_disk(tmp_path, monkeypatch) -> None:
     done = run(tmp_path / "run", *SHORT, f"--save={directory}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
-    assert f"weights in {tmp_path / 'run/save'}" in done.lines
+    assert f"weights saved in {tmp_path / 'run/save'}" in done.lines
     assert names(tmp_path) == ["run"]
     sample(tmp_path / "run/save")
 
@@ -321,12 +321,12 @@ def test_finish_run__no_space_anywhere_still_reports_the_result(tmp_path) -> Non
     with no_large_files(300_000):
         done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
     assert done.status == 1 and done.events[-1]["type"] == "result"
-    assert "weights lost" in done.lines
+    assert "weights not saved" in done.lines
     assert names(tmp_path) == ["run"]
     assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
-@pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
+@pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "terminated by SIGTERM"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_during_a_write_leaves_no_directory(tmp_path, monkeypatch, where, number, cause) -> None:
     def raise_signal(path: Path) -> None:
         if path.name == tg.MANIFEST_FILE:
@@ -418,9 +418,9 @@ def test_check_resume__differences_are_printed_and_logged(last_checkpoint, tmp_p
     resumed, = done.of("resumed")
     assert sorted(resumed["differs"]) == ["adam_lr", "seed", "source_sha256"]
     assert resumed["differs"]["seed"] == ["7", "0"]
-    assert "resumed with another adam_lr: 0.5 then, 0.008 now" in done.lines
-    assert any(line.startswith(f"goes on after step 4 of {source}") for line in done.lines)
-    for flag, parts in (("--train_files=formula:512:511:50000:2", ["data to resume"]),
+    assert "warning: adam_lr differs from the earlier run: 0.5 then, 0.008 now" in done.lines
+    assert any(line.startswith(f"resuming {source} after step 4") for line in done.lines)
+    for flag, parts in (("--train_files=formula:512:511:50000:2", ["data with --resume"]),
                         ("--max_steps=3", ["--max_steps", "4 or more"])):
         other = run(tmp_path / "other", f"--resume={source}", flag)
         assert other.status == 2 and all(part in other.err for part in parts), other.err

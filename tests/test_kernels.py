@@ -354,10 +354,10 @@ def test_fp8_product__the_devices_is_the_emulated_one(a, b, out):
     right = (20 * randn(48, 32, seed=2, dtype=F32)).to(b)
     scale = torch.tensor(0.37, dtype=F64)
     want = (left.double() @ right.double()) * scale
-    native = tg.fp8_matmul(left, right, scale, True, out)
+    native = tg.fp8_matmul(left, right, scale, use_scaled_mm=True, out_dtype=out)
     assert native.dtype == out
     assert_close_for_its_size(native, want, 1e-6, rtol=2.0**-8 if out == BF16 else 1e-6)
-    emulated = tg.fp8_matmul(left, right, scale, False, F32)
+    emulated = tg.fp8_matmul(left, right, scale, use_scaled_mm=False, out_dtype=F32)
     assert_close_for_its_size(emulated, want, 1e-6, rtol=1e-6)
 
 

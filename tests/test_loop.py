@@ -179,7 +179,7 @@ def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected
     ranks.wait_for(event)
     assert event.query() and event.clock.now < 108
     stuck = DeviceEvent(monkeypatch)
-    with refused(tg.RunError, expected, "nothing from cpu after 8.0 s", "--comm_timeout"):
+    with refused(tg.RunError, expected, "no response from cpu after 8.0 s", "--comm_timeout"):
         ranks.wait_for(stuck)
     assert 108 <= stuck.clock.now < 109, "before NCCL ends the process"
 

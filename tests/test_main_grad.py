@@ -158,7 +158,7 @@ def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
     for each in operands:
         tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
     operands[1][modified] += 1
-    with refused(tg.RunError, "deferred gradient", "(4, 3)", "changed in place", "run_deferred"):
+    with refused(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
@@ -299,7 +299,7 @@ def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callab
     """Second derivatives are refused even if the incoming gradient is a constant, where autograd itself allows them."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
-    with refused(tg.RunError, "create_graph", "first order"):
+    with refused(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
         torch.autograd.grad(total, x, create_graph=True)
 
 def test_first_order_only__guards_every_operation_of_the_trainer() -> None:

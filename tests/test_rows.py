@@ -521,10 +521,10 @@ LINES = 4                                # less than a row has: its lines cross 
 
 def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)
-    count, width = grad.shape
+    num_lookups, width = grad.shape
     power_of_two = 1 << (width - 1).bit_length()
-    kernel = tg.triton_jit(tg.add_rows_kernel)[(count,)]
-    kernel(sums, rows, order, grad, count, width, BLOCK_ROWS=LINES, WIDTH=power_of_two)
+    kernel = tg.triton_jit(tg.add_rows_kernel)[(num_lookups,)]
+    kernel(sums, rows, order, grad, num_lookups, width, BLOCK_ROWS=LINES, BLOCK_D=power_of_two)
 
 def beyond_2_to_31(add: Callable) -> list[float]:
     """Sums of three rows in a buffer of which the system keeps the pages that were written, and no more."""
@@ -561,8 +561,8 @@ def test_add_rows__kernel_in_interpreter():
 
 def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
-    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", count="i32", width="i32")
-    constants = dict(BLOCK_ROWS=tg.ADD_ROWS_BLOCK, WIDTH=1024)
+    types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", num_lookups="i32", D="i32")
+    constants = dict(BLOCK_ROWS=tg.ADD_ROWS_BLOCK, BLOCK_D=1024)
     made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
 

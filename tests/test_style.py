@@ -238,7 +238,7 @@ def test_sections__no_code_calls_a_later_section(ranks, world):
     calls = set().union(*ranks(world, traced_runs))
     named = {(caller, callee) for caller, _, callee, _ in calls}
     seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
-            ("Engine.forward_backward", "first_order_only.<locals>.call"),         # autograd calls it in between
+            ("Engine.forward_backward", "first_order_only.<locals>.wrapper"),         # autograd calls it in between
             ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"),
             ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}

@@ -177,7 +177,7 @@ def test_write_directory__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, OFTEN, f"--save={tmp_path / 'full'}")
     assert [done.status for done in ranks] == [1, 1], ranks[0].err
     assert "No space left on device" in ranks[0].out and "on rank 1" in ranks[0].out
-    assert "continuing without this checkpoint" in ranks[0].out and "weights in " in ranks[0].out
+    assert "continuing without this checkpoint" in ranks[0].out and "weights saved in " in ranks[0].out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"], "nothing half-named"
     assert not list((tmp_path / "run" / tg.CHECKPOINT_DIR).glob("*.part"))
     assert losses(tmp_path / "run") == losses(place / "whole2") and same(tmp_path / "run/save", place / "save2")

@@ -63,8 +63,8 @@ def test_dry_run__quick_finds_nothing_forbidden(quick):
 STEP = "        self.optimizer.step(step_cfg)\n"
 SUMS = "            sums.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
-SCRATCH = "        grad_w = ctx.grad_target.add_gradient(product, None)"
-LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
+SCRATCH = "        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)"
+LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)\n"
 HIDDEN = "        x = x0\n"
 ARGS = "max_doc_len, step_cfg.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, attn_args.name)"
@@ -73,7 +73,7 @@ VARLEN_CALL = "varlen(*inputs)\n"
 VARLEN_SCHEMA = "v: Tensor, cu_seqlens: Tensor, args_name: str)"
 VARLEN_SHAPES = "*qkv, cu_seqlens, _ = inputs"
 DYNAMIC = "torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)"
-LOGITS = "product_dtype = logits_dtype if use_scaled_mm else accum"
+LOGITS = "matmul_dtype = logits_dtype if use_scaled_mm else accum"
 PINNED = "pin_memory=True) for x in self.shard))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
@@ -83,11 +83,11 @@ PLANTED = {                              # what is replaced, how the copy is wal
         {SUMS: SUMS + "            print(float(seq_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
          ADD: "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,
-         SCRATCH: SCRATCH.replace("product,", "product.clone(),"),
+         SCRATCH: SCRATCH.replace("grad_w, b", "grad_w.clone(), b"),
          LAUNCH: LAUNCH.replace("**sizes", "maxnreg=24, **sizes")}, EAGER,
         [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
          ("buffer of a gradient's size", "RowLookup.backward: bank = "),
-         ("buffer of a gradient's size", "product.clone()"),
+         ("buffer of a gradient's size", "grad_w.clone()"),
          ("host wait", "Engine.forward_backward: print(float(seq_sums.sum()))")]),
     "a graph break": ({HIDDEN: HIDDEN + "        x = x if x.sum() > 0 else -x\n"}, FIRST_GRAPHS,
                       [("graph break", "x = x if x.sum() > 0")]),
@@ -102,7 +102,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
          VARLEN_SCHEMA: VARLEN_SCHEMA.replace(")", ", host: Tensor)"),
          VARLEN_SHAPES: VARLEN_SHAPES.replace(" =", ", _ =")}, FIRST_GRAPHS,
         [("unaligned pointer", "triton_poi_fused__unsafe_view")]),
-    "logits in f32": ({LOGITS: "product_dtype = accum"}, FIRST_GRAPHS,
+    "logits in f32": ({LOGITS: "matmul_dtype = accum"}, FIRST_GRAPHS,
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
     "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostRowStore._store: self.comm.wait_for(copied)")]),
     "a table that is not pinned": ({PINNED: PINNED.replace("=True", "=False")}, HOST_TABLE,
