@@ -1,4 +1,4 @@
-"""What several room tests share: small configurations, shards on disk, batches, weights that leave no term at zero."""
+"""Helpers of several test files: small configs, data shards, batches, random weights, forked runs, simulated faults."""
 from __future__ import annotations
 
 import contextlib
@@ -30,14 +30,15 @@ from torch import Tensor
 
 import train_gpt as tg
 
-PATIENCE = 300                           # s for a process that does main(), on a machine however busy
+PROCESS_TIMEOUT_S = 300                  # seconds for a process that runs main() on a busy machine
 ROOT = Path(__file__).resolve().parent.parent
 F32 = torch.float32
 F64 = torch.float64
 BF16 = torch.bfloat16
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                  reason="no triton package: its body cannot be translated here")
-# label, shape in the record preset, optimizer, multipliers of rate and decay, betas (recipe 2.1, 3.5; MLP unpadded)
+                                  reason="no triton package: kernels cannot be compiled")
+# label, shape in preset `record`, optimizer, multipliers of learning rate and weight decay, betas (RECIPE 2.1, 3.5; the
+# MLP without padding)
 RECIPE_PARAMETERS = [
     ("attn", (10, 3072, 768), "normuon", None, None, None),
     ("mlp", (11, 2, 3072, 768), "normuon", None, None, None),
@@ -54,76 +55,88 @@ RECIPE_PARAMETERS = [
 ]
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    """Numbers of a seed, the same for every type but for rounding."""
+    """Draw normal values from a seed; the dtype affects only their rounding."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64).to(dtype)
 
-def interpreted(program: str) -> str:
-    """Run lines in a process of their own and return what they print: Triton is interpreted in all of it or nowhere."""
-    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    environment = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run_interpreted(program: str) -> str:
+    """Run Python lines in a new process with Triton's interpreter, and return their output.
 
-def compiled_for(card: int, kernel: Callable, types: dict, constants: dict, attrs: dict = {}, **options: int) -> Any:
-    """Compile a kernel without a GPU. types: of its other arguments; attrs: what holds for these, by place."""
+    Triton is interpreted in a whole process or not at all.
+    """
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    env = os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1")
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+def compile_for_gpu(capability: int, kernel: Callable, arg_types: dict[str, str], constants: dict[str, Any],
+                    attrs: dict[tuple[int, ...], list] = {}, **options: int) -> Any:
+    """Compile a kernel without a GPU.
+
+    arg_types: types of the arguments that are not constants. attrs: properties of these arguments, by index, such as
+    divisibility.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-    signature = types | dict.fromkeys(constants, "constexpr")
+    signature = arg_types | dict.fromkeys(constants, "constexpr")
     source = ASTSource(tg.triton_jit(kernel), signature, constants, attrs)
-    return triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
-def resources(cubin: Path) -> dict[str, int]:
-    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
+def resource_usage(cubin: Path) -> dict[str, int]:
+    """Return REG, STACK and LOCAL of a kernel's machine code, as reported by the NVIDIA tool in the triton package."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True,
                           timeout=60).stdout
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
-def nothing(*_: object) -> None:
-    """In the place of a warm-up, which leaves no trace."""
+def noop(*_: object) -> None:
+    """Do nothing. Replaces the warm-up, which leaves no trace in the state, and calls that a test does not need."""
 
-def logical_rows(batch: tg.Batch, label: str) -> Tensor:
+def global_rows_of(batch: tg.Batch, label: str) -> Tensor:
     """Return the global rows of a table that a batch looks up."""
-    rows = batch.row_index[label].long()
-    if label not in batch.plans:             # read in place: the index is the global row
-        return rows
+    row_index = batch.row_index[label].long()
+    if label not in batch.plans:             # a LocalTable: the index is the global row
+        return row_index
     plan = batch.plans[label]
-    rows = plan.rows_to_fetch[rows]
-    return rows % plan.shard_rows * len(plan.fetch_counts) + rows // plan.shard_rows
+    row_index = plan.rows_to_fetch[row_index]
+    return row_index % plan.shard_rows * len(plan.fetch_counts) + row_index // plan.shard_rows
 
-def comm(rank: int = 0, world: int = 1) -> tg.Communicator:
-    """A rank of a world without a process group: enough for all that communicates nothing."""
-    return tg.Communicator(torch.device("cpu"), rank, world)
+def make_comm(rank: int = 0, world_size: int = 1) -> tg.Communicator:
+    """Build the communicator of one rank without a process group, for code that does not communicate."""
+    return tg.Communicator(torch.device("cpu"), rank, world_size)
 
-def preset(name: str = "tiny", vocab_size: int = 512, bos_id: int = 511, **changes) -> tg.Config:
-    """A checked preset with the sizes filled in that a shard's header would decide."""
+def preset(name: str = "tiny", vocab_size: int = 512, bos_id: int = 511, **changes: Any) -> tg.Config:
+    """Build a checked config of a preset, with the sizes that a shard header with these values determines."""
     cfg = tg.Config(preset=name, **tg.PRESETS[name] | changes)
     tg.check_config(cfg)
     header = [tg.ShardHeader("shard", 1, vocab_size, bos_id)]
     return tg.resolve_sizes(cfg, header, header)
 
 def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
-    """The stages of `tiny`, of which another one unties, or none."""
-    return tuple(dataclasses.replace(row, untie=k == stage) for k, row in enumerate(stages))
+    """Return the stages of `tiny`, or others, untied at the stage of this index, or never."""
+    return tuple(dataclasses.replace(spec, untie=i == stage) for i, spec in enumerate(stages))
 
-def small(**changes) -> tg.Config:
-    """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
-    fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
-    return preset(vocab_size=60, bos_id=59, **fields | changes)
+def small(**changes: Any) -> tg.Config:
+    """Build a small float64 config.
+
+    It has 4 heads of 8 features (a paired layer joins two heads), a vocabulary of 64 tokens, and sequences of at least
+    16 tokens.
+    """
+    defaults = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
+    return preset(vocab_size=60, bos_id=59, **defaults | changes)
 
 def exact_array(x: Tensor) -> np.ndarray:
-    """numpy has no bf16; f32 holds every bf16 number."""
-    known = x.float() if x.dtype == BF16 else x
-    return known.detach().clone().numpy()
+    """Convert to a NumPy array without rounding. NumPy has no bf16, and f32 represents every bf16 value exactly."""
+    widened = x.float() if x.dtype == BF16 else x
+    return widened.detach().clone().numpy()
 
 @contextlib.contextmanager
 def few_layers() -> Iterator[None]:
-    """Three layers: 8 attention matrices, 6 of the MLP, 2 value tables."""
+    """Shrink the model to three layers: 8 attention matrices, 6 MLP matrices, 2 value embeddings."""
     layers = (tg.Layer("paired", value_embed=0, save_as=tg.SKIP), tg.Layer("none", add_saved=tg.SKIP),
               tg.Layer("plain", "long", value_embed=1, key_offset=True, save_as=tg.BACKOUT))
     counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
@@ -134,123 +147,131 @@ def few_layers() -> Iterator[None]:
         patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
         yield
 
-def write_shard(path: Path, tokens, vocab_size: int = 0, bos_id: int = 0, magic: int = 20240520,
-                version: int = 1, count: int | None = None) -> Path:
-    """A shard as the format says; words 3 and 4 stay 0 unless given, as in files that mean GPT-2."""
+def write_shard(path: Path, tokens: Sequence[int] | np.ndarray, vocab_size: int = 0, bos_id: int = 0,
+                magic: int = 20240520, version: int = 1, count: int | None = None) -> Path:
+    """Write a data shard. Header words 3 and 4 (vocabulary size and BOS id) default to 0; readers take 0 as GPT-2's."""
     header = np.zeros(256, "<i4")
     header[:5] = magic, version, len(tokens) if count is None else count, vocab_size, bos_id
     path.write_bytes(header.tobytes() + np.asarray(tokens, "<u2").tobytes())
     return path
 
 def random_stream(seed: int, count: int, vocab_size: int, bos_id: int, mean: int = 6) -> np.ndarray:
-    """Tokens in random documents, the first at 0; some documents are a single token."""
+    """Draw tokens in random documents, the first of which starts at 0; some documents are a single token."""
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, vocab_size, count)
     tokens[tokens == bos_id] = (bos_id + 1) % vocab_size
     tokens[(rng.random(count) < 1 / mean) | (np.arange(count) == 0)] = bos_id
     return tokens
 
-def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
-    """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table; of one rank."""
+def random_batch(cfg: tg.Config, seed: int, num_seqs: int, seq_len: int, step: int = 0) -> tg.Batch:
+    """Draw a batch of one rank: random tokens in documents of at most max_doc_len tokens, and random bigram rows.
+    """
     rng = np.random.default_rng(seed)
-    bounds = []
-    for _ in range(slots):
+    seq_bounds = []
+    for _ in range(num_seqs):
         ends = [0]
-        while ends[-1] < length:
-            document = int(rng.integers(1, cfg.max_doc_len + 1))
-            ends.append(min(length, ends[-1] + document))
-        bounds.append(ends)
-    columns = max(map(len, bounds))
-    tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (slots, length + 1)))
-    bigrams = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (slots, length)))
-    padded = torch.tensor([ends + [length] * (columns - len(ends)) for ends in bounds])
+        while ends[-1] < seq_len:
+            doc_len = int(rng.integers(1, cfg.max_doc_len + 1))
+            ends.append(min(seq_len, ends[-1] + doc_len))
+        seq_bounds.append(ends)
+    num_bounds = max(map(len, seq_bounds))
+    tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (num_seqs, seq_len + 1)))
+    bigrams = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (num_seqs, seq_len)))
+    padded = torch.tensor([ends + [seq_len] * (num_bounds - len(ends)) for ends in seq_bounds])
     batch = tg.Batch(step, {}, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), padded.int(),
                      dict(bigram_embed=bigrams.int()), {})
     return planned(cfg, with_tokens(cfg, batch, batch.tokens))
 
 def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: Tensor) -> tg.Batch:
-    """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
-    values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_EMBEDS)], dim=1)
-    return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=values, embed=tokens))
+    """Replace the tokens of a batch, and the rows that follow from them; keep the bigram rows and the plans."""
+    value_rows = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_EMBEDS)], dim=1)
+    return batch._replace(tokens=tokens, row_index=batch.row_index | dict(value_embed=value_rows, embed=tokens))
 
-def plan_of(table: tg.TableSpec, where: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
-            fetch_all: bool = False, **tag: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
-    """Plan these global rows of each step, (b, n) or (b, lookups, n). Returns the plan, and each lookup's index in it.
+def plan_of(table: tg.TableSpec, comm: tg.Communicator, ids_by_step: Sequence[np.ndarray], tied: bool = False,
+            fetch_all: bool = False, **tag_changes: object) -> tuple[tg.RowPlan, list[np.ndarray]]:
+    """Plan these global rows of each step, (b, n) or (b, lookups, n).
 
-    tag: replaces entries of the plan's tag. With one rank, the plan also says which rows its update changes.
+    Returns the plan, and the index of each lookup in its rows. tag_changes: replace entries of the plan's tag. With one
+    rank, the plan also lists the rows that its update changes.
     """
-    known = dict(purpose="test", cycle=0, tokens=sum(ids.shape[-1] for ids in ids_by_step))
-    plan, index_by_step = tg.plan_rows(table, where, known | tag, ids_by_step, tied, fetch_all)
-    if where.world_size == 1:
-        tg.exchange_row_requests(where, None, "float64", [table], {table.label: plan})
+    plan_tag = dict(purpose="test", cycle=0, tokens=sum(ids.shape[-1] for ids in ids_by_step))
+    plan, index_by_step = tg.plan_rows(table, comm, plan_tag | tag_changes, ids_by_step, tied, fetch_all)
+    if comm.world_size == 1:
+        tg.exchange_row_requests(comm, None, "float64", [table], {table.label: plan})
     return plan, index_by_step
 
 def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
-    """Plan a batch of global rows for a single rank: the row-wise tables, as others are read in place."""
+    """Plan the lookups of a batch for a single rank. Only row-wise tables are planned; other tables are LocalTables."""
     plans, row_index = {}, dict(batch.row_index)
     for table in tg.table_specs(cfg):
         if table.rowwise:
-            plans[table.label], (found,) = plan_of(table, comm(), [batch.row_index[table.label].numpy()])
-            row_index[table.label] = torch.from_numpy(found)
+            plans[table.label], (indices,) = plan_of(table, make_comm(), [batch.row_index[table.label].numpy()])
+            row_index[table.label] = torch.from_numpy(indices)
     return batch._replace(plans=plans, row_index=row_index)
 
 @contextlib.contextmanager
-def started_loader(cfg: tg.Config, where: tg.Communicator,
+def started_loader(cfg: tg.Config, comm: tg.Communicator,
                    steps: int) -> Iterator[tuple[tg.Loader, list[tg.StepConfig]]]:
-    """A loader that is ready for `next` of the first of these steps, and the Values of the steps."""
+    """Start a loader that is ready for `next` of the first of these steps; yield it, and the step configs."""
     schedule = tg.Schedule(cfg)
-    values = [schedule.at(step) for step in range(steps)]
-    loader = tg.Loader(cfg, where, tg.read_shard_headers(cfg.train_files))
+    step_cfgs = [schedule.at(step) for step in range(steps)]
+    loader = tg.Loader(cfg, comm, tg.read_shard_headers(cfg.train_files))
     with contextlib.closing(loader):
-        loader.start(values[:schedule.cycle_steps])
-        yield loader, values
+        loader.start(step_cfgs[:schedule.cycle_steps])
+        yield loader, step_cfgs
 
-def steps_of(loader: tg.Loader, values: Sequence[tg.StepConfig]) -> Iterator[tg.StepConfig]:
-    """Yield these steps, and advance the loader where a cycle begins, as the training loop does."""
-    cycle = tg.Schedule(loader.cfg).cycle_steps
-    for step in values:
-        if step.begins_cycle:
-            first = step.step - values[0].step + cycle
-            loader.advance(list(values[first:first + cycle]))
-        yield step
+def steps_of(loader: tg.Loader, step_cfgs: Sequence[tg.StepConfig]) -> Iterator[tg.StepConfig]:
+    """Yield these step configs; advance the loader where a cycle begins, as the training loop does."""
+    cycle_steps = tg.Schedule(loader.cfg).cycle_steps
+    for step_cfg in step_cfgs:
+        if step_cfg.begins_cycle:
+            next_cycle = step_cfg.step - step_cfgs[0].step + cycle_steps
+            loader.advance(list(step_cfgs[next_cycle:next_cycle + cycle_steps]))
+        yield step_cfg
 
-def batches_of(loader: tg.Loader, values: Sequence[tg.StepConfig]) -> Iterator[tg.Batch]:
-    """Yield the batches of these steps, as the training loop takes them."""
-    return map(loader.next, steps_of(loader, values))
+def batches_of(loader: tg.Loader, step_cfgs: Sequence[tg.StepConfig]) -> Iterator[tg.Batch]:
+    """Yield the batches of these steps, in the order of the training loop."""
+    return map(loader.next, steps_of(loader, step_cfgs))
 
-def owned(x: Tensor, where: tg.Communicator) -> Tensor:
-    """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
-    rows = x[where.rank::where.world_size]
-    mine = torch.zeros(-(-len(x) // where.world_size), *x.shape[1:], dtype=x.dtype)
-    mine[:len(rows)] = rows
-    return mine
+def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
+    """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the size of the largest shard.
+    """
+    rows = x[comm.rank::comm.world_size]
+    shard = torch.zeros(-(-len(x) // comm.world_size), *x.shape[1:], dtype=x.dtype)
+    shard[:len(rows)] = rows
+    return shard
 
 @torch.no_grad()
-def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Communicator | None = None) -> dict[str, Tensor]:
-    """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
-    Every rank draws the same; returned are whole parameters, in f64."""
+def fill_randomly(model: tg.GPT, seed: int = 0, comm: tg.Communicator | None = None) -> dict[str, Tensor]:
+    """Draw weights that give every term of the forward pass an effect; return the full parameters, in f64.
+
+    Gates are open, no table is zero, and all scalars differ. Every rank draws the same values.
+    """
     generator = torch.Generator().manual_seed(seed)
-    whole = {}
-    for row in model.specs.values():
-        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
-        spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
-        whole[row.label] = noise * spread.get(row.label, 0.7) + (0.6 if row.label == "scalars" else 0.0)
-        mine = owned(whole[row.label], where) if row.table and where else whole[row.label]
-        model.get_parameter(row.label).copy_(mine)
-    return whole
+    full = {}
+    for spec in model.specs.values():
+        noise = torch.randn(spec.shape, generator=generator, dtype=torch.float64)
+        std_by_label = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
+        full[spec.label] = noise * std_by_label.get(spec.label, 0.7) + (0.6 if spec.label == "scalars" else 0.0)
+        local = owned_rows(full[spec.label], comm) if spec.table and comm else full[spec.label]
+        model.get_parameter(spec.label).copy_(local)
+    return full
 
 def angles_by_channel(angles: Tensor) -> Tensor:
-    """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
-    turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
-    return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
+    """Expand rotary angles (..., E/4) -> (..., E).
+
+    Two adjacent channels have the same angle, negated for the second one. The other half of the channels has angle 0.
+    """
+    rotated = torch.stack((angles, -angles), dim=-1).flatten(-2)
+    return torch.nn.functional.pad(rotated, (0, rotated.shape[-1]))
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[Tensor, Tensor]]:
-    """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
-    tables = {label: model.get_parameter(label) for label, row in model.specs.items() if row.table}
+    """Build row buffers that read the model's tables: label -> (rows, their gradients, initially zeros)."""
+    tables = {label: model.get_parameter(label) for label, spec in model.specs.items() if spec.table}
     return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
-    """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
+    """Return the accumulated gradient of a parameter on this rank, in its logical shape, or None if there is none."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.TableGroup):
         weight = optimizer.model.get_parameter(label)
@@ -263,14 +284,14 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> Tensor | None:
     if isinstance(table, tg.LocalTable):
         return table.grad
     plan = table.pending_plan
-    world, (C, D) = table.comm.world_size, table.shard.shape
-    by_owner = table.row_grads.new_zeros(world * C, D)
+    world_size, (C, D) = table.comm.world_size, table.shard.shape
+    by_owner = table.row_grads.new_zeros(world_size * C, D)
     by_owner[plan.rows_to_fetch] = table.row_grads[:len(plan.rows_to_fetch)]
     return torch.cat([by_owner[local_row::C] for local_row in range(C)])[:table.table.num_rows]
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
-    """The gradient of a parameter that is no table, as one backward pass leaves it."""
+    """Set the gradient of a parameter other than a table, as one backward pass leaves it."""
     weight = optimizer.model.get_parameter(label)
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.ShardedGroup):
@@ -281,8 +302,8 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: Tensor) -> None:
     group.num_backwards = 1
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.StepConfig) -> None:
-    """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
+def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, step_cfg: tg.StepConfig) -> None:
+    """Add to the gradient of a parameter as a backward pass does, on a single rank; for a table, to every row."""
     group = optimizer.groups.get(label)
     if not isinstance(group, tg.TableGroup):
         so_far = grad_of(optimizer, label)
@@ -293,8 +314,10 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: Tensor, values: tg.StepC
     table.has_grads = True
 
 def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
-    """Every tensor that a run may change, found by walking the objects, not by the list they keep themselves; not the
-    rotary tables, which are made again."""
+    """Return every tensor that a run may change, except the rotary tables, which are recomputed.
+
+    They are found by walking the objects, independently of the trainer's own list, `Engine.state_tensors`.
+    """
     tensors = dict(engine.model.named_parameters())
     for label, state in engine.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
@@ -304,110 +327,112 @@ def tensors_of(engine: tg.Engine) -> dict[str, Tensor]:
     return tensors | rows_of_ngrams(engine)
 
 def rows_of_ngrams(engine: tg.Engine) -> dict[str, Tensor]:
-    """This rank's rows of n-gram tables, and their state."""
-    found = {}
+    """Return this rank's rows of n-gram tables, and their state."""
+    state = {}
     for label, table in engine.tables.items():
         if table.store is not None:
             table.store.wait_for_writes()
-            found |= {f"{label}.{name}": x for name, x in table.store.shard._asdict().items()}
-    return found
+            state |= {f"{label}.{name}": x for name, x in table.store.shard._asdict().items()}
+    return state
 
-def engine(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Engine:
-    return tg.Engine(cfg, comm(rank, world), tg.attention_reference, precision)
+def make_engine(cfg: tg.Config, world_size: int = 1, rank: int = 0, head_precision: str = "plain") -> tg.Engine:
+    return tg.Engine(cfg, make_comm(rank, world_size), tg.attention_reference, head_precision)
 
-def check_error(error: tg.TrainerError, *parts: str) -> None:
-    """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""
-    first, *lines = str(error).split("\n")
-    named = [line.partition(":")[::2] for line in lines[:3]]
-    assert first and [name for name, _ in named] == ["  found", "  expected", "  hint"], str(error)
-    assert all(text.strip() for _, text in named), f"an empty part in: {error}"
-    missing = [part for part in parts if part not in str(error)]
+def check_error(error: tg.TrainerError, *texts: str) -> None:
+    """Check that the message has what was found, what was expected and a hint, in this order, and contains all texts.
+    """
+    first_line, *lines = str(error).split("\n")
+    labeled = [line.partition(":")[::2] for line in lines[:3]]
+    assert first_line and [name for name, _ in labeled] == ["  found", "  expected", "  hint"], str(error)
+    assert all(text.strip() for _, text in labeled), f"an empty field in: {error}"
+    missing = [phrase for phrase in texts if phrase not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
 @contextlib.contextmanager
-def refused(kind: type, *parts: str) -> Iterator[pytest.ExceptionInfo]:
-    """Expect an error of exactly this kind with these parts."""
-    with pytest.raises(kind) as caught:
+def expect_error(error_type: type[tg.TrainerError], *texts: str) -> Iterator[pytest.ExceptionInfo]:
+    """Expect an error of exactly this type whose message contains these texts."""
+    with pytest.raises(error_type) as caught:
         yield caught
-    assert type(caught.value) is kind
-    check_error(caught.value, *parts)
+    assert type(caught.value) is error_type
+    check_error(caught.value, *texts)
 
 @dataclass
 class Run:
-    """One run: its status and everything it left behind."""
+    """A finished run: exit status, output and run directory."""
     folder: Path
     status: int
     out: str
     err: str
 
     @property
-    def events(self) -> list[dict]:
+    def events(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
 
     @property
     def lines(self) -> list[str]:
         return (self.folder / "log.txt").read_text().splitlines()
 
-    def of(self, kind: str) -> list[dict]:
+    def of(self, kind: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["type"] == kind]
 
-def losses(folder: Path) -> list:
+def losses(folder: Path) -> list[tuple]:
     """Return every loss of a run, to the last bit, with its step."""
     events = Run(folder, 0, "", "").events
     return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
             for e in events if e["type"] in ("step", "val")]
 
-def unequal(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> list[str]:
-    """Return the labels of what was found and is not wanted so, bit for bit."""
-    return [label for label, x in found.items() if not x.equal(want[label])]
+def unequal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Return the labels whose tensors are not bitwise equal to the expected ones."""
+    return [label for label, x in found.items() if not x.equal(expected[label])]
 
 def weights(folder: Path) -> dict[str, bytes]:
     tensors = torch.load(folder / "weights.pt")
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
 class Forked:
-    """A process that does main(words) as the script does, or another call, with all that a test has patched."""
-    def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
+    """A forked process that calls main(argv) as the script does, or `call`, with everything that the test has patched.
+    """
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str] = {},
                  before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
-        """before: called in the process before all else."""
+        """Fork the process. before: called in the new process first."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
-        gc.freeze()                                           # spares the child's collector a look at it all
-        self.child = os.fork()
-        if self.child > 0:
+        gc.freeze()                                           # the child's garbage collector ignores what exists
+        self.pid = os.fork()
+        if self.pid > 0:
             gc.unfreeze()
             return
         status = 1
         try:
-            for number, file in enumerate(self.files, 1):
-                os.dup2(file.fileno(), number)
-            sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
-            os.environ |= environment
-            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
-            torch._dynamo.utils.counters.clear()              # of graphs that other tests have compiled
+            for fd, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), fd)
+            sys.stdout, sys.stderr = (open(fd, "w", 1, closefd=False) for fd in (1, 2))
+            os.environ |= env
+            torch.set_num_threads(1)                          # a fork lacks the threads of its parent's pool
+            torch._dynamo.utils.counters.clear()              # drop counts of graphs from other tests
             if before is not None:
                 before()
-            call(words)
+            call(argv)
             status = 0
         except BaseException:
             traceback.print_exc()
         os._exit(status)
 
     def poll(self) -> int | None:
-        """Return the exit status, minus the signal for a killed process, or None while it runs."""
+        """Return the exit status (-N if signal N killed the process), or None while it runs."""
         if self.status is None:
-            gone, ended = os.waitpid(self.child, os.WNOHANG)
-            if gone:
+            pid, ended = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
                 self.status = os.waitstatus_to_exitcode(ended)
         return self.status
 
-    def send(self, number: int) -> None:
+    def send(self, signum: int) -> None:
         if self.poll() is None:
-            os.kill(self.child, number)
+            os.kill(self.pid, signum)
 
-    def wait(self, patience: float = PATIENCE) -> int:
-        """Return the exit status: -9 for a process that is there after patience seconds."""
-        deadline = time.monotonic() + patience
+    def wait(self, timeout_s: float = PROCESS_TIMEOUT_S) -> int:
+        """Wait for the process, and kill it after timeout_s; return the exit status, -9 if it was killed."""
+        deadline = time.monotonic() + timeout_s
         while self.poll() is None:
             if time.monotonic() > deadline:
                 self.send(signal.SIGKILL)
@@ -415,7 +440,7 @@ class Forked:
         return self.status
 
     def texts(self) -> tuple[str, str]:
-        """Return what was said on stdout and stderr."""
+        """Return the output on stdout and stderr."""
         for file in self.files:
             file.seek(0)
         return tuple(file.read() for file in self.files)
@@ -424,40 +449,46 @@ def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as trial:
         return trial.getsockname()[1]
 
-def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
-    """Return what a launcher sets for a rank."""
-    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+def environment_of(rank: int, world_size: int, port: int) -> dict[str, str]:
+    """Return the environment variables that a launcher sets for a rank."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
 
-def launch(folder: Path, world: int, *flags: str) -> list[Run]:
-    """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
-    words = ["--device=cpu"]
-    if not any(flag.startswith("--sample=") for flag in flags):               # which trains nothing
-        words.append(f"--run_dir={folder}")
+def launch(folder: Path, world_size: int, *flags: str) -> list[Run]:
+    """Run main() with these flags on a number of ranks, and wait for them; return the run as seen by each rank.
+
+    The preset is `tiny`, unless --preset, --resume or --sample is given.
+    """
+    argv = ["--device=cpu"]
+    if not any(flag.startswith("--sample=") for flag in flags):               # --sample trains nothing
+        argv.append(f"--run_dir={folder}")
         if not any(flag.startswith(("--preset=", "--resume=")) for flag in flags):
-            words.append("--preset=tiny")
-    words += flags                                            # of a flag given twice the last one counts
+            argv.append("--preset=tiny")
+    argv += flags                                             # the last of repeated flags counts
     port = free_port()
-    ranks = [Forked(words, environment_of(rank, world, port)) for rank in range(world)]
+    ranks = [Forked(argv, environment_of(rank, world_size, port)) for rank in range(world_size)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 def run(folder: Path, *flags: str) -> Run:
-    done, = launch(folder, 1, *flags)
-    return done
+    result, = launch(folder, 1, *flags)
+    return result
 
 @contextlib.contextmanager
 def no_large_files(limit: int) -> Iterator[None]:
-    """Writing beyond `limit` bytes fails, as on a full disk; Python ignores the signal that comes with it."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    """Limit the size of files, so that writing beyond `limit` bytes fails as on a full disk.
+
+    Python ignores the signal that the kernel sends in this case.
+    """
+    previous = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, previous[1]))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        resource.setrlimit(resource.RLIMIT_FSIZE, previous)
 
 class SimulatedTime:
-    """Stands for the trainer's `time` module: its stopwatch, perf_counter, moves by `work`, and by `tick` s a call."""
-    def __init__(self, monkeypatch, tick: float = 0.0) -> None:
+    """Replaces the trainer's `time` module: perf_counter advances by `work`, and by `tick` seconds per call."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, tick: float = 0.0) -> None:
         self.now = 100.0
         self.tick = tick
         monkeypatch.setattr(tg, "time", SimpleNamespace(**vars(time) | dict(perf_counter=self.perf_counter)))
@@ -472,32 +503,32 @@ class SimulatedTime:
 def full_disk(*_: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
-def before_flush(monkeypatch, act: Callable[[Path], object], folder: str = "") -> None:
-    """Let this be done with a path, if its folder's name begins so, before it is flushed to the disk."""
-    sync = tg.fsync_path
+def before_flush(monkeypatch: pytest.MonkeyPatch, act: Callable[[Path], object], folder: str = "") -> None:
+    """Call `act` with each path before it is flushed to disk, if the name of its directory begins with `folder`."""
+    fsync = tg.fsync_path
 
     def acting(path: Path) -> None:
         if path.parent.name.startswith(folder):
             act(path)
-        sync(path)
+        fsync(path)
 
     monkeypatch.setattr(tg, "fsync_path", acting)
 
-def recorded_writes(monkeypatch) -> list[int | str]:
-    """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""
+def recorded_writes(monkeypatch: pytest.MonkeyPatch) -> list[int | str]:
+    """Record in order what is flushed to disk (its inode) and what is created by renaming (its new name)."""
     calls: list[int | str] = []
 
-    def noted(call: Callable, note: Callable) -> Callable:
-        def noting(*args: Any) -> None:
-            calls.append(note(*args))
-            call(*args)
-        return noting
+    def recorded(function: Callable, name_of: Callable) -> Callable:
+        def recording(*args: Any) -> None:
+            calls.append(name_of(*args))
+            function(*args)
+        return recording
 
-    def inode(handle: int) -> int:
-        return os.fstat(handle).st_ino
+    def inode(fd: int) -> int:
+        return os.fstat(fd).st_ino
 
     def new_name(_: Path, path: Path) -> str:
         return Path(path).name
-    for name, note in (("fsync", inode), ("rename", new_name), ("replace", new_name)):
-        monkeypatch.setattr(os, name, noted(getattr(os, name), note))
+    for name, name_of in (("fsync", inode), ("rename", new_name), ("replace", new_name)):
+        monkeypatch.setattr(os, name, recorded(getattr(os, name), name_of))
     return calls

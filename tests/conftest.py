@@ -11,7 +11,7 @@ os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # 
 
 import pytest
 import torch
-from common import nothing
+from common import noop
 from forked_ranks import Ranks
 
 import train_gpt as tg
@@ -43,7 +43,7 @@ def small_pieces() -> Iterator[None]:
     """Several files of each table and rank; and no warm-up, which leaves no trace."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "CHUNK_ROWS", 64)
-        patch.setattr(tg, "warm_up", nothing)
+        patch.setattr(tg, "warm_up", noop)
         yield
 
 @pytest.fixture(scope="session")

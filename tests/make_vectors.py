@@ -1,9 +1,10 @@
-"""Write tests/vectors: a small part of a directory of reference vectors, in the same layout.
+"""Write tests/vectors: an extract of a directory of reference vectors, in the same layout.
 
-    python tests/make_vectors.py            reads ORACLE_DIR, default ../shared/oracle/a beside the repository
+    python tests/make_vectors.py            reads ORACLE_DIR, by default ../shared/oracle/a next to the repository
 
-Nothing is computed, only left out. Two things keep the extract below 3 MB. Config S keeps the parameters of its first
-layers; the others are 0, and only what lies before them is compared. Rows of tables that no stored token reads are 0.
+The extract omits arrays and computes no new ones. Two measures limit it to 3 MB. In config S, only the first layers
+have parameters: the others are set to 0, and tests compare only what precedes them. Table rows that no stored token
+looks up are also set to 0.
 """
 from __future__ import annotations
 
@@ -22,16 +23,16 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 TARGET = ROOT / "tests/vectors"
-DEPTHS = 4                                       # config S: layers that keep their parameters
-VALUE_TABLES = 2                                 # that they read
-NOTE = f"made by tests/make_vectors.py; in s_inputs, parameters behind the attention of layer {DEPTHS - 1} are 0"
-FIRST = [str(depth) for depth in range(DEPTHS)]
+NUM_LAYERS = 4                                   # layers of config S that have parameters
+NUM_VALUE_EMBEDS = 2                             # value embeddings of these layers
+NOTE = f"made by tests/make_vectors.py; in s_inputs, parameters behind the attention of layer {NUM_LAYERS - 1} are 0"
+LAYERS = [str(depth) for depth in range(NUM_LAYERS)]
 
 KEEP = {                                         # file -> patterns of its keys
     "s_inputs": ("*",),
     "s_acts": ("rows16", "sumsq.embed", "sumsq.smear", "sumsq.x0", "sumsq.x0_bigram",
-               *(f"sumsq.{name}{depth}" for depth in FIRST for name in ("mix", "attn", "q", "k", "v", "y", "yg")),
-               *(f"sumsq.mlp{depth}" for depth in FIRST[:-1]), "long.attn*", "yarn1.attn[0-9]", "yarn1.windows",
+               *(f"sumsq.{name}{depth}" for depth in LAYERS for name in ("mix", "attn", "q", "k", "v", "y", "yg")),
+               *(f"sumsq.mlp{depth}" for depth in LAYERS[:-1]), "long.attn*", "yarn1.attn[0-9]", "yarn1.windows",
                "yarn1.angular_freq", "yarn1.attn_scale"),
     "traj_init": ("*",),
     "traj": ("tokens.*", "targets.*", "cu_seqlens.*", "bigram_ids.*", "val_*", "idx.*", "dims", "bos", "boundaries",
@@ -49,45 +50,49 @@ KEEP = {                                         # file -> patterns of its keys
             "bf16logits.m3.eighth.grad_x"),
 }
 
-def small_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
-    """Set the parameters of config S that no kept array depends on to 0."""
+def zero_unused_inputs(arrays: dict[str, np.ndarray], meta: dict) -> None:
+    """Set the parameters of config S that do not affect the extracted arrays to 0."""
     tokens = arrays["tokens"]
     vocab = meta["config_s"]["vocab_size"]
-    arrays["p16.attn"][DEPTHS:] = 0
-    arrays["p16.mlp"][DEPTHS - 1:] = 0
+    arrays["p16.attn"][NUM_LAYERS:] = 0
+    arrays["p16.mlp"][NUM_LAYERS - 1:] = 0
     arrays["p16.lm_head"][:] = 0
-    read = dict(embed=tokens, bigram_embed=arrays["bigram_ids"],
-                value_embed=np.concatenate([tokens + table * vocab for table in range(VALUE_TABLES)]))
-    for label, rows in read.items():
+    rows_read = dict(embed=tokens, bigram_embed=arrays["bigram_ids"],
+                     value_embed=np.concatenate([tokens + table * vocab for table in range(NUM_VALUE_EMBEDS)]))
+    for label, rows in rows_read.items():
         unread = np.ones(len(arrays[f"p16.{label}"]), bool)
         unread[rows] = False
         arrays[f"p16.{label}"][unread] = 0
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """np.load reads it; bzip2 packs words of random numbers better than the deflate of np.savez_compressed."""
-    with zipfile.ZipFile(path, "w") as file:
+    """Write arrays so that np.load can read them, each with the smaller of two compressions.
+
+    bzip2 compresses random values better than deflate, which np.savez_compressed uses.
+    """
+    with zipfile.ZipFile(path, "w") as archive:
         for key, array in arrays.items():
-            content = io.BytesIO()
-            np.lib.format.write_array(content, array)
-            data = content.getvalue()
-            smaller = len(bz2.compress(data)) < len(zlib.compress(data))
-            info = zipfile.ZipInfo(f"{key}.npy")        # a fixed date: equal bytes every time
-            info.compress_type = zipfile.ZIP_BZIP2 if smaller else zipfile.ZIP_DEFLATED
-            file.writestr(info, data)
+            buffer = io.BytesIO()
+            np.lib.format.write_array(buffer, array)
+            data = buffer.getvalue()
+            bzip2_is_smaller = len(bz2.compress(data)) < len(zlib.compress(data))
+            info = zipfile.ZipInfo(f"{key}.npy")        # its fixed date makes equal contents equal bytes
+            info.compress_type = zipfile.ZIP_BZIP2 if bzip2_is_smaller else zipfile.ZIP_DEFLATED
+            archive.writestr(info, data)
 
 def main() -> None:
     meta = json.loads((SOURCE / "meta.json").read_text())
     shutil.rmtree(TARGET, ignore_errors=True)
     shutil.copytree(SOURCE / "loader_shards", TARGET / "loader_shards")
     (TARGET / "meta.json").write_text(json.dumps({"extract": NOTE, **meta}, indent=1) + "\n")
-    for file, patterns in KEEP.items():
-        with np.load(SOURCE / f"{file}.npz") as whole:
-            arrays = {key: whole[key] for key in whole if any(fnmatch.fnmatchcase(key, glob) for glob in patterns)}
-        if file == "s_inputs":
-            small_inputs(arrays, meta)
-        if file == "traj_init":
+    for name, patterns in KEEP.items():
+        with np.load(SOURCE / f"{name}.npz") as vectors:
+            arrays = {key: vectors[key] for key in vectors
+                      if any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)}
+        if name == "s_inputs":
+            zero_unused_inputs(arrays, meta)
+        if name == "traj_init":
             arrays["p16.mlp"][meta["padding"]["mlp_bank_layers"]:] = 0
-        write_npz(TARGET / f"{file}.npz", arrays)
+        write_npz(TARGET / f"{name}.npz", arrays)
     print(f"{sum(path.stat().st_size for path in TARGET.rglob('*.*')):,} bytes")
 
 

@@ -1,7 +1,7 @@
-"""Cycles of tables without a model: plans, exchange, lookups, gradients and updates as a run makes them, on W ranks.
+"""Run cycles of tables without a model: plans, exchange, lookups, gradients and updates as in training, on W ranks.
 
-Gradients are small integers that depend on the sign of the row that was read. Their sums are exact in every dtype and
-order, and a stale, lost or doubled row changes bits. Rows are sent, and copied from the host, as late as possible.
+Gradients are small integers that depend on the signs of the looked-up rows. Their sums are exact in every dtype and
+order, and a stale, lost or duplicated row changes bits. Rows are sent, and copied from the host, as late as possible.
 """
 from __future__ import annotations
 
@@ -20,89 +20,93 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from common import exact_array, owned, plan_of
+from common import exact_array, owned_rows, plan_of
 from pytest import MonkeyPatch
-from reference import NaiveTable, cut
+from reference import NaiveTable, split_by_owner
 from torch import Tensor
 
 import train_gpt as tg
 
-SLOTS, WIDTH = 8, 5                      # slots of a step, features
+NUM_SEQS, WIDTH = 8, 5                   # sequences per step, features
 LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
 BETA1 = 0.75
-ONE_OWNER = 24                           # its multiples are the first rank's at each number of ranks
-# Relative and absolute, of row-wise updates. In bf16 only where p - u cancels: torch's root of f32 is not numpy's.
+RANK_0_MULTIPLE = 24                     # rank 0 owns its multiples, for each tested W
+# Relative and absolute tolerance of row-wise updates. In bf16 only results of cancellation in p - u differ, because the
+# f32 square roots of torch and NumPy differ.
 TOLERANCE = dict(float64=(1e-12, 1e-12), bfloat16=(0.0, 1e-7))
 PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
 TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
-Found = dict[str, Any]
+Results = dict[str, Any]
 
 
-# ---- What is late ----------------------------------------------------------------------------------------------------
-class Exchange:
-    """Stands for dist.all_to_all_single. What arrives is NaN until it was waited for, and what left is NaN after that;
-    rows that nobody has waited for arrive after those of the next exchange."""
+# ---- Delayed exchanges and copies ------------------------------------------------------------------------------------
+class DelayedAllToAll:
+    """Replaces dist.all_to_all_single with one whose results arrive as late as possible.
+
+    The output is NaN until it is waited for, and the input is NaN afterwards. Rows that were not waited for arrive
+    after those of a later exchange.
+    """
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.exchange = dist.all_to_all_single
+        self.all_to_all = dist.all_to_all_single
         self.bytes = Counter(sent=0, received=0)                              # to and from other ranks
-        self.under_way: list[Late] = []
+        self.pending: list[PendingTransfer] = []
 
-    def __call__(self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], **kwargs: Any) -> Any:
-        for name, tensor, splits in (("sent", x, in_splits), ("received", out, out_splits)):
+    def __call__(self, out: Tensor, sent: Tensor, out_splits: list[int], in_splits: list[int], **kwargs: Any) -> Any:
+        for name, tensor, splits in (("sent", sent, in_splits), ("received", out, out_splits)):
             if sum(splits):
                 self.bytes[name] += tensor.nbytes // sum(splits) * (sum(splits) - splits[self.rank])
-        if not x.is_floating_point():                                         # requests of rows
-            return self.exchange(out, x, out_splits, in_splits, **kwargs)
-        arriving = torch.empty_like(out)
-        work = self.exchange(arriving, x, out_splits, in_splits, **kwargs)
+        if not sent.is_floating_point():                                      # row requests
+            return self.all_to_all(out, sent, out_splits, in_splits, **kwargs)
+        received = torch.empty_like(out)
+        work = self.all_to_all(received, sent, out_splits, in_splits, **kwargs)
         out.fill_(math.nan)
-        late = Late(self, work, arriving, out, x)
-        self.under_way.append(late)
-        return late
+        transfer = PendingTransfer(self, work, received, out, sent)
+        self.pending.append(transfer)
+        return transfer
 
 @dataclass(eq=False)
-class Late:
-    exchange: Exchange
+class PendingTransfer:
+    delayed: DelayedAllToAll
     work: Any
-    arriving: Tensor
+    received: Tensor
     out: Tensor
-    left: Tensor
+    sent: Tensor
 
     def wait(self) -> None:
-        under_way = self.exchange.under_way
-        if self in under_way:
-            forgotten = under_way[:under_way.index(self)]
-            for late in (self, *forgotten):
-                late.work.wait()
-                late.out.copy_(late.arriving)
-                under_way.remove(late)
-        self.left.fill_(math.nan)
+        pending = self.delayed.pending
+        if self in pending:
+            older = pending[:pending.index(self)]
+            for transfer in (self, *older):
+                transfer.work.wait()
+                transfer.out.copy_(transfer.received)
+                pending.remove(transfer)
+        self.sent.fill_(math.nan)
 
 @contextlib.contextmanager
-def late_rows(rank: int) -> Iterator[Exchange]:
+def late_rows(rank: int) -> Iterator[DelayedAllToAll]:
     with MonkeyPatch.context() as patch:
-        exchange = Exchange(rank)
-        patch.setattr(dist, "all_to_all_single", exchange)
+        delayed = DelayedAllToAll(rank)
+        patch.setattr(dist, "all_to_all_single", delayed)
         patch.setitem(tg.ROW_STORES, "host", EmptyingStore)
-        yield exchange
+        yield delayed
 
-def taken(state: tg.RowState) -> tg.RowState:
-    """Return a copy, and overwrite the state itself, so that later reads of it are noticed."""
-    copy = tg.RowState(*(x.clone() for x in state))
-    for x, nonsense in zip(state, (math.nan, math.nan, -1)):
-        x.fill_(nonsense)
-    return copy
+def copy_and_overwrite(state: tg.RowState) -> tg.RowState:
+    """Return a copy, and overwrite the state itself, so that later reads of it are detected."""
+    copied = tg.RowState(*(x.clone() for x in state))
+    for x, filler in zip(state, (math.nan, math.nan, -1)):
+        x.fill_(filler)
+    return copied
 
 class StagedStore(tg.HostRowStore):
     """A host store whose copies take a random time and use staging buffers that are overwritten after each copy."""
     most_delay_s = 0.002
-    empties = False                      # also overwrite rows of the shard once they are on the device
+    empties = False                      # also overwrite rows of the shard after copying them to the device
 
     def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
         time.sleep(random.uniform(0, self.most_delay_s))
         staging, copied = super()._copy_to_device(unstored, local_rows)
-        arrived = taken(staging)
+        arrived = copy_and_overwrite(staging)
         if self.empties:
             self.shard.index_copy_(local_rows, staging)
         return arrived, copied
@@ -111,18 +115,18 @@ class StagedStore(tg.HostRowStore):
         time.sleep(random.uniform(0, self.most_delay_s))
         staging = tg.RowState(*(x.clone() for x in state))
         super()._store(local_rows, staging, copied)
-        taken(staging)
+        copy_and_overwrite(staging)
 
 class EmptyingStore(StagedStore):
     empties = True
 
 
-# ---- What is read, and the gradients ---------------------------------------------------------------------------------
+# ---- Lookups and gradients -------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Trial:
-    tables: tuple[tuple[str, int], ...]  # pattern of reads, rows
-    mode: str = "sparse"                 # of dense-Adam tables
-    location: str = ""                       # of row-wise tables; "": tables have dense Adam
+    tables: tuple[tuple[str, int], ...]  # (pattern of lookups, number of rows)
+    mode: str = "sparse"                 # --row_comms for dense-Adam tables
+    location: str = ""                   # location of row-wise tables; "": tables have dense Adam
     dtype: str = "float64"
     update_every: int = 2
     updates: int = 7
@@ -132,56 +136,56 @@ class Trial:
         return 0.5 if self.dtype == "bfloat16" else 0.9                       # powers of 0.5 are exact
 
 @functools.cache
-def rows_by_pattern(rows: int, update: int, step: int, slot: int) -> dict[str, np.ndarray]:
-    """Logical rows that a slot reads of a table in a step, i32."""
-    rng = np.random.default_rng([rows, update, step, slot])
-    some = rng.integers(0, rows, 8)
-    lower = some // 2
-    found = {
-        "uniform": some,
-        "zero gradients": some,
+def rows_by_pattern(rows: int, update: int, step: int, seq: int) -> dict[str, np.ndarray]:
+    """Return the global rows that a sequence looks up in a step, i32, by pattern."""
+    rng = np.random.default_rng([rows, update, step, seq])
+    ids = rng.integers(0, rows, 8)
+    lower_half = ids // 2
+    by_pattern = {
+        "uniform": ids,
+        "zero gradients": ids,
         "skewed": np.minimum(rng.pareto(0.7, 8), rows - 1),
-        "odd slots empty": some[8 * (slot % 2):],
-        "one slot only": some[:8 * (slot == 0)],
-        "nothing at times": some[:8 * (update % 3 > 0)],
-        "nothing ever": some[:0],
-        "alike on all": (np.arange(5) * 7 + update) % rows,
+        "odd sequences empty": ids[8 * (seq % 2):],
+        "one sequence only": ids[:8 * (seq == 0)],
+        "empty in some updates": ids[:8 * (update % 3 > 0)],
+        "never looked up": ids[:0],
+        "same rows everywhere": (np.arange(5) * 7 + update) % rows,
         "all rows": rng.permutation(rows),
-        "one owner": ONE_OWNER * rng.integers(0, -(-rows // ONE_OWNER), 6),
+        "one owner": RANK_0_MULTIPLE * rng.integers(0, -(-rows // RANK_0_MULTIPLE), 6),
         "first and last": np.array([0, rows - 1, 0]),
-        "growing": some[:(0, 3, 8, 1, 6)[update % 5] + step],
-        "come back": lower + rows // 2 * (update not in (0, 6)),
-        "every other update": np.minimum(2 * lower + update % 2, rows - 1),
-        "once": lower[:8 * (update == 0)],
+        "growing": ids[:(0, 3, 8, 1, 6)[update % 5] + step],
+        "looked up again": lower_half + rows // 2 * (update not in (0, 6)),
+        "every other update": np.minimum(2 * lower_half + update % 2, rows - 1),
+        "once": lower_half[:8 * (update == 0)],
     }
-    return {pattern: x.astype(np.int32) for pattern, x in found.items()}
+    return {pattern: x.astype(np.int32) for pattern, x in by_pattern.items()}
 
 PATTERNS = tuple(rows_by_pattern(2, 0, 0, 0))
 
-def reads(pattern: str, rows: int, *at: int) -> np.ndarray:
-    return rows_by_pattern(rows, *at)[pattern]
+def lookups(pattern: str, rows: int, *key: int) -> np.ndarray:
+    return rows_by_pattern(rows, *key)[pattern]
 
-def gradient(pattern: str, update: int, step: int, slot: int, asked: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """Return integers from -2 to 2 for the rows asked for, whose values were read."""
-    line, column = np.indices(read.shape)
-    grad = (3 * line + 5 * step + 7 * slot + 11 * update + 2 * column) % 3 - 1 + np.sign(read)
+def gradient(pattern: str, update: int, step: int, seq: int, rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return integers from -2 to 2 as gradients of the looked-up rows, which have these values."""
+    i, j = np.indices(values.shape)
+    grad = (3 * i + 5 * step + 7 * seq + 11 * update + 2 * j) % 3 - 1 + np.sign(values)
     if pattern == "zero gradients":
-        grad = grad * (asked % 2)[:, None]
-    return grad.astype(read.dtype)
+        grad = grad * (rows % 2)[:, None]
+    return grad.astype(values.dtype)
 
 def learning_rate(update: int) -> float:
-    """Large: signs of rows change."""
+    """Return a learning rate that is large enough to change signs of rows."""
     return 0.15 / (1 + update % 3)
 
-def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
-    """Zeros of row-wise tables, and where a row may never be read."""
-    values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+def initial_rows(trial: Trial, pattern: str, rows: int) -> Tensor:
+    """Draw the initial rows; zeros for row-wise tables and for the pattern that may never look up a row."""
+    weights = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
     if trial.location or pattern == "once":
-        values.zero_()
-    return values.to(getattr(torch, trial.dtype))
+        weights.zero_()
+    return weights.to(getattr(torch, trial.dtype))
 
 
-# ---- The trainer -----------------------------------------------------------------------------------------------------
+# ---- The trainer's tables and optimizer ------------------------------------------------------------------------------
 class TableOptimizer(tg.Optimizer):
     """The trainer's optimizer with table groups only."""
     def __init__(self, cfg: tg.Config, comm: tg.Communicator, trial: Trial, specs: list[tg.TableSpec],
@@ -192,29 +196,30 @@ class TableOptimizer(tg.Optimizer):
         self.groups = {}
         self.state = {}
         adam = functools.partial(tg.apply_adam, tg.adam_update, cfg)
-        for spec in specs:
-            shape = spec.num_rows, WIDTH
+        for table_spec in specs:
+            shape = table_spec.num_rows, WIDTH
             betas = BETA1 * (not trial.location), trial.beta2
             optimizer = "rowwise" if trial.location else "adam"
-            parameter = tg.ParameterSpec(spec.label, shape, None, optimizer, lr_mul=LR_MUL,
-                                     wd_mul=WD_MUL, betas=betas, table=spec)
-            table = tables[spec.label]
+            spec = tg.ParameterSpec(table_spec.label, shape, None, optimizer, lr_mul=LR_MUL, wd_mul=WD_MUL, betas=betas,
+                                    table=table_spec)
+            table = tables[table_spec.label]
             if trial.location:
-                group = tg.RowwiseTableGroup(cfg, comm, parameter, table, tg.rowwise_update)
+                group = tg.RowwiseTableGroup(cfg, comm, spec, table, tg.rowwise_update)
             else:
-                group = tg.TableGroup(parameter, table, adam)
-            self.groups[spec.label] = group
+                group = tg.TableGroup(spec, table, adam)
+            self.groups[table_spec.label] = group
             self.state |= group.state
         self.reduce_order = self.update_order = tuple(self.groups)
 
 class Cycles:
-    """A trial on one rank: plans one cycle ahead, as the loader makes them, and steps as `train_step` makes them."""
-    def __init__(self, comm: tg.Communicator, trial: Trial, in_place: bool) -> None:
-        """in_place: a dense table with one rank is read in place, as in the trainer; else it is an ExchangedTable."""
+    """A trial on one rank: plans one cycle ahead like the loader, and steps in the order of `train_step`."""
+    def __init__(self, comm: tg.Communicator, trial: Trial, use_local_table: bool) -> None:
+        """use_local_table: with one rank, dense-Adam tables are LocalTables, as in training; otherwise ExchangedTables.
+        """
         self.comm = comm
         self.trial = trial
-        self.slots = range(comm.rank, SLOTS, comm.world_size)
-        settings = dict(dtype=trial.dtype, model_dim=WIDTH, seqs_per_step=SLOTS, adam_eps=EPS, row_comms=trial.mode,
+        self.seqs = range(comm.rank, NUM_SEQS, comm.world_size)
+        settings = dict(dtype=trial.dtype, model_dim=WIDTH, seqs_per_step=NUM_SEQS, adam_eps=EPS, row_comms=trial.mode,
                         adam_every=1, adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
         self.patterns, self.specs, self.tables = {}, {}, {}
@@ -224,40 +229,40 @@ class Cycles:
             spec = tg.TableSpec(label, rows, 1, None, rowwise=bool(trial.location), location=trial.location or "device",
                                 update_every=trial.update_every)
             self.specs[label] = spec
-            max_tokens = SLOTS * trial.update_every * max(8, rows)
+            max_tokens = NUM_SEQS * trial.update_every * max(8, rows)
             if trial.location:
                 table = tg.RowwiseTable(spec, cfg, comm, max_tokens)
             else:
-                weight = torch.nn.Parameter(owned(initial(trial, pattern, rows), comm))
+                weight = torch.nn.Parameter(owned_rows(initial_rows(trial, pattern, rows), comm))
                 table = tg.ExchangedTable(spec, cfg, comm, weight, max_tokens, head=None)
-                if comm.world_size == 1 and in_place:
+                if comm.world_size == 1 and use_local_table:
                     table = tg.LocalTable(weight)
             self.tables[label] = table
         self.optimizer = TableOptimizer(cfg, comm, trial, list(self.specs.values()), self.tables)
-        self.made: dict[int, tuple] = {}
+        self.planned: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.RowPlan], dict[str, list[np.ndarray]]]:
-        """Return the plans of a cycle, made once, and each step's index into the rows by table."""
-        if update in self.made:
-            return self.made[update]
+        """Return the plans of a cycle, which are built once, and the row index of each step, by table."""
+        if update in self.planned:
+            return self.planned[update]
         plans, index = {}, {}
         for label, pattern in self.patterns.items():
             ids_by_step = []
             for step in range(self.trial.update_every):
-                of_slots = [reads(*pattern, update, step, slot) for slot in self.slots]
-                ids_by_step.append(np.concatenate(of_slots)[None])
+                ids_by_seq = [lookups(*pattern, update, step, seq) for seq in self.seqs]
+                ids_by_step.append(np.concatenate(ids_by_seq)[None])
             index[label] = ids_by_step
             if not isinstance(self.tables[label], tg.LocalTable):
                 fetch_all = self.trial.mode == "dense" and not self.trial.location
                 plans[label], index[label] = plan_of(self.specs[label], self.comm, ids_by_step, fetch_all=fetch_all,
-                                                     purpose="train", cycle=update, tokens=SLOTS)
+                                                     purpose="train", cycle=update, tokens=NUM_SEQS)
         if self.comm.world_size > 1:
             tg.exchange_row_requests(self.comm, self.comm.loader_group, self.trial.dtype, self.specs.values(), plans)
-        self.made[update] = plans, index
-        return self.made[update]
+        self.planned[update] = plans, index
+        return self.planned[update]
 
     def plans_after(self, update: int, step: int) -> dict[str, tg.RowPlan]:
-        """Return the plans of the step that follows this one, {} after the last."""
+        """Return the plans of the next step, or {} after the last one."""
         if step + 1 < self.trial.update_every:
             return self.plans(update)[0]
         return self.plans(update + 1)[0] if update + 1 < self.trial.updates else {}
@@ -266,47 +271,50 @@ class Cycles:
         plans, index_by_step = self.plans(update)
         cache, row_grads = self.tables[label].rows_for_forward(plans.get(label))
         index = torch.from_numpy(index_by_step[label][step][0])
-        asked = [reads(*self.patterns[label], update, step, slot) for slot in self.slots]
-        read = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in asked])[:-1])
-        lines = [gradient(self.patterns[label][0], update, step, slot, *pair)
-                 for slot, *pair in zip(self.slots, asked, read)]
-        grad = torch.from_numpy(np.concatenate(lines)).to(cache.dtype)
-        for part in (slice(3), slice(3, None)):               # calls add up
-            tg.add_rows(row_grads, index[part], grad[part])
+        rows_by_seq = [lookups(*self.patterns[label], update, step, seq) for seq in self.seqs]
+        values_by_seq = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in rows_by_seq])[:-1])
+        grads = [gradient(self.patterns[label][0], update, step, seq, *args)
+                 for seq, *args in zip(self.seqs, rows_by_seq, values_by_seq)]
+        grad = torch.from_numpy(np.concatenate(grads)).to(cache.dtype)
+        for chunk in (slice(3), slice(3, None)):              # two calls add up
+            tg.add_rows(row_grads, index[chunk], grad[chunk])
 
     def fetched(self, label: str, update: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of a cycle, as owner * C + local row, and what lookups read there."""
+        """Return the fetched rows of a cycle, as owner * C + local row, and the values that lookups read there."""
         plan = self.plans(update)[0].get(label)
         cache, _ = self.tables[label].rows_for_forward(plan)
         rows_to_fetch = np.arange(len(cache)) if plan is None else plan.rows_to_fetch.numpy()
         return rows_to_fetch, exact_array(cache[:len(rows_to_fetch)])
 
-    def run(self) -> dict[str, Found]:
-        """Return by table the rows fetched in each cycle, byte totals, and this rank's shard and state at the end."""
+    def run(self) -> dict[str, Results]:
+        """Run all cycles.
+
+        Returns by table the rows fetched in each cycle, byte totals, and this rank's final shard and state.
+        """
         trial = self.trial
-        found = {label: dict(cycles=[]) for label in self.tables}
+        results = {label: dict(cycles=[]) for label in self.tables}
         for update in range(trial.updates):
             for label in self.tables:
-                found[label]["cycles"].append(self.fetched(label, update))
+                results[label]["cycles"].append(self.fetched(label, update))
             for step in range(trial.update_every):
                 for label in self.tables:
                     self.look_up(label, update, step)
-                values = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
-                                         tied=False, untie_after=False)
+                step_cfg = SimpleNamespace(step=update * trial.update_every + step, adam_lr=learning_rate(update),
+                                           tied=False, untie_after=False)
                 next_plans = self.plans_after(update, step)
                 for label, plan in next_plans.items():
                     self.tables[label].prefetch(plan)
-                self.optimizer.step(values)
+                self.optimizer.step(step_cfg)
                 for label, plan in next_plans.items():
                     self.tables[label].fetch(plan)
         for label, table in self.tables.items():
-            found[label] |= self.state(label, table)
+            results[label] |= self.state(label, table)
             totals = Counter(table.byte_totals)
             totals.update(table.store.traffic if table.store else {})         # copies that are not in byte_totals yet
-            found[label]["byte_totals"] = dict(totals)
-        return found
+            results[label]["byte_totals"] = dict(totals)
+        return results
 
-    def state(self, label: str, table: Any) -> Found:
+    def state(self, label: str, table: Any) -> Results:
         if table.store is None:
             state = dict(m=self.optimizer.state[label]["m"], v=self.optimizer.state[label]["v"], rows=table.shard)
             return {name: exact_array(x) for name, x in state.items()}
@@ -314,69 +322,72 @@ class Cycles:
         state = {name: exact_array(x) for name, x in table.store.shard._asdict().items()}
         return state | dict(touched=np.concatenate([np.zeros(0, int), *touched]))
 
-def drive(comm: tg.Communicator, trial: Trial, in_place: bool = True) -> dict[str, Found]:
-    with late_rows(comm.rank) as exchange:
-        found = Cycles(comm, trial, in_place).run()
-    return {label: of_table | dict(bytes=dict(exchange.bytes)) for label, of_table in found.items()}
+def drive(comm: tg.Communicator, trial: Trial, use_local_table: bool = True) -> dict[str, Results]:
+    with late_rows(comm.rank) as delayed:
+        results = Cycles(comm, trial, use_local_table).run()
+    return {label: table_results | dict(bytes=dict(delayed.bytes)) for label, table_results in results.items()}
 
 
-# ---- Slow but right --------------------------------------------------------------------------------------------------
+# ---- The naive run ---------------------------------------------------------------------------------------------------
 @functools.cache
 def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """One rank, whole tables. Returns the rows before each update, and everything after the last."""
-    p = initial(trial, pattern, rows)
+    """Run the trial on one rank with full tables. Returns the rows before each update, and the final state."""
+    p = initial_rows(trial, pattern, rows)
     m = torch.zeros(rows, WIDTH, dtype=tg.accum_dtype(p.dtype))
     v = torch.zeros_like(m)
-    exact = np.float64 if trial.dtype == "float64" else np.float32
-    naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16=trial.dtype == "bfloat16")
+    exact_dtype = np.float64 if trial.dtype == "float64" else np.float32
+    naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact_dtype,
+                       bf16=trial.dtype == "bfloat16")
     before = []
     for update in range(trial.updates):
         before.append(naive.p.copy() if trial.location else exact_array(p))
-        asked = np.zeros(rows, bool)
-        grad = np.zeros((rows, WIDTH), exact)
-        most = np.zeros((rows, WIDTH))
-        for step, slot in itertools.product(range(trial.update_every), range(SLOTS)):
-            read = reads(pattern, rows, update, step, slot)
-            lines = gradient(pattern, update, step, slot, read, before[-1][read])
-            asked[read] = True
-            np.add.at(grad, read, lines)
-            np.add.at(most, read, np.abs(lines))
-        assert most.max() <= 256, "bf16 would round"
+        requested = np.zeros(rows, bool)
+        grad = np.zeros((rows, WIDTH), exact_dtype)
+        abs_sums = np.zeros((rows, WIDTH))
+        for step, seq in itertools.product(range(trial.update_every), range(NUM_SEQS)):
+            rows_read = lookups(pattern, rows, update, step, seq)
+            grads = gradient(pattern, update, step, seq, rows_read, before[-1][rows_read])
+            requested[rows_read] = True
+            np.add.at(grad, rows_read, grads)
+            np.add.at(abs_sums, rows_read, np.abs(grads))
+        assert abs_sums.max() <= 256, "bf16 would round"
         lr = LR_MUL * learning_rate(update)
         if trial.location:
-            naive.update(asked, [grad], SLOTS, lr, WEIGHT_DECAY * WD_MUL)
+            naive.update(requested, [grad], NUM_SEQS, lr, WEIGHT_DECAY * WD_MUL)
             continue
-        number = update + 1
-        step_size = lr * (math.sqrt(1 - trial.beta2**number) / (1 - BETA1**number))
+        update_num = update + 1
+        step_size = lr * (math.sqrt(1 - trial.beta2**update_num) / (1 - BETA1**update_num))
         decay = lr * lr * WEIGHT_DECAY * WD_MUL
-        tg.adam_update(p, torch.from_numpy(grad), m, v, 1 / SLOTS, (BETA1, trial.beta2), EPS,
+        tg.adam_update(p, torch.from_numpy(grad), m, v, 1 / NUM_SEQS, (BETA1, trial.beta2), EPS,
                        tg.cpu_scalar(step_size), tg.cpu_scalar(decay))
     if trial.location:
         missed = naive.updates - naive.last
         return before, dict(rows=naive.p, v=naive.v, last=naive.last, missed=missed)
     return before, dict(rows=exact_array(p), m=m.numpy(), v=v.numpy())
 
-def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
-    """Name what ranks fetched, or hold at the end, and should not; dense Adam to the bit."""
-    world = len(by_rank)
-    relative, absolute = TOLERANCE[trial.dtype] if trial.location else (0, 0)
+def differences(trial: Trial, by_rank: list[dict[str, Results]]) -> list[str]:
+    """Name the fetched rows and final states that differ from the naive run; dense Adam must be bitwise equal."""
+    world_size = len(by_rank)
+    rtol, atol = TOLERANCE[trial.dtype] if trial.location else (0, 0)
     wrong = []
-    for (pattern, rows), (rank, found) in itertools.product(trial.tables, enumerate(by_rank)):
+    for (pattern, rows), (rank, results) in itertools.product(trial.tables, enumerate(by_rank)):
         label = f"{pattern} of {rows}"
         before, end = naive_run(trial, pattern, rows)
-        got = found[label]
+        table_results = results[label]
 
-        def compare(name: str, x: np.ndarray, want: np.ndarray) -> None:
-            if x.shape != want.shape or not np.allclose(x, want, relative, absolute):
+        def compare(name: str, found: np.ndarray, expected: np.ndarray) -> None:
+            if found.shape != expected.shape or not np.allclose(found, expected, rtol, atol):
                 wrong.append(f"{label}: {name} on rank {rank}")
 
-        for update, ((rows_to_fetch, fetched), table) in enumerate(zip(got["cycles"], before, strict=True)):
-            shards = np.concatenate(cut(table, world))         # with zeros where there is no row
+        for update, ((rows_to_fetch, fetched), table) in enumerate(zip(table_results["cycles"], before, strict=True)):
+            shards = np.concatenate(split_by_owner(table, world_size))    # padded with zeros
             compare(f"rows fetched for update {update}", fetched, shards[rows_to_fetch])
-        shard = {name: cut(x, world)[rank] for name, x in end.items()}
+        shard = {name: split_by_owner(x, world_size)[rank] for name, x in end.items()}
         if trial.location:
             shard["touched"] = np.flatnonzero(shard["last"])
-            got = got | dict(v=got["v"] * trial.beta2 ** shard.pop("missed"))         # the trainer catches up later
+            # The trainer catches up on missed decays of v at the next update of a row.
+            decayed = table_results["v"] * trial.beta2 ** shard.pop("missed")
+            table_results = table_results | dict(v=decayed)
         for name, x in shard.items():
-            compare(name, got[name], x)
+            compare(name, table_results[name], x)
     return wrong

@@ -48,7 +48,7 @@ def attend(capability: int) -> None:
     assert logsumexp.shape == (heads, tokens) and logsumexp.dtype == F32
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_flash_attention_4__returns_what_torch_unpacks(capability):
+def test_flash_attention_4__returns_what_torch_unpacks(capability) -> None:
     paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
     # The first chooses among the package's kernels, the second is the target of their compiler.
     card = dict(FLASH_ATTENTION_ARCH=f"sm_{capability}0", CUTE_DSL_ARCH=f"sm_{capability}0a")

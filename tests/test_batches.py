@@ -1,6 +1,6 @@
 """Section 6: the stream of batches and its row plans against plain loops, the loader thread, the validation set.
 
-Each rank is built without the others: no request is exchanged. The exchange itself is in test_rows.py.
+Each rank is built without the others and exchanges no requests. The exchange itself is in test_rows.py.
 """
 import base64
 import contextlib
@@ -10,436 +10,482 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import (batches_of, engine, comm, logical_rows, nothing, preset, random_stream, refused, started_loader,
-                    steps_of, write_shard)
+from common import (batches_of, expect_error, global_rows_of, make_comm, make_engine, noop, preset, random_stream,
+                    started_loader, steps_of, write_shard)
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
 
-# More rows than a cycle looks up.
+# Tables with more rows than a cycle looks up.
 TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2, 3000, layer=1, location="host"))
 
 @pytest.fixture(autouse=True)
-def no_other_rank(monkeypatch):
-    """What a rank serves is what it fetches itself, as `plan_rows` leaves it."""
-    monkeypatch.setattr(tg, "_all_to_all_requests", nothing)
+def no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the exchange of row requests: a rank serves the rows it fetches, as `plan_rows` leaves it."""
+    monkeypatch.setattr(tg, "_all_to_all_requests", noop)
 
-def write_shards(folder, *counts: int) -> list[list[int]]:
+def write_shards(folder: Path, *counts: int) -> list[list[int]]:
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
-    for k, stream in enumerate(streams):
-        write_shard(folder / f"train_{k}.bin", stream, 50, 3)
+    for i, stream in enumerate(streams):
+        write_shard(folder / f"train_{i}.bin", stream, 50, 3)
     return streams
 
-def started(folder, rank: int = 0, world: int = 1, steps: int = 12, **changes):
-    """A loader of the tiny preset at work, and its steps. A cycle has two steps unless given."""
-    fields = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
-    cfg = preset(train_files=f"{folder}/train_*.bin", **fields)
-    return started_loader(cfg, comm(rank, world), steps)
+def start_loader(folder: Path, rank: int = 0, world_size: int = 1, steps: int = 12,
+                 **changes: Any) -> AbstractContextManager[tuple[tg.Loader, list[tg.StepConfig]]]:
+    """Start a loader of preset tiny, and return it with its step configs. A cycle has two steps by default."""
+    settings = dict(vocab_size=50, bos_id=3, max_doc_len=12, adam_every=2) | changes
+    cfg = preset(train_files=f"{folder}/train_*.bin", **settings)
+    return started_loader(cfg, make_comm(rank, world_size), steps)
 
-def read_all(*where, **changes) -> list[tg.Batch]:
-    with started(*where, **changes) as (loader, values):
-        return list(batches_of(loader, values))
+def read_all(folder: Path, *args: int, **changes: Any) -> list[tg.Batch]:
+    with start_loader(folder, *args, **changes) as (loader, step_cfgs):
+        return list(batches_of(loader, step_cfgs))
 
 
 # ---- The stream of batches -------------------------------------------------------------------------------------------
-def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length: int, longest: int):
-    """Recipe 5.2 word by word: (pieces of each slot, next document), or None where the documents run out."""
-    starts = [at for at, token in enumerate(tokens) if token == start_token]
-    block = []
-    for _ in range(slots):
-        pieces = []
-        have = 0
-        while have <= length:
+Spans = list[tuple[int, int]]            # (start, end) of each document of a sequence, in the shard
+PackedTokens = tuple[list[int], list[int]]   # T + 1 tokens, document bounds in the inputs
+
+def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len: int,
+                max_doc_len: int) -> tuple[list[Spans], int] | None:
+    """Pack a batch by RECIPE 5.2, word by word.
+
+    Returns the documents of each sequence and the index of the next document, or None if the shard has too few
+    documents.
+    """
+    starts = [i for i, token in enumerate(tokens) if token == bos_id]
+    seqs = []
+    for _ in range(num_seqs):
+        spans = []
+        num_tokens = 0
+        while num_tokens <= seq_len:
             if doc == len(starts):
                 return None
-            after = starts[doc + 1] if doc + 1 < len(starts) else len(tokens)
-            end = min(after, starts[doc] + longest, starts[doc] + length - have + 1)
-            pieces.append((starts[doc], end))
-            have += end - starts[doc]
+            next_start = starts[doc + 1] if doc + 1 < len(starts) else len(tokens)
+            end = min(next_start, starts[doc] + max_doc_len, starts[doc] + seq_len - num_tokens + 1)
+            spans.append((starts[doc], end))
+            num_tokens += end - starts[doc]
             doc += 1
-        block.append(pieces)
-    return block, doc
+        seqs.append(spans)
+    return seqs, doc
 
-def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """n + 1 tokens of a slot, and where its documents end in the inputs."""
+def naive_sequence(tokens: list[int], spans: Spans) -> PackedTokens:
+    """Return the T + 1 tokens of a sequence, and the bounds of its documents in the inputs."""
     bounds = [0]
-    for start, end in pieces:
+    for start, end in spans:
         bounds.append(bounds[-1] + end - start)
     bounds[-1] -= 1
-    return [token for start, end in pieces for token in tokens[start:end]], bounds
+    return [token for start, end in spans for token in tokens[start:end]], bounds
 
-def slow_stream(streams, values, slots=8):
-    """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
+def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig],
+                 num_seqs: int = 8) -> list[list[PackedTokens]]:
+    """Return all sequences of each step. A batch that does not fit into the rest of a shard starts the next shard."""
     shard = 0
     doc = 0
-    steps = []
-    for v in values:
-        while (found := slow_block(streams[shard], 3, doc, slots, v.seq_len, 12)) is None:
+    seqs_by_step = []
+    for step_cfg in step_cfgs:
+        while (packed := naive_batch(streams[shard], 3, doc, num_seqs, step_cfg.seq_len, 12)) is None:
             shard += 1
             doc = 0
-        block, doc = found
-        steps.append([slow_slot(streams[shard], pieces) for pieces in block])
-    return steps
+        seqs, doc = packed
+        seqs_by_step.append([naive_sequence(streams[shard], spans) for spans in seqs])
+    return seqs_by_step
 
-def check_batches(batches, steps) -> None:
-    for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
+def check_batches(batches: list[tg.Batch], seqs_by_step: list[list[PackedTokens]]) -> None:
+    for step, (batch, expected) in enumerate(zip(batches, seqs_by_step, strict=True)):
         assert batch.step == step
-        assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
-        assert batch.targets.tolist() == [tokens[1:] for tokens, _ in want]
-        columns = max(len(bounds) for _, bounds in want)
-        length = batch.tokens.shape[1]
-        assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
+        assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in expected]
+        assert batch.targets.tolist() == [tokens[1:] for tokens, _ in expected]
+        num_bounds = max(len(bounds) for _, bounds in expected)
+        T = batch.tokens.shape[1]
+        assert batch.cu_seqlens.tolist() == [bounds + [T] * (num_bounds - len(bounds)) for _, bounds in expected]
         assert batch.targets.dtype == torch.int64
-        others = [batch.tokens, batch.cu_seqlens, *batch.row_index.values(), *batch.sign_ids.values()]
-        assert {x.dtype for x in others} == {torch.int32}
+        i32_tensors = [batch.tokens, batch.cu_seqlens, *batch.row_index.values(), *batch.sign_ids.values()]
+        assert {x.dtype for x in i32_tensors} == {torch.int32}
 
-def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool, world: int) -> None:
-    """Batches of one cycle share plans, in which all that they look up is found. With one rank, only row-wise tables
-    have plans: the others are read in place."""
+def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool, world_size: int) -> None:
+    """Check that the batches of one cycle share plans that contain all their lookups.
+
+    With one rank, only row-wise tables have plans, because the other tables are LocalTables.
+    """
     first = batches[0]
     tokens = sum(batch.tokens.shape[1] for batch in batches)                  # the same on all ranks
-    tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle_steps, tokens=tokens)
-    planned = {table.label for table in cfg.tables} | (set(tg.BUILTIN_TABLES) if world > 1 else set())
-    assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == planned
+    expected_tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle_steps, tokens=tokens)
+    planned_labels = {table.label for table in cfg.tables} | (set(tg.BUILTIN_TABLES) if world_size > 1 else set())
+    assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == planned_labels
     for label, plan in first.plans.items():
-        assert plan.tag == tag and plan.tied == (tied and label == "embed")
+        assert plan.tag == expected_tag and plan.tied == (tied and label == "embed")
     value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_EMBEDS)]
     for batch in batches:
         tokens = batch.tokens.numpy()
-        bigrams = [bigram_rows(slot, cfg.bigram_rows) for slot in tokens]
-        looked_up = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
+        bigrams = [bigram_rows(seq, cfg.bigram_rows) for seq in tokens]
+        expected_rows = dict(bigram_embed=bigrams, embed=tokens, value_embed=tokens[:, None] + value_starts)
         signs = {}
         for table in cfg.tables:
             factors, sign_factors = tg.NGRAM_FACTORS[table.order]
-            looked_up[table.label] = [ngram_rows(slot, factors, table.rows) for slot in tokens]
+            expected_rows[table.label] = [ngram_rows(seq, factors, table.rows) for seq in tokens]
             if table.signs:
-                signs[table.label] = [ngram_rows(slot, sign_factors, tg.NUM_SIGN_VECTORS + 1) for slot in tokens]
-        assert batch.row_index.keys() == looked_up.keys() and batch.sign_ids.keys() == signs.keys()
-        for label, rows in looked_up.items():
-            np.testing.assert_array_equal(logical_rows(batch, label), rows, label)
+                signs[table.label] = [ngram_rows(seq, sign_factors, tg.NUM_SIGN_VECTORS + 1) for seq in tokens]
+        assert batch.row_index.keys() == expected_rows.keys() and batch.sign_ids.keys() == signs.keys()
+        for label, rows in expected_rows.items():
+            np.testing.assert_array_equal(global_rows_of(batch, label), rows, label)
         for label, ids in signs.items():
             np.testing.assert_array_equal(batch.sign_ids[label], ids, label)
 
-SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
-ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED, num_extension_steps=4)
+SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # every stage has three steps
+PARTIAL_CYCLE = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED,
+                     num_extension_steps=4)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("counts, passes, world, changes", [
-    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a block
+@pytest.mark.parametrize("counts, passes, world_size, changes", [
+    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a batch
     ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
     ((2000, 6000), 1, 1, dict(tables=TABLES)), ((2000, 6000), 1, 2, dict(tables=TABLES)),
     ((1200, 1100), 2, 1, dict(epochs=2, steps=8, num_extension_steps=30)),
-    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, ODD)])
-def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, changes):
-    """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
+    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, PARTIAL_CYCLE)])
+def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_size, changes) -> None:
+    """Rank r receives sequences r, r + W, ... of each step.
+
+    A stage may change within a cycle, and the last cycle may be incomplete.
+    """
     streams = write_shards(tmp_path, *counts)
-    for rank in range(world):
-        with started(tmp_path, rank, world, **changes) as (loader, values):
-            batches = list(batches_of(loader, values))
-        check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
-        every = tg.Schedule(loader.cfg).cycle_steps
-        for first in range(0, len(values), every):
-            check_plans(batches[first:first + every], loader.cfg, "train", values[first].tied, world)
+    for rank in range(world_size):
+        with start_loader(tmp_path, rank, world_size, **changes) as (loader, step_cfgs):
+            batches = list(batches_of(loader, step_cfgs))
+        check_batches(batches, [seqs[rank::world_size] for seqs in naive_stream(streams * passes, step_cfgs)])
+        cycle_steps = tg.Schedule(loader.cfg).cycle_steps
+        for first in range(0, len(step_cfgs), cycle_steps):
+            check_plans(batches[first:first + cycle_steps], loader.cfg, "train", step_cfgs[first].tied, world_size)
         for label in batches[0].plans:
-            assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(values) / every), label
+            assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(step_cfgs) / cycle_steps), label
 
-def test_skip__the_stream_of_a_resumed_run_goes_on_where_it_was(tmp_path):
-    """Also where the steps that are skipped end within the first shard, or at the start of another."""
+def test_skip__a_resumed_run_continues_the_stream(tmp_path) -> None:
+    """A loader that skips steps returns the batches that follow them.
+
+    The skipped steps may end in the first shard, or at a shard boundary.
+    """
     write_shards(tmp_path, 1500, 300, 2600, 4000)
-    want = read_all(tmp_path)
-    for done in (2, 6, 10):
-        with started(tmp_path) as (other, values):
-            loader = tg.Loader(other.cfg, comm(), other.headers)
+    expected = read_all(tmp_path)
+    for steps_done in (2, 6, 10):
+        with start_loader(tmp_path) as (unused, step_cfgs):
+            loader = tg.Loader(unused.cfg, make_comm(), unused.headers)
             with contextlib.closing(loader):
-                loader.skip(values[:done])
-                loader.start(values[done:done + 2])
-                for found, batch in zip(batches_of(loader, values[done:]), want[done:], strict=True):
-                    assert found.step == batch.step and found.tokens.equal(batch.tokens)
-                    assert found.cu_seqlens.equal(batch.cu_seqlens)
+                loader.skip(step_cfgs[:steps_done])
+                loader.start(step_cfgs[steps_done:steps_done + 2])
+                batches = batches_of(loader, step_cfgs[steps_done:])
+                for batch, expected_batch in zip(batches, expected[steps_done:], strict=True):
+                    assert batch.step == expected_batch.step and batch.tokens.equal(expected_batch.tokens)
+                    assert batch.cu_seqlens.equal(expected_batch.cu_seqlens)
 
-def too_short(streams, values) -> bool:
+def too_short(streams: list[list[int]], step_cfgs: list[tg.StepConfig]) -> bool:
     with contextlib.suppress(IndexError):
-        return not slow_stream(streams, values)
+        return not naive_stream(streams, step_cfgs)
     return True
 
-@pytest.mark.parametrize("world", [1, 2, 8])
-def test_advance__data_that_end(tmp_path, world):
-    """Every rank trains the same whole cycles. At their end `next_plans` returns {} and `advance` raises the reason."""
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+def test_advance__data_that_end(tmp_path, world_size) -> None:
+    """Every rank trains the same complete cycles.
+
+    After the last one, `next_plans` returns {} and `advance` raises the reason.
+    """
     streams = write_shards(tmp_path, 1200, 1100)
-    for rank in range(world):
-        with started(tmp_path, rank, world, tables=TABLES) as (loader, values):
-            enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
-            cycle = enough // 2 * 2
-            for v in itertools.islice(steps_of(loader, values), cycle):
-                loader.next(v)
-                assert bool(loader.next_plans()) == (v.step < cycle - 1)
+    for rank in range(world_size):
+        with start_loader(tmp_path, rank, world_size, tables=TABLES) as (loader, step_cfgs):
+            num_steps = next(n for n in range(12) if too_short(streams, step_cfgs[:n + 1]))
+            whole_cycles = num_steps // 2 * 2
+            for step_cfg in itertools.islice(steps_of(loader, step_cfgs), whole_cycles):
+                loader.next(step_cfg)
+                assert bool(loader.next_plans()) == (step_cfg.step < whole_cycles - 1)
             for _ in range(2):
                 assert loader.next_plans() == {}
-                with refused(tg.OutOfData, "training data ended", "2 shards", "train_*.bin", f"enough for {enough} "
-                             "steps", "--max_steps", "--epochs=0"):
+                with expect_error(tg.OutOfData, "training data ended", "2 shards", "train_*.bin",
+                                  f"enough for {num_steps} steps", "--max_steps", "--epochs=0"):
                     loader.advance([])
 
-def test_start__shards_without_room_for_a_block(tmp_path):
+def test_start__shards_too_small_for_one_step(tmp_path) -> None:
     write_shards(tmp_path, 100, 100)
-    with refused(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
-        with started(tmp_path, epochs=0):
+    with expect_error(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
+        with start_loader(tmp_path, epochs=0):
             pass
 
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
-def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
-    """Disk, packer and reader of the batches are slow by chance."""
+def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch) -> None:
+    """Random delays of disk, packing and the reader of batches change no token."""
     write_shards(tmp_path, 1500, 300, 2600, 4000)
-    want = read_all(tmp_path)
+    expected = read_all(tmp_path)
     delays = random.Random(0)
 
-    def slowed(call):
-        def slow(*arguments):
+    def slowed(function: Callable) -> Callable:
+        def slow(*args: Any) -> Any:
             time.sleep(delays.choice((0, 0.02)))
-            return call(*arguments)
+            return function(*args)
         return slow
     for name in ("load_shard", "pack_batch"):
         monkeypatch.setattr(tg, name, slowed(getattr(tg, name)))
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
-    for found, batch in zip(read_all(tmp_path), want, strict=True):
-        assert found.tokens.equal(batch.tokens) and found.cu_seqlens.equal(batch.cu_seqlens)
+    for batch, expected_batch in zip(read_all(tmp_path), expected, strict=True):
+        assert batch.tokens.equal(expected_batch.tokens) and batch.cu_seqlens.equal(expected_batch.cu_seqlens)
 
-def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
+def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch) -> None:
     write_shards(tmp_path, 9000, 1500, 1500)
     threads = []
-    read = []
-    load = tg.load_shard
+    shards_read = []
+    load_shard = tg.load_shard
     pack_sequence = tg.pack_sequence
 
-    def seen_load(header):
-        read.append(header.name[-5])
-        return load(header)
+    def recording_load(header: tg.ShardHeader) -> tg.TokenShard:
+        shards_read.append(header.name[-5])
+        return load_shard(header)
 
-    def seen_make_slot(*arguments):
+    def recording_pack(*args: Any) -> tg.PackedSeq:
         threads.append(threading.current_thread())
-        return pack_sequence(*arguments)
-    monkeypatch.setattr(tg, "load_shard", seen_load)
-    monkeypatch.setattr(tg, "pack_sequence", seen_make_slot)
-    with started(tmp_path, steps=5) as (loader, values):
-        assert len(threads) == 8 * 2, "`start` has waited for the first cycle"
-        for step, ahead in zip(steps_of(loader, values), (4, 4, 5, 5, 5), strict=True):
-            loader.next(step)
-            loader.next_cycle.result()                               # until the work that was asked for is done
-            assert len(threads) == 8 * ahead
-        assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
-        loader.reader.submit(int).result()                           # it is done with what it was given
-        assert read == ["0", "1"]
+        return pack_sequence(*args)
+    monkeypatch.setattr(tg, "load_shard", recording_load)
+    monkeypatch.setattr(tg, "pack_sequence", recording_pack)
+    with start_loader(tmp_path, steps=5) as (loader, step_cfgs):
+        assert len(threads) == 8 * 2, "`start` waits for the first cycle"
+        for step_cfg, steps_packed in zip(steps_of(loader, step_cfgs), (4, 4, 5, 5, 5), strict=True):
+            loader.next(step_cfg)
+            loader.next_cycle.result()                               # wait until the requested cycle is built
+            assert len(threads) == 8 * steps_packed
+        assert len(set(threads) - {threading.main_thread()}) == 1, "only on the loader thread"
+        loader.reader.submit(int).result()                           # wait for the reader thread
+        assert shards_read == ["0", "1"]
 
-def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path):
+def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path) -> None:
     write_shards(tmp_path, 4000)
-    with started(tmp_path) as (loader, values):
-        loader.advance(values[2:4])
+    with start_loader(tmp_path) as (loader, step_cfgs):
+        loader.advance(step_cfgs[2:4])
         with pytest.raises(AssertionError, match="step 1 is not the next one of the loader"):
-            loader.next(values[1])
+            loader.next(step_cfgs[1])
 
-@pytest.mark.parametrize("where, call, error", [
+@pytest.mark.parametrize("function_name, failing_call, error", [
     ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_batch", 4, None),
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
-def test_next_plans__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call, error):
-    """Damage, ranks that disagree, or no answer (None), on the way to the second cycle. Only one rank may have the
-    error, and it is not the end of the data. No rank may start to send that cycle's rows, so `next_plans` raises it
-    at the end of the first cycle, and so does `advance`."""
+def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
+                                                        error) -> None:
+    """An error while the second cycle is built is raised at the end of the first cycle.
+
+    The errors are damage, disagreement between ranks, and a function that does not return (None). Only one rank may
+    have the error, and it is not the end of the data. No rank may start to send that cycle's rows, so `next_plans`
+    raises the error at the end of the first cycle, and so does `advance`.
+    """
     write_shards(tmp_path, 400, 4000)
     calls = []
     release = threading.Event()
-    right = getattr(tg, where)
+    function = getattr(tg, function_name)
 
-    def wrong(*arguments):
-        calls.append(where)
-        if len(calls) < call:
-            return right(*arguments)
+    def failing(*args: Any) -> Any:
+        calls.append(function_name)
+        if len(calls) < failing_call:
+            return function(*args)
         if error is None:
             release.wait(10)
         raise (error or tg.DataError)("waiting", "a", "b", "c")
 
-    monkeypatch.setattr(tg, where, wrong)
-    with started(tmp_path, 0, 2) as (loader, values):
-        steps = steps_of(loader, values)
+    monkeypatch.setattr(tg, function_name, failing)
+    with start_loader(tmp_path, 0, 2) as (loader, step_cfgs):
+        steps = steps_of(loader, step_cfgs)
         loader.next(next(steps))
         loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
-        assert loader.next_plans(), "this cycle's, without waiting for the next one"
+        assert loader.next_plans(), "plans of the current cycle, without waiting for the next one"
         loader.next(next(steps))
-        said = "waiting" if error else "no result after 0.05 s"
-        with refused(error or tg.RunError, said):
+        expected_text = "waiting" if error else "no result after 0.05 s"
+        with expect_error(error or tg.RunError, expected_text):
             loader.next_plans()
-        with refused(error or tg.RunError, said):
+        with expect_error(error or tg.RunError, expected_text):
             loader.advance([])
         release.set()
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("tables", [(), (tg.NgramTable("a_embed", 3, 100, update_every=4),)], ids=["dense", "row-wise"])
-def test_next_plans__those_of_the_next_step_as_the_exchange_filled_them_in(tmp_path, monkeypatch, every, tables):
-    """Within a cycle those of its next step. The loader thread exchanges each Adam cycle once, in order."""
+def test_next_plans__are_those_of_the_next_step_after_their_exchange(tmp_path, monkeypatch, adam_every, tables) -> None:
+    """Within a cycle, `next_plans` returns the plans of its next step.
+
+    The loader thread exchanges the requests of each Adam cycle once, in order.
+    """
     write_shards(tmp_path, 8000)
     exchanged = []
     exchange = tg.exchange_row_requests
 
-    def seen(where, group, dtype, specs, plans):
+    def recording(comm: tg.Communicator, process_group: Any, dtype: str, specs: Any, plans: dict) -> None:
         assert threading.current_thread() != threading.main_thread()
-        assert group == "the loader's group"
+        assert process_group == "the loader's group"
         exchanged.append(plans)
-        exchange(where, group, dtype, specs, plans)
+        exchange(comm, process_group, dtype, specs, plans)
 
-    monkeypatch.setattr(tg, "exchange_row_requests", seen)
-    words = dict(vocab_size=50, bos_id=3)
-    cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=every, tables=tables, **words)
-    where = replace(comm(1, 2), loader_group="the loader's group")
-    found = []
-    with started_loader(cfg, where, 9) as (loader, values):
-        for batch in batches_of(loader, values):
-            ahead = loader.next_plans()
-            assert ahead == loader.next_plans(), "asking changes nothing"
-            found.append((batch.plans, ahead))
-    plans = [of_step for of_step, _ in found]
-    assert [ahead for _, ahead in found] == [*plans[1:], {}]
-    assert len(exchanged) == math.ceil(9 / every)
-    for step, of_step in enumerate(plans):
-        assert of_step["embed"] is exchanged[step // every]["embed"]
-        assert of_step["embed"].tag["cycle"] == step // every
+    monkeypatch.setattr(tg, "exchange_row_requests", recording)
+    sizes = dict(vocab_size=50, bos_id=3)
+    cfg = preset(train_files=f"{tmp_path}/train_*.bin", adam_every=adam_every, tables=tables, **sizes)
+    comm = replace(make_comm(1, 2), loader_group="the loader's group")
+    plans_and_next = []
+    with started_loader(cfg, comm, 9) as (loader, step_cfgs):
+        for batch in batches_of(loader, step_cfgs):
+            next_plans = loader.next_plans()
+            assert next_plans == loader.next_plans(), "a second call returns the same"
+            plans_and_next.append((batch.plans, next_plans))
+    plans = [step_plans for step_plans, _ in plans_and_next]
+    assert [next_plans for _, next_plans in plans_and_next] == [*plans[1:], {}]
+    assert len(exchanged) == math.ceil(9 / adam_every)
+    for step, step_plans in enumerate(plans):
+        assert step_plans["embed"] is exchanged[step // adam_every]["embed"]
+        assert step_plans["embed"].tag["cycle"] == step // adam_every
         for table in tables:
-            first = step // table.update_every * table.update_every // every
-            assert of_step[table.label] is exchanged[first][table.label]
+            first = step // table.update_every * table.update_every // adam_every
+            assert step_plans[table.label] is exchanged[first][table.label]
 
-NO_CONCERN = (tg.Clock, tg.Log, tg.Schedule, tg.Engine, tg.Optimizer, tg.GPT, tg.LocalTable, tg.ExchangedTable,
-              tg.RowwiseTable, tg.DeviceRowStore, tg.HostRowStore)
+NOT_FOR_LOADER = (tg.Clock, tg.Log, tg.Schedule, tg.Engine, tg.Optimizer, tg.GPT, tg.LocalTable, tg.ExchangedTable,
+                  tg.RowwiseTable, tg.DeviceRowStore, tg.HostRowStore)
 
 def section_starts() -> list[int]:
     lines = Path(tg.__file__).read_text("utf-8").splitlines()
     return [number for number, line in enumerate(lines, 1) if line.startswith("# ======")]
 
-def calls_of_thread(name: str, calls: set[tuple[int, str]]) -> None:
-    """Record from now on what new threads whose name begins so call: (section, function) of the trainer, or
-    (0, module.function) of a builtin that trainer code calls."""
+def calls_of_thread(prefix: str, calls: set[tuple[int, str]]) -> None:
+    """Record the calls of new threads whose name begins with `prefix`.
+
+    Stores (section, function) for the trainer's functions, and (0, module.function) for builtins that they call.
+    """
     starts = section_starts()
 
-    def note(frame: FrameType, event: str, builtin: object) -> None:
-        if frame.f_code.co_filename != tg.__file__ or not threading.current_thread().name.startswith(name):
+    def record(frame: FrameType, event: str, builtin: object) -> None:
+        if frame.f_code.co_filename != tg.__file__ or not threading.current_thread().name.startswith(prefix):
             return
         if event == "call":
             section = sum(start <= frame.f_code.co_firstlineno for start in starts)
             calls.add((section, frame.f_code.co_qualname))
         elif event == "c_call":
             calls.add((0, f"{builtin.__module__}.{builtin.__qualname__}"))
-    threading.setprofile(note)
+    threading.setprofile(record)
 
-def test_Loader__its_thread_calls_no_clock_engine_or_table():
-    """Only sections 3, 5 and 6 and the communicator. Training with n-gram tables in device and in host memory."""
+def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
+    """The loader thread calls only sections 3, 5 and 6, and methods of the communicator.
+
+    Training uses n-gram tables in device and in host memory.
+    """
     cfg = preset(tables=TABLES)
-    ex = engine(cfg)
+    engine = make_engine(cfg)
     calls = set()
     calls_of_thread("loader", calls)
     try:
-        with started_loader(cfg, comm(), 6) as (loader, values):
-            for v in steps_of(loader, values):
-                tg.train_step(ex, loader, v)
+        with started_loader(cfg, make_comm(), 6) as (loader, step_cfgs):
+            for step_cfg in steps_of(loader, step_cfgs):
+                tg.train_step(engine, loader, step_cfg)
     finally:
         threading.setprofile(None)
-    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "what it traces"
-    assert (0, "numpy.empty") in calls, "builtins, too"
+    assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "the trace works"
+    assert (0, "numpy.empty") in calls, "the trace contains builtins"
     allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda"}
     assert {name for section, name in calls if section == 1} <= allowed
     assert {section for section, _ in calls} == {0, 1, 3, 5, 6}
     owners = {name.partition(".")[0] for section, name in calls if section}
-    assert not owners & {cls.__name__ for cls in NO_CONCERN}
+    assert not owners & {cls.__name__ for cls in NOT_FOR_LOADER}
     assert not [name for section, name in calls if section == 0 and name.startswith("time.")]
 
 
 # ---- Row plans of batches --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("every", [1, 2])
-def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_path, every, world):
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("adam_every", [1, 2])
+def test_build_batches__a_plan_serves_the_steps_until_its_table_is_updated(tmp_path, adam_every, world_size) -> None:
     write_shards(tmp_path, 8000)
-    cadences = (1, 2, 4) if every == 1 else (2, 4)
-    tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, update_every=cadence) for cadence in cadences)
-    batches = read_all(tmp_path, 0, world, steps=8, tables=tables, adam_every=every)
-    for table in tg.table_specs(preset(tables=tables, adam_every=every)):
-        if world == 1 and not table.rowwise:
+    intervals = (1, 2, 4) if adam_every == 1 else (2, 4)
+    tables = tuple(tg.NgramTable(f"of_{update_every}_embed", 3, 100, update_every=update_every)
+                   for update_every in intervals)
+    batches = read_all(tmp_path, 0, world_size, steps=8, tables=tables, adam_every=adam_every)
+    for table in tg.table_specs(preset(tables=tables, adam_every=adam_every)):
+        if world_size == 1 and not table.rowwise:
             assert not any(table.label in batch.plans for batch in batches)
             continue
         plans = [batch.plans[table.label] for batch in batches]
         assert [plan.tag["cycle"] for plan in plans] == [step // table.update_every for step in range(8)], table.label
         assert len(set(map(id, plans))) == 8 // table.update_every
         for plan, batch in zip(plans, batches):
-            of_plan = [other for other in batches if other.plans[table.label] is plan]
-            assert plan.tag["tokens"] == sum(other.tokens.shape[1] for other in of_plan)
+            batches_of_plan = [other for other in batches if other.plans[table.label] is plan]
+            assert plan.tag["tokens"] == sum(other.tokens.shape[1] for other in batches_of_plan)
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", ["sparse", "dense"])
-def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, mode, world):
-    """But for an embedding that is tied, whose rows are read from the head, and for row-wise tables."""
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("row_comms", ["sparse", "dense"])
+def test_build_batches__dense_plans_fetch_every_row_of_a_dense_table(tmp_path, row_comms, world_size) -> None:
+    """With --row_comms=dense, plans of dense tables contain every row.
+
+    The exception is a tied embedding, whose rows are read from the head. Plans of row-wise tables contain only the rows
+    that are looked up, in both modes.
+    """
     write_shards(tmp_path, 8000)
     schedule = tg.Schedule(preset(adam_every=2))
     steps = (schedule.untie_step + 1) // 2 * 2 + 2
-    batches = read_all(tmp_path, 1 % world, world, steps=steps, tables=TABLES, row_comms=mode)
+    batches = read_all(tmp_path, 1 % world_size, world_size, steps=steps, tables=TABLES, row_comms=row_comms)
     for batch in (batches[0], batches[-1]):
         tied = batch.step <= schedule.untie_step
         for table in tg.table_specs(preset(vocab_size=50, bos_id=3, tables=TABLES, adam_every=2)):
             if table.label not in batch.plans:
-                assert world == 1 and not table.rowwise
+                assert world_size == 1 and not table.rowwise
                 continue
             plan = batch.plans[table.label]
-            every_row = mode == "dense" and not table.rowwise and not (tied and table.label == "embed")
-            rows = world * math.ceil(table.num_rows / world)
-            assert (plan.rows_to_fetch.tolist() == list(range(rows))) == every_row, (table.label, batch.step)
+            every_row = row_comms == "dense" and not table.rowwise and not (tied and table.label == "embed")
+            num_rows = world_size * math.ceil(table.num_rows / world_size)
+            assert (plan.rows_to_fetch.tolist() == list(range(num_rows))) == every_row, (table.label, batch.step)
             assert plan.tied == (tied and table.label == "embed")
 
 
 # ---- The validation set ----------------------------------------------------------------------------------------------
-def validation_config(folder, stream, tokens: int, vocab_size: int = 50, bos_id: int = 3, **changes):
-    words = dict(vocab_size=vocab_size, bos_id=bos_id)
-    write_shard(folder / "v.bin", stream, **words)
-    cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **words, **changes)
+def validation_config(folder: Path, stream: np.ndarray, tokens: int, vocab_size: int = 50, bos_id: int = 3,
+                      **changes: Any) -> tuple[tg.Config, list[tg.ShardHeader]]:
+    sizes = dict(vocab_size=vocab_size, bos_id=bos_id)
+    write_shard(folder / "v.bin", stream, **sizes)
+    cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **sizes, **changes)
     return cfg, tg.read_shard_headers(cfg.val_files)
 
 @pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
-def test_ValidationSet__batches_of_blocks_with_plans_of_their_own(tmp_path, monkeypatch, after, tied):
-    """The slots of each block are dealt to ranks round-robin. The loader's group is not used, because the loader thread
-    may exchange requests at the same time."""
+def test_ValidationSet__batches_and_their_plans(tmp_path, monkeypatch, after, tied) -> None:
+    """The sequences of each batch are distributed over ranks round-robin.
+
+    The loader's process group is not used, because the loader thread may exchange requests at the same time.
+    """
     groups = []
     exchange = tg.exchange_row_requests
 
-    def seen(where, group, *rest):
-        groups.append(group)
-        exchange(where, group, *rest)
+    def recording(comm: tg.Communicator, process_group: Any, *args: Any) -> None:
+        groups.append(process_group)
+        exchange(comm, process_group, *args)
 
-    monkeypatch.setattr(tg, "exchange_row_requests", seen)
+    monkeypatch.setattr(tg, "exchange_row_requests", recording)
     cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256, tables=TABLES)
     schedule = tg.Schedule(cfg)
-    values = schedule.at(schedule.untie_step + after)
-    whole = [batch.tokens for batch in tg.ValidationSet(cfg, comm(), headers).batches(values)]
-    assert [tuple(tokens.shape) for tokens in whole] == [(8, 16), (8, 16)]
-    for rank, world in ((0, 1), (0, 4), (3, 4)):
-        where = replace(comm(rank, world), loader_group="the loader's group")
-        batches = tg.ValidationSet(cfg, where, headers).batches(values)
-        for batch, tokens in zip(batches, whole, strict=True):
-            assert batch.tokens.equal(tokens[rank::world])
-            check_plans([batch], cfg, "validation", tied, world)
+    step_cfg = schedule.at(schedule.untie_step + after)
+    all_tokens = [batch.tokens for batch in tg.ValidationSet(cfg, make_comm(), headers).batches(step_cfg)]
+    assert [tuple(tokens.shape) for tokens in all_tokens] == [(8, 16), (8, 16)]
+    for rank, world_size in ((0, 1), (0, 4), (3, 4)):
+        comm = replace(make_comm(rank, world_size), loader_group="the loader's group")
+        batches = tg.ValidationSet(cfg, comm, headers).batches(step_cfg)
+        for batch, tokens in zip(batches, all_tokens, strict=True):
+            assert batch.tokens.equal(tokens[rank::world_size])
+            check_plans([batch], cfg, "validation", tied, world_size)
     assert set(groups) == {None}
 
-def test_text_metrics__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
+def test_text_metrics__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch) -> None:
     stream = random_stream(1, 300, 5, 4)
-    pieces = [b"a", b"bc", b"\xff\x00", b"defg"]
-    lines = [f"{base64.b64encode(piece).decode()} {token}" for token, piece in enumerate(pieces)]
+    token_bytes = [b"a", b"bc", b"\xff\x00", b"defg"]
+    lines = [f"{base64.b64encode(bytes_).decode()} {token}" for token, bytes_ in enumerate(token_bytes)]
     cfg, headers = validation_config(tmp_path, stream, 256, 5, 4)
-    assert tg.ValidationSet(cfg, comm(), headers).text_metrics(1.0) == {}, "nothing is claimed without the bytes"
+    assert tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.0) == {}, "no metrics without the bytes of tokens"
     (tmp_path / "vocab.txt").write_text("\n".join(lines))
-    counts = Counter(stream[1:257].tolist())                         # targets: the inputs shifted by one
-    nats = -sum(c / 256 * math.log(c / 256) for c in counts.values())
-    bytes_in_all = sum(len(pieces[token]) * c for token, c in counts.items() if token != 4)
-    found = tg.ValidationSet(cfg, comm(), headers).text_metrics(1.5)
-    assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / bytes_in_all, unigram_nats=nats), rel=1e-12)
-    monkeypatch.chdir(tmp_path)              # the name of a formula looks like a file beside that vocab.txt
-    formula = preset()
-    assert tg.ValidationSet(formula, comm(), tg.read_shard_headers(formula.val_files)).text_metrics(1.0) == {}
+    counts = Counter(stream[1:257].tolist())                         # targets are the inputs shifted by one
+    nats = -sum(count / 256 * math.log(count / 256) for count in counts.values())
+    total_bytes = sum(len(token_bytes[token]) * count for token, count in counts.items() if token != 4)
+    found = tg.ValidationSet(cfg, make_comm(), headers).text_metrics(1.5)
+    assert found == pytest.approx(dict(val_bpb=1.5 * 256 / math.log(2) / total_bytes, unigram_nats=nats), rel=1e-12)
+    monkeypatch.chdir(tmp_path)              # the name of synthetic data looks like a file next to vocab.txt
+    synthetic = preset()
+    assert tg.ValidationSet(synthetic, make_comm(), tg.read_shard_headers(synthetic.val_files)).text_metrics(1.0) == {}

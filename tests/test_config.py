@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock, call
 
 import pytest
-from common import ROOT, comm, refused
+from common import ROOT, expect_error, make_comm
 
 import train_gpt as tg
 
@@ -20,7 +20,7 @@ def preset_of(name: str) -> tg.Config:
     return tg.Config(preset=name, **tg.PRESETS[name])
 
 def refuse(argv: list[str], *parts: str) -> str:
-    with refused(tg.ConfigError, *parts) as caught:
+    with expect_error(tg.ConfigError, *parts) as caught:
         tg.load_config(argv)
     return str(caught.value)
 
@@ -39,7 +39,7 @@ BAD_LAYERS = {                               # arguments of a layer -> what the 
 def test_Layer__a_feature_that_it_cannot_have(name):
     """A bad row of LAYERS raises where it is written, so no table of layers can contain one."""
     columns, *parts = BAD_LAYERS[name]
-    with refused(tg.ConfigError, "LAYERS", *parts):
+    with expect_error(tg.ConfigError, "LAYERS", *parts):
         tg.Layer(**columns)
     with pytest.raises(FrozenInstanceError):
         LAYERS[0].window = "wide"
@@ -90,7 +90,7 @@ def refuse_stages(changes: dict, parts: list[str]) -> None:
 def test_Stage__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_STAGES[name]
-    with refused(tg.ConfigError, "--stages", "correct the stage", *parts):
+    with expect_error(tg.ConfigError, "--stages", "correct the stage", *parts):
         replace(STAGES[0], **changes)
     refuse_stages(changes, parts)
 
@@ -128,7 +128,7 @@ def refuse_tables(changes: dict, parts: list[str]) -> None:
 def test_NgramTable__columns_that_cannot_work(name):
     """The class raises, and a flag with that row ends in the same words."""
     changes, *parts = BAD_TABLES[name]
-    with refused(tg.ConfigError, "--tables", "correct the table", *parts):
+    with expect_error(tg.ConfigError, "--tables", "correct the table", *parts):
         replace(TABLE, **changes)
     refuse_tables(changes, parts)
 
@@ -293,10 +293,10 @@ def test_load_config__help_names_every_field_with_the_values_of_the_preset(name,
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_print0__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
-        comm(rank, 2).print0(f"rank {rank}")
+        make_comm(rank, 2).print0(f"rank {rank}")
     assert capsys.readouterr().out == "rank 0\n"
     monkeypatch.setattr("sys.stdout", open("/dev/full", "w", buffering=1))
-    comm().print0("lost")
+    make_comm().print0("lost")
     with pytest.raises(tg.RunError):
         tg.load_config(["--help"])
 
@@ -307,7 +307,7 @@ def test_set_timeout__by_its_public_name_where_torch_has_one(monkeypatch, torch_
     for owner, name in ((tg.dist.distributed_c10d, "_set_pg_timeout"), (tg.dist, "set_timeout")):
         if name in torch_has:
             monkeypatch.setattr(owner, name, partial(calls, name), raising=False)
-    ranks = replace(comm(0, 2), loader_group="plans")
+    ranks = replace(make_comm(0, 2), loader_group="plans")
     ranks.set_timeout(5.0)
     assert calls.mock_calls == [call(torch_has[-1], timedelta(seconds=5), group) for group in (None, "plans")]
     assert ranks.timeout == 5
@@ -333,7 +333,7 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
         path.write_bytes(content)
     elif content:
         content(path)
-    with refused(tg.DataError, str(path), "give a run directory"):
+    with expect_error(tg.DataError, str(path), "give a run directory"):
         tg.read_settings(tmp_path)
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):

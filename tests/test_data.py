@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import comm, plan_of, preset, random_stream, refused, write_shard
+from common import expect_error, make_comm, plan_of, preset, random_stream, write_shard
 from reference import bigram_rows, ngram_rows
 
 import train_gpt as tg
@@ -77,14 +77,14 @@ def test_verify_shards__a_damaged_shard(tmp_path, case) -> None:
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, bos_id=3) | header)
     os.truncate(path, path.stat().st_size - cut)
-    with refused(tg.DataError, "b.bin", *parts):
+    with expect_error(tg.DataError, "b.bin", *parts):
         tg.verify_shards(tg.read_shard_headers(f"{tmp_path}/*.bin"))
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path) -> None:
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     header, = tg.read_shard_headers(str(path))
     os.truncate(path, path.stat().st_size - 20)
-    with refused(tg.DataError, "a.bin", "110 tokens", "120"):
+    with expect_error(tg.DataError, "a.bin", "110 tokens", "120"):
         tg.load_shard(header)
 
 def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) -> None:
@@ -107,7 +107,7 @@ def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) 
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
-    with refused(tg.DataError, *parts):
+    with expect_error(tg.DataError, *parts):
         tg.read_shard_headers(name.format(tmp_path))
 
 def test_read_shard_headers__brackets_in_a_directory_name_are_literal(tmp_path, monkeypatch) -> None:
@@ -137,10 +137,10 @@ def test_resolve_sizes__the_header_decides_the_sizes() -> None:
 def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None:
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shard_headers(10, vocab=val_vocab)
-    with refused(error, *parts):
+    with expect_error(error, *parts):
         tg.resolve_sizes(cfg, shard_headers(10), other)
     if error == tg.DataError:
-        with refused(error, *parts):
+        with expect_error(error, *parts):
             tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
 def test_check_enough_data__training_tokens() -> None:
@@ -161,21 +161,23 @@ def test_check_enough_data__training_tokens() -> None:
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
     for have, epochs in ((needed - 1, 1), (needed // 4 - 1, 4), (1, 1)):
-        with refused(tg.DataError, "too few training tokens", "--epochs=0", f"{have * epochs:,} tokens in 1 shards",
-                     f"{needed:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
+        with expect_error(tg.DataError, "too few training tokens", "--epochs=0",
+                          f"{have * epochs:,} tokens in 1 shards",
+                          f"{needed:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
             check(have, epochs=epochs)
     fits = (largest - 1 - cfg.seqs_per_step) // 128 * 128
-    with refused(tg.DataError, "too small", f"{largest:,} tokens in one shard", f"at most {fits}"):
+    with expect_error(tg.DataError, "too small", f"{largest:,} tokens in one shard", f"at most {fits}"):
         check(largest - 1, epochs=0)
 
 def test_check_enough_data__validation_tokens(tmp_path) -> None:
     path = write_shard(tmp_path / "v.bin", random_stream(0, 200, 50, 3), 50, 3)
     cfg = preset(val_files=str(path), vocab_size=50, bos_id=3, val_batch_tokens=128, val_tokens=256)
     headers = tg.read_shard_headers(cfg.val_files)
-    with refused(tg.DataError, "too few validation tokens", "128", "256", "--val_tokens=128 --val_batch_tokens=128"):
+    with expect_error(tg.DataError, "too few validation tokens", "128", "256",
+                      "--val_tokens=128 --val_batch_tokens=128"):
         tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
-    with refused(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "at least 130 tokens"):
+    with expect_error(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "at least 130 tokens"):
         tg.check_enough_data(short, tg.Schedule(short), shard_headers(10**9), shard_headers(100, 400, 258))
 
 @pytest.mark.parametrize("text, num_tokens", [
@@ -187,7 +189,7 @@ def test_read_token_bytes__every_id_except_bos_needs_bytes(tmp_path, text, num_t
     assert tg.read_token_bytes(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
     before = f"{num_tokens} tokens before"
-    with refused(tg.DataError, "vocab.txt", before, "each of the 5", "BOS (3)", "remove the file"):
+    with expect_error(tg.DataError, "vocab.txt", before, "each of the 5", "BOS (3)", "remove the file"):
         tg.read_token_bytes(tmp_path, cfg)
 
 
@@ -223,18 +225,18 @@ def test_check_manifest__a_file_must_match_it(tmp_path) -> None:
     assert len(tg.read_token_bytes(tmp_path, cfg)) == 6
 
     write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", vocab[:-1])
-    with refused(tg.DataError, "a.bin: content", "manifest.json", "belongs to another"):
+    with expect_error(tg.DataError, "a.bin: content", "manifest.json", "belongs to another"):
         tg.verify_shards(headers)
-    with refused(tg.DataError, "vocab.txt: content", "manifest.json", "belongs to another"):
+    with expect_error(tg.DataError, "vocab.txt: content", "manifest.json", "belongs to another"):
         tg.read_token_bytes(tmp_path, cfg)
     (tmp_path / "manifest.json.part").touch()
-    with refused(tg.DataError, "manifest.json.part", "run that tool again"):
+    with expect_error(tg.DataError, "manifest.json.part", "run that tool again"):
         tg.verify_shards(headers)
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__invalid_content_is_a_data_error(tmp_path, text) -> None:
     (tmp_path / "manifest.json").write_text(text)
-    with refused(tg.DataError, f"manifest {tmp_path}/manifest.json", "format 1", "remove this"):
+    with expect_error(tg.DataError, f"manifest {tmp_path}/manifest.json", "format 1", "remove this"):
         tg.read_manifest(tmp_path)
 
 def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, capsys) -> None:
@@ -243,7 +245,7 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
     for cfg, warning in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
-        tg.open_data(cfg, comm(), b"source")
+        tg.open_data(cfg, make_comm(), b"source")
         out = capsys.readouterr().out
         assert warning in out and bool(warning) == bool(out)
 
@@ -343,7 +345,7 @@ def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
     table = tg.TableSpec("bigram_embed", num_rows, 1, None, rowwise=not fetch_all)
     for tied in (False, True):
         for rows in row_patterns(num_rows):
-            plan, found = plan_of(table, comm(world_size - 1, world_size), rows, tied, fetch_all)
+            plan, found = plan_of(table, make_comm(world_size - 1, world_size), rows, tied, fetch_all)
             lookups = np.concatenate([x.ravel() for x in rows]).astype(int)
             ids, counts = plain_plan(set(lookups.tolist()), num_rows, world_size)
             if fetch_all:
@@ -366,13 +368,13 @@ def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
 def test_count_bytes__excludes_what_a_rank_sends_to_itself(purpose, sent, received) -> None:
     """Rank 0 sends 5 items of 10 bytes to rank 1 and receives 1. Only training is counted."""
     table = object.__new__(tg.ExchangedTable)
-    table.comm, table.byte_totals = comm(0, 2), Counter()
+    table.comm, table.byte_totals = make_comm(0, 2), Counter()
     plan = SimpleNamespace(tag=dict(purpose=purpose))
     table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
     assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)
 
 def test_result_with_timeout__its_timeout_and_one_raised_by_the_work() -> None:
-    with refused(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):
+    with expect_error(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):
         tg.result_with_timeout(Future(), 0.1, "waiting")
     failed = Future()
     failed.set_exception(TimeoutError(errno.ETIMEDOUT, "Connection timed out", "a shard"))

@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import PATIENCE, ROOT, SimulatedTime, engine, preset, refused
-from common import comm as make_comm
+from common import PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
 from torch import Tensor
 
 import train_gpt as tg
@@ -220,7 +219,7 @@ def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch,
     tg.time.monotonic = clock.perf_counter
     tg.time.sleep = clock.work
     name = "FA3" if other == "varlen" else "varlen"
-    with refused(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
+    with expect_error(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
         tg.choose_attention(preset(**WIDE), fake_comm)
 
 @pytest.mark.parametrize("capability, title, printed", [
@@ -236,7 +235,7 @@ def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, tit
 @pytest.mark.parametrize("name, requested, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", INACCURATE)])
 def test_choose_attention__a_requested_kernel_that_does_not_work(monkeypatch, name, requested, why) -> None:
     FakeKernels(monkeypatch, varlen=ONE_KEY_MORE)
-    with refused(tg.ConfigError, f"--attention={requested}", why, "--attention=reference", "requirements-gpu.txt"):
+    with expect_error(tg.ConfigError, f"--attention={requested}", why, "--attention=reference", "requirements-gpu.txt"):
         tg.choose_attention(replace(preset(attention=requested, **WIDE), preset=name), FakeCudaComm())
 
 
@@ -250,7 +249,7 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank, mode) -> None:
     """Compared with the tensors of a real engine, except for the rounding of shard sizes and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
-    trainer = engine(cfg, world_size, rank)
+    trainer = make_engine(cfg, world_size, rank)
     parts = tg.estimate_memory(cfg, trainer.comm, tg.attention_reference, cfg.seqs_per_step // world_size)
     exact = tg.accum_dtype(getattr(torch, dtype))
     weights = [p.data for p in trainer.model.parameters()]
@@ -293,7 +292,7 @@ def test_estimate_memory__large_tables(location, world_size, rows, update_every)
     The 8 bytes of state per row are not compared.
     """
     cfg = with_table("tiny", f"{rows} stream 0 {location} {update_every}")
-    table = engine(cfg, world_size, 0).tables["trigram_embed"]
+    table = make_engine(cfg, world_size, 0).tables["trigram_embed"]
     found, without = (tg.estimate_memory(c, on_gpu(world_size), tg.attention_reference, 1)
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}
@@ -349,10 +348,10 @@ def test_choose_micro_batch_size__less_memory_means_smaller_micro_batches(monkey
         assert tg.choose_micro_batch_size(replace(cfg, micro_batch_size=1), comm, kernel)[0] == 1
     set_available_memory(monkeypatch, total[4] - 1)
     assert tg.choose_micro_batch_size(cfg, comm, kernel)[0] == 2
-    with refused(tg.RunError, "memory", "at most", "GiB"):
+    with expect_error(tg.RunError, "memory", "at most", "GiB"):
         tg.choose_micro_batch_size(replace(cfg, micro_batch_size=4), comm, kernel)
     set_available_memory(monkeypatch, total[1] - 1)
-    with refused(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
+    with expect_error(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
         tg.choose_micro_batch_size(cfg, comm, kernel)
 
 @pytest.mark.recipe
@@ -372,7 +371,7 @@ def test_choose_micro_batch_size__host_tables_are_reported_but_not_refused(monke
     for cfg, comm in ((host, on_gpu()), (device, make_comm())):
         _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
         assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
-    with refused(tg.RunError, "memory", "at most 7.5 GiB", "weights 35.8", "location host"):
+    with expect_error(tg.RunError, "memory", "at most 7.5 GiB", "weights 35.8", "location host"):
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.style
@@ -405,5 +404,5 @@ print(min(page_faults))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_init_distributed__freed_cpu_memory_is_reused() -> None:
     out = subprocess.run([sys.executable, "-c", REUSE_PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True,
-                          timeout=PATIENCE).stdout
+                          timeout=PROCESS_TIMEOUT_S).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

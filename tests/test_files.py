@@ -19,15 +19,15 @@ from typing import Any
 
 import pytest
 import torch
-from common import (Run, SimulatedTime, before_flush, engine, comm, full_disk, losses, no_large_files, nothing,
-                    preset, recorded_writes, refused, run, unequal, weights)
+from common import (Run, SimulatedTime, before_flush, expect_error, full_disk, losses, make_comm, make_engine,
+                    no_large_files, noop, preset, recorded_writes, run, unequal, weights)
 
 import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 # Writing a directory without rows needs only these attributes of an engine.
-NO_TABLES = SimpleNamespace(comm=comm(), tables={})
+NO_TABLES = SimpleNamespace(comm=make_comm(), tables={})
 # `small_pieces` limits a chunk to 64 rows, which have fewer bytes than this. Each table then has several files.
 MAX_CHUNK_BYTES = 1 << 14
 
@@ -76,7 +76,7 @@ def sample(directory: Path) -> None:
 def load_step(last_checkpoint: Path, **changes: object) -> int:
     """Load the last intact checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
-    return tg.load_checkpoint(last_checkpoint.parent.parent, engine(cfg))["log"]["steps_done"]
+    return tg.load_checkpoint(last_checkpoint.parent.parent, make_engine(cfg))["log"]["steps_done"]
 
 def first_match(directory: Path, pattern: str) -> Path:
     return min(directory.glob(pattern))
@@ -119,7 +119,7 @@ def test_read_tensors__damage(save, last_checkpoint, capsys, damage, save_file, 
     DAMAGE[damage](path)
     # Without a readable manifest no file has a hash, so the first file that is read is refused.
     no_manifest = save_file == tg.MANIFEST_FILE and damage != "truncated"
-    with refused(tg.DataError, "weights.pt" if no_manifest else path.name):
+    with expect_error(tg.DataError, "weights.pt" if no_manifest else path.name):
         sample(save)
     path = first_match(last_checkpoint, run_file)
     DAMAGE[damage](path)
@@ -131,15 +131,15 @@ def test_read_tensors__damage(save, last_checkpoint, capsys, damage, save_file, 
 def test_load_checkpoint__no_intact_checkpoint(last_checkpoint) -> None:
     for path in last_checkpoint.parent.iterdir():
         truncate(path / "run.pt")
-    with refused(tg.DataError, "step-0000002", "an intact checkpoint"):
+    with expect_error(tg.DataError, "step-0000002", "an intact checkpoint"):
         load_step(last_checkpoint)
 
 def test_load_checkpoint__ranks_see_different_checkpoints(last_checkpoint, monkeypatch) -> None:
     def gather_from_two_ranks(self: tg.Communicator, fact: object) -> list:
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
-    ranks = engine(preset(), world=2)
+    ranks = make_engine(preset(), world_size=2)
     monkeypatch.setattr(tg.Communicator, "all_gather", gather_from_two_ranks)
-    with refused(tg.ConfigError, "none on rank 1"):
+    with expect_error(tg.ConfigError, "none on rank 1"):
         tg.load_checkpoint(last_checkpoint.parent.parent, ranks)
 
 class CallsMkdir:
@@ -155,7 +155,7 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch) -> None:
     path.write_bytes(content or path.read_bytes())
     rewrite_manifest(save)
     monkeypatch.chdir(save)
-    with refused(tg.DataError, "weights.pt", "unreadable or with pickled code") as caught:
+    with expect_error(tg.DataError, "weights.pt", "unreadable or with pickled code") as caught:
         sample(save)
     assert "weights_only" not in str(caught.value) and not Path("evil_was_here").exists()
 
@@ -183,7 +183,7 @@ WRONG_CONTENT = {                        # (part, case) -> (edit, words in the m
     ("weights", "a table of fewer rows"): (edit_entry("bigram_embed", drop_last_row), "bigram_embed"),
     ("weights", "unknown"): (edit_entry("new", lambda _: torch.zeros(1)), "new"),
     ("weights", "missing"): (edit_entry("mlp"), "mlp"),
-    ("weights", "nothing"): (nothing, "Error"),
+    ("weights", "nothing"): (noop, "Error"),
     ("moments", "missing"): (edit_entry("embed.v"), "embed.v"),
     ("moments", "shape"): (edit_entry("attn.momentum", drop_last_row), "attn.mom"),
     ("moments", "dtype"): (edit_entry("scalars.m", torch.Tensor.double), "scalars.m"),
@@ -202,7 +202,7 @@ def test_check_tensors__wrong_content(save, last_checkpoint, capsys, part, case)
     if part != "moments":                                     # a save has no moments
         path = first_match(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
         rewrite_tensors(path, edit)
-        with refused(tg.DataError, str(save), named):
+        with expect_error(tg.DataError, str(save), named):
             sample(save)
     if part in ("weights", "moments"):
         rewrite_tensors(last_checkpoint / "run.pt", edit_entry("state", edit))
@@ -215,13 +215,13 @@ def test_check_tensors__wrong_content(save, last_checkpoint, capsys, part, case)
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(last_checkpoint, changes) -> None:
-    with refused(tg.DataError, "an intact checkpoint"):
+    with expect_error(tg.DataError, "an intact checkpoint"):
         load_step(last_checkpoint, **changes)
 
 def test_sample_from_save__damaged_settings(save) -> None:
     path = save / tg.SETTINGS_FILE
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
-    with refused(tg.DataError, tg.SETTINGS_FILE, "as in manifest.json"):
+    with expect_error(tg.DataError, tg.SETTINGS_FILE, "as in manifest.json"):
         sample(save)
 
 
@@ -255,7 +255,7 @@ def test_write_directory__a_failed_flush_leaves_no_files(tmp_path, monkeypatch, 
 
     monkeypatch.setattr(os, "fsync", failing)
     contents = {f"{i}.pt": dict(x=torch.ones(3)) for i in range(3)}
-    with refused(tg.RunError, "No space left on device"):
+    with expect_error(tg.RunError, "No space left on device"):
         tg.write_directory(tmp_path / "new", "id", contents, NO_TABLES)
     assert names(tmp_path) == []
 
@@ -278,7 +278,7 @@ def test_write_directory__a_file_system_that_cannot_flush_directories(tmp_path, 
     assert (done.status, done.err) == (0, "") and f"weights saved in {tmp_path / 'save'}" in done.lines
     assert names(tmp_path) == ["run", "save"] and names(tmp_path / "run" / tg.CHECKPOINT_DIR) == ["step-0000002"]
     monkeypatch.setattr(os, "fsync", failing)
-    with refused(tg.RunError, os.strerror(code)):
+    with expect_error(tg.RunError, os.strerror(code)):
         tg.write_directory(tmp_path / "new", "id", {"a.bin": b"x"}, NO_TABLES)
 
 def create_directory(directory: Path) -> None:
@@ -293,7 +293,7 @@ def test_write_directory__a_path_that_appears_meanwhile_is_not_changed(tmp_path,
             take(directory)
 
     before_flush(monkeypatch, take_name)
-    with refused(tg.RunError, str(directory)):
+    with expect_error(tg.RunError, str(directory)):
         tg.write_directory(directory, "id", dict(mine=b""), NO_TABLES)
     assert names(tmp_path) == ["new"] and (directory.is_file() or names(directory) == ["theirs"])
 
@@ -350,7 +350,7 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path) -> 
     directory = tmp_path / tg.CHECKPOINT_DIR
     for step in (2, 4, 100, 200):
         (directory / f"step-{step:07d}").mkdir(parents=True)
-    tg.write_checkpoint(tmp_path, "id", {}, engine(cfg), tg.Schedule(cfg).at(6))
+    tg.write_checkpoint(tmp_path, "id", {}, make_engine(cfg), tg.Schedule(cfg).at(6))
     assert names(directory) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch) -> None:

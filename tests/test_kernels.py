@@ -11,7 +11,8 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from common import BF16, F32, F64, angles_by_channel, compiled_for, interpreted, needs_triton, randn, resources
+from common import (BF16, F32, F64, angles_by_channel, compile_for_gpu, needs_triton, randn, resource_usage,
+                    run_interpreted)
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -65,7 +66,7 @@ def test_apply_rotary__is_a_complex_product_with_exp_minus_i_angle(length, heads
     positions = torch.arange(length)[:, None].expand(length, heads)
     by_channel = angles_by_channel(positions[..., None] * frequencies)
     got = tg.apply_rotary(x, by_channel.cos(), by_channel.sin())
-    assert_close(got, reference.rotated(x, positions, frequencies.tolist()))
+    assert_close(got, reference.apply_rotary(x, positions, frequencies.tolist()))
     assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
 
 @pytest.mark.parametrize("lead, D, width", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])
@@ -151,7 +152,7 @@ def interpret() -> None:
 @pytest.mark.skipif((tg.package_version("triton") or "").startswith("3.6."),
                     reason="the interpreter of Triton 3.6 does not run with NumPy 2.4 or later")
 def test_relu_sq_kernel__interpreted() -> None:
-    interpreted("import test_kernels; test_kernels.interpret()")
+    run_interpreted("import test_kernels; test_kernels.interpret()")
 
 @needs_triton
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -166,10 +167,10 @@ def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, 
     types = dict.fromkeys(("x", "w", "squares", "out"), "*bf16")
     types |= dict.fromkeys(("M", "N", "K"), "i32")
     divisible = {(at,): [["tt.divisibility", 16]] for at in range(len(types))}
-    made = compiled_for(card, tg.relu_sq_kernel, types, constants, divisible, **options)
+    made = compile_for_gpu(card, tg.relu_sq_kernel, types, constants, divisible, **options)
     cubin = tmp_path / "kernel.cubin"
     cubin.write_bytes(made.asm["cubin"])
-    used = resources(cubin)
+    used = resource_usage(cubin)
     assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255
     assert made.metadata.shared <= MOST_SHARED[card]
     assert TENSOR_CORES[card] in made.asm["ptx"] and "cp.async" in made.asm["ptx"]

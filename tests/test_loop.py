@@ -13,7 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from common import ROOT, Run, SimulatedTime, engine, comm, launch, nothing, preset, refused
+from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, make_engine, noop, preset
 
 import train_gpt as tg
 
@@ -84,7 +84,7 @@ CALLS_OF_STEP = ["forward_backward", "next_plans", "prefetch_rows plans", "optim
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
-    return tg.Log(tmp_path / "run", comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
+    return tg.Log(tmp_path / "run", make_comm(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
 def events(tmp_path) -> list[dict]:
     return Run(tmp_path / "run", 0, "", "").events
@@ -108,7 +108,7 @@ def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
 
 def test_next_cycle_ms__a_cycle_as_long_as_the_last_one(monkeypatch):
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(comm(), 1000.0)
+    clock = tg.Clock(make_comm(), 1000.0)
     clock.start()
     for seconds, expected in ((0, 1000), (3, 7000), (5, 14_000), (1, 11_000)):
         time.work(seconds)
@@ -135,7 +135,7 @@ def test_train_loop__trains_on_the_clock_and_the_rest_off_it(monkeypatch, tmp_pa
     profiled = []
     profiler = SimpleNamespace(step=functools.partial(profiled.append, None))
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes)
-    clock = tg.Clock(comm())
+    clock = tg.Clock(make_comm())
     info = SimpleNamespace(run_id="id", fingerprint=dict(torch="2"))
     loss, out_of_data = tg.train_loop(info, runner, runner, TextData(), clock, log, profiler)
     steps = validated[-1]
@@ -173,13 +173,13 @@ class DeviceEvent:
 
 @pytest.mark.parametrize("world, expected", [(1, "waiting for the device"), (2, "lost another rank")])
 def test_wait_for__ends_before_the_timeout_in_force(monkeypatch, world, expected):
-    ranks = comm(0, world)
+    ranks = make_comm(0, world)
     ranks.timeout = 10.0
     event = DeviceEvent(monkeypatch, 107.9)
     ranks.wait_for(event)
     assert event.query() and event.clock.now < 108
     stuck = DeviceEvent(monkeypatch)
-    with refused(tg.RunError, expected, "no response from cpu after 8.0 s", "--comm_timeout"):
+    with expect_error(tg.RunError, expected, "no response from cpu after 8.0 s", "--comm_timeout"):
         ranks.wait_for(stuck)
     assert 108 <= stuck.clock.now < 109, "before NCCL ends the process"
 
@@ -188,7 +188,7 @@ def test_flush__a_loss_that_does_not_arrive(monkeypatch, tmp_path):
     log.step(losses(10.0), 100.0)
     fields, *rest, _ = log.pending.pop()
     log.pending.append((fields, *rest, DeviceEvent(monkeypatch)))
-    with refused(tg.RunError, "waiting for the device", "--comm_timeout"):
+    with expect_error(tg.RunError, "waiting for the device", "--comm_timeout"):
         log.flush()
     log.write_aborted("the cause")
     assert [event["type"] for event in events(tmp_path)] == ["aborted"]
@@ -203,7 +203,7 @@ def test_Clock__stop_waits_for_the_device_and_no_longer_than_the_timeout(monkeyp
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
         clock.initial_ms, clock.since = 0.0, event.clock.now
-        with contextlib.nullcontext() if ended else refused(tg.RunError, "waiting for the device"):
+        with contextlib.nullcontext() if ended else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == ended
     assert idle == [device], "other streams come after the event"
@@ -229,14 +229,15 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     log.validation(5.125, 0.0, TextData())
     for loss in (10.0, 10.0, bad, 10.0):
         log.step(losses(loss), 0.0)
-    with refused(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr", "--dtype=float32"):
+    with expect_error(tg.RunError, "training loss of step 2", str(bad), "5.1250 at step 0", "--adam_lr",
+                      "--dtype=float32"):
         log.step(losses(10.0), 0.0)
     log.write_aborted("RunError: NaN")
     assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
     log = make_log(tmp_path / "other")
-    with refused(tg.RunError, "validation loss at step 0", str(bad), "none"):
+    with expect_error(tg.RunError, "validation loss at step 0", str(bad), "none"):
         log.validation(bad, 0.0, TextData())
     assert events(tmp_path / "other") == []
 
@@ -308,18 +309,18 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
     monkeypatch.setattr(torch, "compile", noting)
     cfg = preset(adam_every=2, compile=1, **changes)
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     log = make_log(tmp_path, **changes)
-    tg.warm_up(cfg, comm(), ex, log)
+    tg.warm_up(cfg, make_comm(), ex, log)
     stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
     batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
     assert batches[0] == max(batches), "a lack of memory shows in the first minute"
 
     warm = seen.copy()
     seen.clear()
-    clock = tg.Clock(comm())
-    loader = tg.Loader(cfg, comm(), tg.read_shard_headers(cfg.train_files))
-    validation = tg.ValidationSet(cfg, comm(), tg.read_shard_headers(cfg.val_files))
+    clock = tg.Clock(make_comm())
+    loader = tg.Loader(cfg, make_comm(), tg.read_shard_headers(cfg.train_files))
+    validation = tg.ValidationSet(cfg, make_comm(), tg.read_shard_headers(cfg.val_files))
     tg.train_loop(None, loader, ex, validation, clock, log)
     loader.close()
     assert len(seen) > 10 and seen <= warm
@@ -352,7 +353,7 @@ def test_schedule_cycle__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(m
     schedule = tg.Schedule(preset(time_budget=270.0, num_scheduled_steps=260, num_extension_steps=10,
                                   adam_every=adam_every))
     time = SimulatedTime(monkeypatch)
-    clock = tg.Clock(comm())
+    clock = tg.Clock(make_comm())
     clock.start()
     steps = trained(schedule, clock, time, SPEEDS[name])
     longest = 1.9 if name == "slow" else 1.4
@@ -374,7 +375,7 @@ def test_schedule_cycle__ranks_take_the_clock_of_rank_0(monkeypatch):
     def gather(ms: float) -> list[float]:
         return [ms - 40_000, ms]
 
-    clock = tg.Clock(SimpleNamespace(synchronize=nothing, all_gather=gather), 50_000)
+    clock = tg.Clock(SimpleNamespace(synchronize=noop, all_gather=gather), 50_000)
     clock.start()
     for first in (0, 2):
         assert [values.step for values in tg.schedule_cycle(first, schedule, clock)] == [first, first + 1]
@@ -445,7 +446,7 @@ def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
         logits = torch.full((cfg.padded_vocab,), 1e4)
         logits[:cfg.vocab_size] = logits_of(tokens)
         return logits
-    where = SimpleNamespace(all_gather=gather or comm().all_gather)
+    where = SimpleNamespace(all_gather=gather or make_comm().all_gather)
     return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, comm=where), None, pieces)
 
 def count_up(tokens: list[int]) -> torch.Tensor:

@@ -17,8 +17,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from common import (PATIENCE, ROOT, Forked, Run, check_error, engine, comm, launch, losses, nothing, preset,
-                    random_stream, refused, run, write_shard)
+from common import (PROCESS_TIMEOUT_S, ROOT, Forked, Run, check_error, expect_error, launch, losses, make_comm,
+                    make_engine, noop, preset, random_stream, run, write_shard)
 
 import train_gpt as tg
 
@@ -70,22 +70,22 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
 
 @pytest.mark.parametrize("others, said", [(0.0, False), (1e6, True)])
 def test_train__a_busy_machine_is_said_in_the_first_lines(tmp_path, monkeypatch, others, said):
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "other_cpu_seconds", Mock(side_effect=[0.0, others]))
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert any("warning: other processes use" in line for line in done.lines[:8]) == said
 
 def test_train__a_slow_attention_kernel_is_said_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 
 def test_other_cpu_seconds__counts_another_process():
-    before = tg.other_cpu_seconds(comm())
+    before = tg.other_cpu_seconds(make_comm())
     burn = "import time\nwhile time.process_time() < 0.5: pass"
     subprocess.run([sys.executable, "-c", burn], check=True, timeout=60)
-    assert tg.other_cpu_seconds(comm()) - before > 0.4, "nothing gives time back"
+    assert tg.other_cpu_seconds(make_comm()) - before > 0.4, "nothing gives time back"
 
 def test_finish_run__comms_of_each_table_of_which_one_rank_sends_nothing(first) -> None:
     nothing_moved = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
@@ -160,7 +160,7 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     (["--micro_batch_size=3", "--debug_rows=1", "--row_comms=dense"], 1e-5)])
 def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags, close):
     """The same run up to --max_steps, too: same losses, same total in the lines."""
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     other = run(tmp_path / "run", "--seed=3", "--max_steps=5", "--sample_tokens=0", *flags)
     assert other.status == 0, other.err
     for (*what, train_loss, val_loss), (*wanted, loss, val) in zip(losses(other.folder), losses(first.folder)):
@@ -212,7 +212,7 @@ def text(tmp_path) -> list[str]:
 
 def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     """Run on text, with the console that `before` makes in its process. The log ends with the result."""
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     process = Forked(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *text], before=before)
     done = Run(folder, process.wait(), *process.texts())
     assert done.events[-1]["type"] == "result" and len(done.lines) > 10
@@ -274,7 +274,7 @@ def test_main__a_script_with_closed_or_full_streams_that_is_edited_while_it_star
     words = "--preset=tiny --device=cpu --max_steps=1 --val_every=0 --sample_tokens=2 --run_dir=run"
     command = f"exec {sys.executable} train_gpt.py {words} {streams}"
     done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, stdin=subprocess.DEVNULL,
-                          capture_output=True, timeout=PATIENCE)
+                          capture_output=True, timeout=PROCESS_TIMEOUT_S)
     log = Run(tmp_path / "run", done.returncode, "", "")
     assert done.returncode == status and b"Traceback" not in done.stdout + done.stderr
     assert log.events[-1]["type"] == "result" and log.lines[-1].startswith("peak memory")
@@ -293,7 +293,7 @@ def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
 def test_train__all_ranks_write_into_the_folder_of_rank_0(tmp_path, monkeypatch):
     """Also where their clocks differ: a checkpoint has files of all of them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg.time, "strftime", functools.partial(os.environ.get, "RANK"))
     done = launch(tmp_path, 2, "--run_dir=", "--tables=trigram_embed 3 1000", "--checkpoint_every=2", "--max_steps=4",
                   "--val_every=0", "--sample_tokens=0")
@@ -328,7 +328,7 @@ def folder(tmp_path_factory) -> Path:
     pieces = [*PIECES, b""]
     pieces[ord("~")] = b"no tilde"
     for name, of_tokens in (("w", pieces), ("w_no_vocab", None)):
-        tg.save_weights(path / name, "id", cfg, engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
+        tg.save_weights(path / name, "id", cfg, make_engine(cfg), tg.Schedule(cfg).at(0), of_tokens)
     shutil.copytree(path / "w", path / "w_vocab")
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
@@ -347,7 +347,7 @@ def ask(folder, tmp_path, monkeypatch):
         assert not list(folder.rglob("*.part")), "no auxiliary file stays"
         return done
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(tg, "warm_up", nothing)
+    monkeypatch.setattr(tg, "warm_up", noop)
     monkeypatch.setattr(tg, "STORE_TIMEOUT_S", 0.1)
     return ask
 
@@ -427,7 +427,7 @@ def test_preflight__a_compiler_that_CC_names_is_one(monkeypatch):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("CC", "/bin/true")
     monkeypatch.setenv("PATH", "")
-    tg.preflight(preset("tiny", compile=1), "run", [], comm())
+    tg.preflight(preset("tiny", compile=1), "run", [], make_comm())
 
 @pytest.mark.parametrize("named", [None, "no-such-compiler"])
 def test_preflight__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch, named):
@@ -458,9 +458,9 @@ def test_preflight__what_Triton_compiles_with_is_there(monkeypatch, tmp_path, la
     monkeypatch.setattr(tg.sysconfig, "get_paths", Mock(return_value=dict(include=str(folder))))
     for name, value in changes.items():
         monkeypatch.setenv(name, value)
-    with refused(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
+    with expect_error(tg.ConfigError, "kernels for the GPU", lacking, "apt install"):
         tg.preflight(cfg, "run", [], gpu)
-    tg.preflight(cfg, "run", [], comm())
+    tg.preflight(cfg, "run", [], make_comm())
     for name, value in dict(PATH=tmp_path, CC="/bin/true", CPATH=f"/nowhere:{tmp_path}").items():
         monkeypatch.setenv(name, str(value))
     tg.preflight(cfg, "run", [], gpu)

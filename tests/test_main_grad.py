@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import BF16, F32, F64, engine, comm, randn, random_batch, refused, small, unequal
+from common import BF16, F32, F64, expect_error, make_comm, make_engine, randn, random_batch, small, unequal
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -158,7 +158,7 @@ def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
     for each in operands:
         tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
     operands[1][modified] += 1
-    with refused(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
+    with expect_error(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
@@ -299,7 +299,7 @@ def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callab
     """Second derivatives are refused even if the incoming gradient is a constant, where autograd itself allows them."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
-    with refused(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
+    with expect_error(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
         torch.autograd.grad(total, x, create_graph=True)
 
 def test_first_order_only__guards_every_operation_of_the_trainer() -> None:
@@ -345,7 +345,7 @@ def make_trainee(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Ba
     def batch_at(step: int) -> tuple[tg.Batch, tg.StepConfig]:
         return random_batch(cfg, step, 8, 16, step), schedule.at(step)
 
-    return engine(cfg), batch_at
+    return make_engine(cfg), batch_at
 
 @pytest.mark.parametrize("changes, bank_type", [
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
@@ -356,7 +356,7 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> N
     Its type is f32 if several micro-batches or the steps of an Adam cycle add to it.
     """
     cfg = small(**changes)
-    engine = tg.Engine(cfg, comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
+    engine = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
     step_cfg = tg.Schedule(cfg).at(0)
     for _ in range(2):
@@ -420,7 +420,7 @@ def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     monkeypatch.setattr(tg, "add_to_main_grad", wrong)
     engine.forward_backward(batch, step_cfg)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
-    with refused(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
+    with expect_error(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
         engine.optim_step(step_cfg)
     assert unequal(dict(engine.model.named_parameters()), before) == []
 
@@ -442,7 +442,7 @@ def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch) -> Non
                 batch, step_cfg = batch_at(step)
                 engine.forward_backward(batch, step_cfg)
                 if deferred:
-                    with refused(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
+                    with expect_error(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
                         engine.optim_step(step_cfg)
                 tg.run_deferred(queue)
                 engine.optim_step(step_cfg)

@@ -1,203 +1,218 @@
-"""Section 7: the model against reference.py, its initial weights, and which positions a token may change."""
+"""Section 7: the model against reference.py, its initial weights, and which positions a token affects."""
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, engine, fill_randomly, own_rows, preset, randn,
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_engine, own_rows, preset, randn,
                     random_batch, small, unequal, with_tokens)
 from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
 
 import train_gpt as tg
 
-def model_of(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
+def make_model(cfg: tg.Config, max_seq_len: int = 48) -> tg.GPT:
     model = tg.GPT(cfg, tg.attention_reference, max_seq_len, {})
     fill_randomly(model)
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
 
-# Value gates are counted over the tables of layers alone, and scalars over those of the residual stream.
+# Value gates are numbered over the tables of layers only, and scalars over the tables of the residual stream.
 ALTERNATING = (tg.NgramTable("b_embed", 2, 41, signs=1), tg.NgramTable("a_embed", 3, 40, layer=1),
                tg.NgramTable("c_embed", 4, 42, layer=5, signs=1), tg.NgramTable("d_embed", 3, 43),
                tg.NgramTable("e_embed", 2, 44, layer=1))
 
 def with_ngrams(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
-    """Return a batch that looks up whole n-gram tables, by the reference's hashes."""
+    """Replace the lookups of n-gram tables by indices into full tables, computed by the hashes of the reference."""
     row_index, sign_ids = dict(batch.row_index), {}
     tokens = batch.tokens.numpy()
     for ngram in cfg.tables:
         factors, sign_factors = tg.NGRAM_FACTORS[ngram.order]
-        rows = [ngram_rows(slot, factors, ngram.rows) for slot in tokens]
-        row_index[ngram.label] = torch.from_numpy(np.stack(rows)).int()
+        row_ids = [ngram_rows(seq, factors, ngram.rows) for seq in tokens]
+        row_index[ngram.label] = torch.from_numpy(np.stack(row_ids)).int()
         if ngram.signs:
-            signs = [ngram_rows(slot, sign_factors, NUM_SIGN_VECTORS + 1) for slot in tokens]
+            signs = [ngram_rows(seq, sign_factors, NUM_SIGN_VECTORS + 1) for seq in tokens]
             sign_ids[ngram.label] = torch.from_numpy(np.stack(signs)).int()
     return batch._replace(row_index=row_index, sign_ids=sign_ids)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("heads, slots, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
+@pytest.mark.parametrize("num_heads, num_seqs, seed, tables", [(4, 2, 0, ()), (2, 3, 1, ()), (4, 2, 2, ALTERNATING)],
                          ids=["4 heads", "2 heads", "n-grams of layers and stream alternate"])
-def test_losses__and_gradients_are_the_recipes(heads, slots, seed, tables):
-    plain = small(num_heads=heads, model_dim=8 * heads)
+def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, tables) -> None:
+    """Losses and all gradients equal the reference, and every parameter affects the losses."""
+    plain = small(num_heads=num_heads, model_dim=8 * num_heads)
     cfg = replace(plain, tables=tables)
     schedule = tg.Schedule(cfg)
-    model = model_of(cfg)
-    batch = with_ngrams(cfg, random_batch(plain, seed, slots, 32))
+    model = make_model(cfg)
+    batch = with_ngrams(cfg, random_batch(plain, seed, num_seqs, 32))
     rotary = schedule.rotary[1]._replace(attn_scale=0.8)
-    values = replace(schedule.at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25), rotary=rotary)
+    step_cfg = replace(schedule.at(0), short_window=5, long_window=9, mtp_weights=(1.0, 0.5, 0.25), rotary=rotary)
     naive = Reference(cfg, dict(model.named_parameters()))
-    rows = own_rows(model)
+    row_buffers = own_rows(model)
     for ngram in tables:
         weights = randn(ngram.rows, cfg.model_dim, seed=ngram.rows)
         naive.ngrams[ngram.label].p[:] = weights
-        rows[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
-    weights = torch.tensor(values.mtp_weights, dtype=F64)
-    spans = tg.attention_args(short=5, long=9, max_len=12, scale=0.8)
-    losses = model.losses(batch, weights, torch.ones((), dtype=F64), spans, "plain", rows)
+        row_buffers[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
+    weights = torch.tensor(step_cfg.mtp_weights, dtype=F64)
+    attn_args = tg.attention_args(short=5, long=9, max_len=12, scale=0.8)
+    losses = model.losses(batch, weights, torch.ones((), dtype=F64), attn_args, "plain", row_buffers)
     losses.sum().backward()
-    found = {label: p.grad for label, p in model.named_parameters()}
-    found |= {label: sums for label, (_, sums) in rows.items()}
-    for slot in range(slots):
-        want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
-        np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers
-    naive.forward_backward(batch, values)
-    wanted = naive.grads | {label: torch.from_numpy(grad) for label, grad in naive.ngram_grads.items()}
-    assert found.keys() == wanted.keys()
-    for label, grad in found.items():
-        assert wanted[label].any(), f"{label} has no effect"
-        np.testing.assert_allclose(grad, wanted[label], rtol=1e-9, atol=1e-9, err_msg=label)
-    of_layers = sum(ngram.layer is not None for ngram in tables)
+    grads = {label: p.grad for label, p in model.named_parameters()}
+    grads |= {label: sums for label, (_, sums) in row_buffers.items()}
+    for seq in range(num_seqs):
+        expected = naive.losses(naive.leaves(), batch, seq, step_cfg, step_cfg.mtp_weights)
+        np.testing.assert_allclose(losses[seq].detach(), expected.detach(), rtol=0, atol=1e-10)   # error of 11 layers
+    naive.forward_backward(batch, step_cfg)
+    expected_grads = naive.grads | {label: torch.from_numpy(grad) for label, grad in naive.ngram_grads.items()}
+    assert grads.keys() == expected_grads.keys()
+    for label, grad in grads.items():
+        assert expected_grads[label].any(), f"{label} has no effect"
+        np.testing.assert_allclose(grad, expected_grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
+    num_layer_tables = sum(ngram.layer is not None for ngram in tables)
     used = naive.grads["ve_gate_bank"].flatten(1).any(dim=1)
-    assert used.tolist() == [True] * (5 + of_layers), "one gate for each table of a layer, and none too many"
+    assert used.tolist() == [True] * (5 + num_layer_tables), "exactly one gate for each table of a layer"
 
-def record_rows() -> dict[str, tg.ParameterSpec]:
-    return {row.label: row for row in tg.parameter_specs(preset("record", 50_257, 50_256))}
+def record_specs() -> dict[str, tg.ParameterSpec]:
+    return {spec.label: spec for spec in tg.parameter_specs(preset("record", 50_257, 50_256))}
 
 @pytest.mark.recipe
-def test_parameter_specs__of_the_record_preset():
-    rows = record_rows()
+def test_parameter_specs__of_the_record_preset() -> None:
+    """Shapes, optimizers and multipliers of preset `record` are those of RECIPE 2.1 and 3.5."""
+    specs = record_specs()
     total = 0
     for label, shape, optimizer, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
-        row = rows.pop(label)
-        assert (row.shape, row.optimizer) == (shape, optimizer), label
+        spec = specs.pop(label)
+        assert (spec.shape, spec.optimizer) == (shape, optimizer), label
         if optimizer == "adam":
-            assert (row.lr_mul, row.wd_mul, row.betas) == (lr_mul, wd_mul, betas), label
-        total += int(np.prod(row.shape))
-    assert not rows and total == 543_818_890 - 4_718_592, "the recipe's total without the padding layer of the MLP"
+            assert (spec.lr_mul, spec.wd_mul, spec.betas) == (lr_mul, wd_mul, betas), label
+        total += int(np.prod(spec.shape))
+    assert not specs and total == 543_818_890 - 4_718_592, "the total of RECIPE without the padding layer of the MLP"
 
-def check_spread(x: torch.Tensor, std: float) -> None:
+def check_std(x: torch.Tensor, std: float) -> None:
     assert float(x.std()) == pytest.approx(std, rel=0.02)
     assert abs(float(x.mean())) < std / 50
 
-def initial(**changes) -> dict[str, torch.Tensor]:
-    """Return the weights of a new engine with one rank, which has all of each."""
-    model = engine(preset(**changes)).model
+def initial_weights(**changes: Any) -> dict[str, torch.Tensor]:
+    """Return the initial weights of an engine with one rank, which owns all of them."""
+    model = make_engine(preset(**changes)).model
     return {label: p.detach() for label, p in model.named_parameters()}
 
 @pytest.mark.recipe
-def test_initial_weights__are_the_recipes():
-    p = initial(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
-    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]   # residual, attention, bigram, the others
-    assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # f32
+def test_initial_weights__follow_the_recipe() -> None:
+    """Constants, ranges and standard deviations of initial weights are those of RECIPE 2.1 and 2.6."""
+    p = initial_weights(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
+    # In order: residual, attention, bigram, smear, backout, skip.
+    scalars = [1.1] * 11 + [0.5, 1.0] * 11 + [0.1] * 11 + [0.0, 0.5, -1.5]
+    assert p["scalars"].tolist() == pytest.approx(scalars, rel=1e-7)         # rounding of f32
     for label in ("x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed"):
         assert not p[label].any(), label
     bound = 3**0.5 * 0.5 * 48**-0.5
     for x in (p["attn"], p["mlp"][:, 0]):
-        assert float(x.abs().max()) == pytest.approx(bound, rel=0.01)        # of thousands of draws; bf16: 0.4 %
-        check_spread(x, bound / 3**0.5)
-    assert not p["mlp"][:, 1].any(), "every MLP starts as nothing"
+        assert float(x.abs().max()) == pytest.approx(bound, rel=0.01)        # thousands of draws; bf16 rounds by 0.4 %
+        check_std(x, bound / 3**0.5)
+    assert not p["mlp"][:, 1].any(), "the output of every MLP is zero at first"
     for label, std in (("lm_head", 0.005), ("value_embed", 0.01)):
-        check_spread(p[label], std)
+        check_std(p[label], std)
         assert float(p[label].abs().max()) > 3.5 * std, "normal, not uniform"
     assert p["embed"].equal(p["lm_head"].t())
-    attn = record_rows()["attn"]._replace(shape=(100_000,))
+    attn = record_specs()["attn"]._replace(shape=(100_000,))
     drawn = tg.init_parameter(attn, torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
 @pytest.mark.recipe
-def test_initial_weights__of_ngram_tables():
-    """A table of the stream has a share of 0.1 in each of the 11 layers, one of a layer has a gate. Rows are zeros."""
-    made = engine(preset(tables=ALTERNATING, dtype="float32"))
-    plain = initial(dtype="float32")
-    found = {label: p.detach() for label, p in made.model.named_parameters()}
-    assert found.keys() == plain.keys(), "their rows are no parameters"
-    assert set(unequal(found, plain)) == {"scalars", "ve_gate_bank"}
-    assert found["scalars"].tolist() == pytest.approx([*plain["scalars"].tolist(), *[0.1] * 22], rel=1e-7)
-    assert len(found["ve_gate_bank"]) == len(plain["ve_gate_bank"]) + 3 and not found["ve_gate_bank"].any()
+def test_initial_weights__of_ngram_tables() -> None:
+    """A table adds a coefficient of 0.1 in each of the 11 layers, or a gate if it belongs to a layer.
+
+    The rows are zeros.
+    """
+    engine = make_engine(preset(tables=ALTERNATING, dtype="float32"))
+    plain = initial_weights(dtype="float32")
+    weights = {label: p.detach() for label, p in engine.model.named_parameters()}
+    assert weights.keys() == plain.keys(), "rows of n-gram tables are no parameters"
+    assert set(unequal(weights, plain)) == {"scalars", "ve_gate_bank"}
+    assert weights["scalars"].tolist() == pytest.approx([*plain["scalars"].tolist(), *[0.1] * 22], rel=1e-7)
+    assert len(weights["ve_gate_bank"]) == len(plain["ve_gate_bank"]) + 3 and not weights["ve_gate_bank"].any()
     for ngram in ALTERNATING:
-        rows = made.tables[ngram.label].store.shard.rows
+        rows = engine.tables[ngram.label].store.shard.rows
         assert rows.shape == (ngram.rows, 32) and not rows.any(), ngram.label
 
-def test_initial_weights__each_label_draws_from_its_own_generator():
-    base = initial()
-    torch.manual_seed(123)                                           # the global generator plays no part
-    assert unequal(initial(), base) == []
-    in_f64 = initial(dtype="float64")
+def test_initial_weights__each_label_draws_from_its_own_generator() -> None:
+    """Initial weights depend only on seed, label and shape, not on other parameters or the global generator."""
+    base = initial_weights()
+    torch.manual_seed(123)                                           # the global generator is not used
+    assert unequal(initial_weights(), base) == []
+    in_f64 = initial_weights(dtype="float64")
     for dtype in ("float32", "bfloat16"):
-        widened = {label: x.double() for label, x in initial(dtype=dtype).items()}
-        assert unequal(widened, in_f64) == [], "the same numbers"
-    other = initial(padded_vocab=640, bigram_rows=99)
-    changed = {label for label, x in other.items() if x.shape != base[label].shape}
+        widened = {label: x.double() for label, x in initial_weights(dtype=dtype).items()}
+        assert unequal(widened, in_f64) == [], "the dtype affects only the rounding of draws"
+    resized = initial_weights(padded_vocab=640, bigram_rows=99)
+    changed = {label for label, x in resized.items() if x.shape != base[label].shape}
     assert changed == {"bigram_embed", "value_embed", "lm_head", "embed"}
-    assert set(unequal(other, base)) == changed
-    assert set(unequal(initial(seed=1), base)) == {"attn", "mlp", "value_embed", "lm_head", "embed"}
-    values, head = (base[label].flatten()[:16_000] for label in ("value_embed", "lm_head"))
-    assert not values.equal(head * 2)
+    assert set(unequal(resized, base)) == changed
+    assert set(unequal(initial_weights(seed=1), base)) == {"attn", "mlp", "value_embed", "lm_head", "embed"}
+    value_embed, lm_head = (base[label].flatten()[:16_000] for label in ("value_embed", "lm_head"))
+    assert not value_embed.equal(lm_head * 2)
 
-def test_set_rotary__cos_and_sin_of_position_times_frequency():
+def test_set_rotary__cos_and_sin_of_position_times_frequency() -> None:
+    """The rotary tables contain cos and sin of position * frequency, and are written in place."""
     cfg = small()
     frequencies = (1.0, 0.125)
-    model = model_of(cfg)
+    model = make_model(cfg)
     addresses = [x.data_ptr() for x in model.buffers()]
     model.set_rotary(frequencies)
-    positions = torch.arange(96)[:, None]                            # twice the length: paired layers have 2T positions
+    positions = torch.arange(96)[:, None]                            # paired layers have 2T positions
     angles = angles_by_channel(positions * torch.tensor(frequencies, dtype=F64))
     np.testing.assert_allclose(model.rotary_cos, angles.cos(), rtol=0, atol=1e-14)
     np.testing.assert_allclose(model.rotary_sin, angles.sin(), rtol=0, atol=1e-14)
-    assert [x.data_ptr() for x in model.buffers()] == addresses, "in place: nothing recompiles"
-    half = model_of(replace(cfg, dtype="bfloat16"))
-    half.set_rotary(frequencies)
-    assert half.rotary_cos.equal(angles.cos().float().bfloat16()), "angles in f32, rounded once"
+    assert [x.data_ptr() for x in model.buffers()] == addresses, "written in place, so that nothing recompiles"
+    bf16_model = make_model(replace(cfg, dtype="bfloat16"))
+    bf16_model.set_rotary(frequencies)
+    assert bf16_model.rotary_cos.equal(angles.cos().float().bfloat16()), "angles in f32, rounded once"
 
-def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(monkeypatch):
+def test_set_rotary__a_repeated_stage_copies_nothing_from_the_host(monkeypatch) -> None:
+    """The rotary tables of a stage that the warm-up has seen are computed without a copy from the host."""
     cfg = small()
-    model = model_of(cfg)
+    model = make_model(cfg)
     stages = {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
-    warm_up, race = {}, {}
-    for found in (warm_up, race):
+    warm_up, training = {}, {}
+    for cos_by_stage in (warm_up, training):
         for frequencies in stages:
             model.set_rotary(frequencies)
-            found[frequencies] = model.rotary_cos.clone()
-        monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
-    assert unequal(race, warm_up) == []
-    first, second, *_ = race.values()
+            cos_by_stage[frequencies] = model.rotary_cos.clone()
+        monkeypatch.setattr(torch, "tensor", None)                   # copying from the host would synchronize
+    assert unequal(training, warm_up) == []
+    first, second, *_ = training.values()
     assert not first.equal(second)
 
-@pytest.mark.parametrize("at, smear, shifting, want", [
-    # Attention leaks neither over documents nor from the future; the second document is a single token.
-    *((at, 0.0, (), range(at, end)) for at, end in
+@pytest.mark.parametrize("position, smear, offset_layers, expected", [
+    # Attention sees neither other documents nor later positions. The second document is a single token.
+    *((position, 0.0, (), range(position, end)) for position, end in
       ((0, 7), (3, 7), (6, 7), (7, 8), (8, 14), (13, 14), (14, 24), (20, 24))),
-    # Smear crosses documents by one position.
+    # The smear crosses document bounds by one position.
     (3, 0.8, (), range(3, 7)), (6, 0.8, (), range(6, 8)), (13, 0.8, (), range(13, 24)), (23, 0.8, (), [23]),
-    # The key shift does so in each layer. A document's first token sees one key: nothing to weigh.
+    # So does the key offset, in each layer. The first token of a document sees one key, so its attention weights are
+    # constant.
     (10, 0.0, (10,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (3, 10), range(3, 7)),
     (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
-def test_hidden_states__positions_that_a_token_moves(monkeypatch, at, smear, shifting, want):
-    """In any bit, in slot 0, when its token at `at` changes and its bigram row stays; slot 1 must not move."""
-    layers = tuple(replace(layer, key_offset=depth in shifting) for depth, layer in enumerate(tg.LAYERS))
+def test_hidden_states__positions_that_a_token_changes(monkeypatch, position, smear, offset_layers, expected) -> None:
+    """Changing the token at `position` of sequence 0 changes exactly the expected positions, in any bit.
+
+    The bigram row of the token does not change. No position of sequence 1 may change.
+    """
+    layers = tuple(replace(layer, key_offset=i in offset_layers) for i, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)
     cfg = small(max_doc_len=24)
-    model = model_of(cfg)
-    bounds = torch.tensor([(0, 7, 8, 14, 24)] * 2, dtype=torch.int32)
-    batch = random_batch(cfg, 0, 2, 24)._replace(cu_seqlens=bounds)
+    model = make_model(cfg)
+    cu_seqlens = torch.tensor([(0, 7, 8, 14, 24)] * 2, dtype=torch.int32)
+    batch = random_batch(cfg, 0, 2, 24)._replace(cu_seqlens=cu_seqlens)
     names = [name for name, values in tg.initial_scalars(cfg).items() for _ in values]
     with torch.no_grad():
         model.scalars[names.index("smear")] = smear
     tokens = batch.tokens.clone()
-    tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
-    spans = tg.attention_args(5, 30, 24, 0.8)
-    stream = model.hidden_states(batch, spans, own_rows(model))
-    changed = model.hidden_states(with_tokens(cfg, batch, tokens), spans, own_rows(model))
-    moved = (changed != stream).any(dim=-1)
-    assert not moved[1].any(), "nothing crosses slots"
-    assert moved[0].nonzero().flatten().tolist() == list(want)
+    tokens[0, position] = (tokens[0, position] + 1) % cfg.vocab_size
+    attn_args = tg.attention_args(5, 30, 24, 0.8)
+    hidden = model.hidden_states(batch, attn_args, own_rows(model))
+    changed = model.hidden_states(with_tokens(cfg, batch, tokens), attn_args, own_rows(model))
+    differs = (changed != hidden).any(dim=-1)
+    assert not differs[1].any(), "no information crosses sequences"
+    assert differs[0].nonzero().flatten().tolist() == list(expected)

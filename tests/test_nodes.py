@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import PATIENCE, ROOT, Run, launch, losses
+from common import PROCESS_TIMEOUT_S, ROOT, Run, launch, losses
 from fault_injection import BOUND, TIMEOUT
 
 LINK = "link0"                           # the name of either end, in its node
@@ -58,7 +58,7 @@ def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
 @pytest.mark.slow
 def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
-    status = [launcher.wait(PATIENCE) for launcher in launchers]
+    status = [launcher.wait(PROCESS_TIMEOUT_S) for launcher in launchers]
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
     one = launch(tmp_path / "one", 4, *SHORT)
     assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
@@ -67,7 +67,7 @@ def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_p
 def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, "--num_scheduled_steps=20000", "--epochs=0", f"--comm_timeout={TIMEOUT}")
                  for node, name in enumerate(nodes, 1)]
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + PROCESS_TIMEOUT_S
     log = tmp_path / "run/log.jsonl"
     while not (log.exists() and '"type": "step"' in log.read_text()):
         ended = [launcher.poll() for launcher in launchers]

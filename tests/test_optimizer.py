@@ -7,8 +7,8 @@ import types
 import numpy as np
 import pytest
 import torch
-from common import (BF16, F32, F64, add_grad, engine, comm, fill_randomly, grad_of, owned, randn, refused, small,
-                    started_loader, steps_of, unequal, untied_at)
+from common import (BF16, F32, F64, add_grad, expect_error, fill_randomly, grad_of, make_comm, make_engine, owned_rows,
+                    randn, small, started_loader, steps_of, unequal, untied_at)
 from reference import Reference
 
 import train_gpt as tg
@@ -17,7 +17,7 @@ BANKS = ("attn", "mlp")
 TABLES = ("bigram_embed", "value_embed", "embed")
 
 @pytest.mark.recipe
-def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
+def test_normuon_direction__rounds_to_bf16_where_the_recipe_does(monkeypatch) -> None:
     """NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
     def direction(x: torch.Tensor) -> torch.Tensor:
         seen.append(x)
@@ -45,10 +45,10 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
     assert p.equal(want.bfloat16())
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    ex = engine(cfg, world, rank)
-    whole = fill_randomly(ex.model, where=ex.comm)
+    ex = make_engine(cfg, world, rank)
+    whole = fill_randomly(ex.model, comm=ex.comm)
     with torch.no_grad():
-        ex.model.embed.copy_(owned(whole["lm_head"].t(), ex.comm))
+        ex.model.embed.copy_(owned_rows(whole["lm_head"].t(), ex.comm))
     return ex.optimizer
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
@@ -68,7 +68,7 @@ OTHER_VALUES = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, 
 @pytest.mark.recipe
 @pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in OTHER_VALUES.items())],
                          ids=str)
-def test_step__is_the_references(changes):
+def test_step__equals_the_reference(changes) -> None:
     """Tied, in the step that unties, and after it; parameters, moments and kept gradients after each step. With other
     settings, too: one that is ignored would have its default."""
     cfg = small(stages=untied_at(1), **changes)
@@ -92,7 +92,7 @@ def test_step__is_the_references(changes):
     assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "they did part"
 
 @pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"])
-def test_step__a_missing_gradient_is_refused(missing):
+def test_step__a_missing_gradient_is_refused(missing) -> None:
     cfg = small()
     optimizer = make(cfg)
     before = weights_of(optimizer)
@@ -101,18 +101,18 @@ def test_step__a_missing_gradient_is_refused(missing):
         if label != missing:
             add_grad(optimizer, label, grad, values)
     named = "replicated" if missing == "smear_gate" else missing         # one sum for all that every rank updates
-    with refused(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
+    with expect_error(tg.RunError, f"no gradients for ['{named}']", "forward_backward"):
         optimizer.step(values)
     assert unequal(weights_of(optimizer), before) == []
 
 def with_each_group() -> tg.Engine:
     """An engine whose optimizer has a group of each class."""
     tables = tg.parse_value("tables", "rare_embed 2 40 stream 1 device 4; other_embed 3 30 1 0 host 2")
-    ex = engine(small(tables=tables, train_files="formula:60:59:20000:1"))
+    ex = make_engine(small(tables=tables, train_files="formula:60:59:20000:1"))
     fill_randomly(ex.model)
     return ex
 
-def test_has_gradient__true_from_a_backward_pass_to_the_update():
+def test_has_gradient__true_from_a_backward_pass_to_the_update() -> None:
     """Of every class of groups; asking changes nothing, and is no check."""
     ex = with_each_group()
     groups = ex.optimizer.groups
@@ -124,14 +124,14 @@ def test_has_gradient__true_from_a_backward_pass_to_the_update():
 
     assert len({type(group) for group in groups.values()}) == 5 and with_gradient() == set()
     kept = [{*groups} - {*BANKS}, {"rare_embed"}, {*groups} - {*BANKS}, set()]        # after each step of a cycle
-    with started_loader(ex.cfg, comm(), 8) as (loader, steps):
+    with started_loader(ex.cfg, make_comm(), 8) as (loader, steps):
         for values in steps_of(loader, steps):
             ex.forward_backward(loader.next(values), values)
             assert with_gradient() == {*groups}
             ex.optim_step(values)
             assert with_gradient() == kept[values.step % 4]
 
-def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer():
+def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer() -> None:
     """The tensors of `Optimizer.state` are the groups' own; a row-wise table keeps its state in its row store."""
     def reached(thing: object, seen: dict[int, object]) -> dict[int, object]:
         """Return all that is found from here through attributes, containers and arguments that are bound to calls."""
@@ -164,7 +164,7 @@ def test_Optimizer__groups_own_their_state_and_refer_to_no_optimizer():
         assert id(optimizer) not in found and id(ex) not in found and id(ex.model) not in found, label
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
-def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch):
+def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch) -> None:
     def run() -> dict[str, torch.Tensor]:
         cfg = small(stages=untied_at(1))
         optimizer = make(cfg)
@@ -186,7 +186,7 @@ def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
     return group.shard if label in optimizer.sharded_groups else group.table.shard
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_Optimizer__ranks_own_every_piece_once(world):
+def test_Optimizer__every_shard_has_one_owner(world) -> None:
     """Shards of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
     state for what is owned alone. Shards are stored with room for whole ones, whose padding is zeros."""
     cfg = small(bigram_rows=101)
@@ -214,10 +214,10 @@ def test_Optimizer__ranks_own_every_piece_once(world):
         lr_muls = [optimizer.groups[label].lr_muls for optimizer in ranks]
         assert torch.cat(lr_muls).equal(alone.groups[label].lr_muls)
 
-def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
+def test_init_optimizer_state__an_added_tensor_is_saved_and_counted(monkeypatch) -> None:
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
     def memory() -> int:
-        return tg.estimate_memory(cfg, comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
+        return tg.estimate_memory(cfg, make_comm(), tg.attention_reference, cfg.seqs_per_step)["moments"]
 
     def with_average(row, shard):
         return initial_state(row, shard) | dict(another=torch.zeros_like(shard))
@@ -229,7 +229,7 @@ def test_init_optimizer_state__one_name_more_goes_everywhere(monkeypatch):
     before = memory()
     initial_state = tg.init_optimizer_state
     monkeypatch.setattr(tg, "init_optimizer_state", with_average)
-    ex = engine(cfg)
+    ex = make_engine(cfg)
     numbers = sum(math.prod(row.shape) for row in ex.model.specs.values())
     assert memory() - before == numbers * F64.itemsize
     added = {label: state["another"] for label, state in ex.optimizer.state.items()}

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import BF16, F64, ROOT, engine, comm, grad_of, logical_rows, nothing
+from common import BF16, F64, ROOT, global_rows_of, grad_of, make_comm, make_engine, noop
 from reference import Reference
 from torch import Tensor
 
@@ -173,7 +173,7 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     return weights
 
 def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
-    found = engine(cfg)
+    found = make_engine(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
@@ -205,7 +205,7 @@ class Trajectory:
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
             seqs_by_step.append(seqs)
-        return tg.build_batches(self.cfg, comm(), None, "oracle", steps, seqs_by_step)
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", steps, seqs_by_step)
 
     def cycle_batches(self, step: int) -> list[tg.Batch]:
         """Build the batches of the cycle that begins with this step."""
@@ -312,7 +312,7 @@ class ConfigS:
 
     def batch_with(self, bounds: np.ndarray) -> tg.Batch:
         seqs = packed_seqs(*(self.stored[name][None] for name in ("tokens", "targets")), bounds[None])
-        return tg.build_batches(self.cfg, comm(), None, "oracle", [self.step_cfg], [seqs])[0]
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", [self.step_cfg], [seqs])[0]
 
     def weighted(self, name: str, step_cfg: tg.StepConfig | None = None) -> tg.StepConfig:
         return replace(step_cfg or self.step_cfg, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
@@ -408,7 +408,7 @@ def check_opt(oracle: Oracle) -> None:
     for case, in vectors.find(r"pe_in\.(.*)"):
         x = vectors.tensor(f"pe_in.{case}")
         matrices = x.view(-1, *x.shape[-2:])
-        for polar in (tg.polar_express, reference.polar):
+        for polar in (tg.polar_express, reference.polar_express):
             vectors.check(f"pe_out.{case}", polar(matrices).view(x.shape))
     for case, in vectors.find(r"(nm_\w+)\.p0"):
         check_normuon(vectors, case)
@@ -525,14 +525,14 @@ def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) 
     steps = [replace(any_step_cfg, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(step_sizes)]
     batches = []
     for rank in range(world_size):
-        communicator = comm(rank, world_size)
+        communicator = make_comm(rank, world_size)
         if validation:
             found = tg.ValidationSet(cfg, communicator, headers).batches(steps[0])
         else:
             found = load_batches(cfg, communicator, headers, steps, step_sizes)
         # One process builds the batches of all ranks, so there is no rank to exchange requests with.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tg, "exchange_row_requests", nothing)
+            patch.setattr(tg, "exchange_row_requests", noop)
             batches.append(list(found))
 
     first = 0
@@ -548,7 +548,7 @@ def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) 
 
 def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
     """Return the fields of a batch that the vectors contain; cu_seqlens has at least `columns` columns."""
-    rows = logical_rows(batch, "bigram_embed")
+    rows = global_rows_of(batch, "bigram_embed")
     bounds = normalize_cu_seqlens(batch.cu_seqlens, columns)
     return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=bounds)
 
@@ -617,7 +617,7 @@ def check_schedule(oracle: Oracle) -> None:
             weights[:len(step_cfg.mtp_weights)] = step_cfg.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
-    optimizer = engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
+    optimizer = make_engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
     for label, spec in optimizer.model.specs.items():
         # The multiplier of a bank is that of its first matrix. Down matrices, which have another one, are not first.
         is_bank = spec.optimizer == "normuon"

@@ -29,7 +29,7 @@ from common import (exact_array, few_layers, fill_randomly, grad_of, rows_of_ngr
                     started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import COMM_TIMEOUT, Rank, Ranks
-from reference import put_together
+from reference import merge_shards
 from table_harness import PAIRS, TRIPLES, StagedStore
 from torch import Tensor
 
@@ -184,7 +184,7 @@ def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, 
     assert_close(by_rank[0]["state"], single["state"], 1e-9)
     for key, x in single["tables"].items():
         assert x.any()
-        assert_close({key: put_together([found["tables"][key] for found in by_rank], len(x))}, {key: x}, 1e-8)
+        assert_close({key: merge_shards([found["tables"][key] for found in by_rank], len(x))}, {key: x}, 1e-8)
     for found in by_rank:
         for label in {spec.label for spec in tg.parameter_specs(tiny_config())} - {*tg.BUILTIN_TABLES}:
             assert found["initial"][label] == single["initial"][label], label
@@ -305,7 +305,7 @@ def started_engine(comm: tg.Communicator, cfg: tg.Config,
     headers = tg.read_shard_headers(cfg.train_files)
     cfg = tg.resolve_sizes(cfg, headers, headers)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
-    fill_randomly(engine.model, where=comm)
+    fill_randomly(engine.model, comm=comm)
     # With several ranks, the tied embedding is read from the head.
     if comm.world_size == 1:
         engine.model.embed.data.copy_(engine.model.lm_head.t())

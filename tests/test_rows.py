@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import compiled_for, interpreted, needs_triton, owned, plan_of
+from common import compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted
 from pytest import MonkeyPatch
 from forked_ranks import Rank, Ranks
-from reference import put_together
+from reference import merge_shards
 from table_harness import PATTERNS, WIDTH, StagedStore, Trial, differences, drive, late_rows
 from torch import Tensor
 
@@ -134,7 +134,7 @@ class OneTable:
         settings = dict(model_dim=WIDTH, dtype="float32", row_comms=mode) | settings
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
         self.spec = tg.TableSpec("bigram_embed", rows, 1, None, rowwise=kind in tg.ROW_STORES, location=kind)
-        shard = owned(values, comm).to(getattr(torch, cfg.dtype))
+        shard = owned_rows(values, comm).to(getattr(torch, cfg.dtype))
         if kind == IN_PLACE:
             self.table = tg.LocalTable(torch.nn.Parameter(shard))
         elif kind in MODES:
@@ -397,7 +397,7 @@ def test_reduced_grads__added_in_the_order_of_ranks(ranks, world):
     def total(ranks: range) -> np.ndarray:
         return functools.reduce(np.add, [addends(rank).numpy() for rank in ranks])
 
-    got = put_together(ranks(world, rank_order), 20)
+    got = merge_shards(ranks(world, rank_order), 20)
     np.testing.assert_array_equal(got, total(range(world)))
     assert not np.array_equal(got, total(range(world)[::-1])), "this test cannot tell"
 
@@ -555,7 +555,7 @@ def interpret() -> dict:
 @needs_triton
 def test_add_rows__kernel_in_interpreter():
     """11 lines of a row in blocks of 4, the first and the last row, widths that fill no block, 2^31 elements."""
-    found = json.loads(interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
+    found = json.loads(run_interpreted("import json, test_rows; print(json.dumps(test_rows.interpret()))"))
     assert found.pop("large") == [[2.0, 3.0, 8.0]] * 2
     assert list(found.values()) == [[0.0, 0]] * 8
 
@@ -563,7 +563,7 @@ def compile_ahead(rank: Rank, capability: int) -> dict[str, Any]:
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
     types = dict(row_grads="*fp32", rows="*i32", order="*i64", grad="*bf16", num_lookups="i32", D="i32")
     constants = dict(BLOCK_ROWS=tg.ADD_ROWS_BLOCK, BLOCK_D=1024)
-    made = compiled_for(capability, tg.add_rows_kernel, types, constants, num_warps=4)
+    made = compile_for_gpu(capability, tg.add_rows_kernel, types, constants, num_warps=4)
     return {name: made.asm[name] for name in ("ptx", "ttir", "cubin")}
 
 @needs_triton

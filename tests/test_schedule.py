@@ -20,7 +20,7 @@ def plan(**changes) -> tg.Config:
     return preset("tiny", **fields | changes)
 
 @pytest.mark.parametrize("stages", TABLES.values(), ids=TABLES)
-def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages):
+def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages) -> None:
     cfg = plan(stages=stages, num_scheduled_steps=30, final_long_window=20)
     schedule = tg.Schedule(cfg)
     end = schedule.at(33)
@@ -37,7 +37,7 @@ def test_at__the_final_validation_has_a_wider_window_and_nothing_else_new(stages
     pytest.param((84, 4), {}, (17, 3), marks=pytest.mark.recipe),
     ((520, 20), dict(momentum_warmup_frac=7 / 540, momentum_cooldown_frac=0), (7, 0)),
 ])
-def test_momentum_at__ramps_are_shares_of_the_run(steps, ramps, want):
+def test_momentum_at__ramps_are_fractions_of_the_run(steps, ramps, want) -> None:
     cfg = plan(num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps)
     up, down = want
     total = sum(steps)
@@ -58,7 +58,7 @@ for stage in (0, 3, None):
     CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
 
 @pytest.mark.parametrize("changes", CASES)
-def test_warm_up_steps__meet_every_kind_of_step(changes):
+def test_warm_up_steps__meet_every_kind_of_step(changes) -> None:
     """A graph depends on the stage, on whether Adam updates and on being tied: the warm-up runs each kind of the race.
     In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last."""
     schedule = tg.Schedule(plan(**changes))
@@ -74,7 +74,7 @@ def test_warm_up_steps__meet_every_kind_of_step(changes):
         assert cycle == list(range(cycle[0], cycle[0] + len(cycle)))
         assert len(cycle) == schedule.cycle_steps or at + schedule.cycle_steps > len(steps)
 
-def test_warm_up_steps__the_largest_stage_comes_first():
+def test_warm_up_steps__the_largest_stage_comes_first() -> None:
     assert tg.Schedule(plan(max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest reached"
 
 def check_tied(values: list[tg.StepConfig], untie: float) -> None:
@@ -87,7 +87,7 @@ def check_tied(values: list[tg.StepConfig], untie: float) -> None:
 @pytest.mark.parametrize("stages, scheduled, stage, start", [
     (STAGES, 9, 1, 3), (STAGES, 12, 1, 4), (STAGES, 12, 2, 8), (STAGES, 12, 0, 0), (STAGES, 12, 3, 12),
     (ONE_MORE, 12, 3, 9), (ONE_LESS, 12, 1, 12), (STAGES, 12, None, math.inf)])
-def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(stages, scheduled, stage, start, every):
+def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stages, scheduled, stage, start, every) -> None:
     """All steps of that cycle still read the head; the odd one, if there are two, has fresh moments."""
     untie = start | 1 if every == 2 and stage is not None else start
     cfg = plan(num_scheduled_steps=scheduled, stages=untied_at(stage, stages), adam_every=every)
@@ -98,7 +98,7 @@ def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(stages,
     assert all(v.update_adam == (every == 1 or v.step % 2 == 1) for v in values)
 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
-def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):
+def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last) -> None:
     whole = tg.Schedule(plan())
     cut = tg.Schedule(plan(max_steps=stop))
     assert (cut.end_step, cut.planned_steps) == (last, 12)
@@ -107,7 +107,7 @@ def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):
     assert hash(whole.at(5)) == hash(cut.at(5)), "plain numbers: no tensor, no device"
 
 @pytest.mark.parametrize("stages", TABLES.values(), ids=TABLES)
-def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_cooldown(stages):
+def test_at__follows_the_stages_and_a_linear_cooldown(stages) -> None:
     """Stages share 100 scheduled steps evenly; the cooldown is over 100 x (1 - 0.55), rounded down, on."""
     cfg = plan(stages=stages, num_scheduled_steps=100, num_extension_steps=10, cooldown_frac=0.55, lr_floor=0.1)
     schedule = tg.Schedule(cfg)
@@ -128,7 +128,7 @@ def test_at__every_step_has_what_its_row_says_and_rates_fall_linearly_in_the_coo
 
 @pytest.mark.parametrize("cycle", [1, 2, 4])
 @pytest.mark.parametrize("every", [0, 1, 2, 3, 4, 6, 7])
-def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle, every):
+def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_multiple(cycle, every) -> None:
     """A checkpoint in the middle of a cycle would lose its gradients."""
     tables = (tg.NgramTable("a_embed", 3, 100, update_every=cycle),)
     cfg = plan(tables=tables, adam_every=min(cycle, 2), num_scheduled_steps=45, checkpoint_every=every)
@@ -145,7 +145,7 @@ def by_place(values: tg.StepConfig) -> dict:
     """What goes by the place in the plan, not by the number of the step."""
     return {name: value for name, value in vars(values).items() if name not in BY_STEP}
 
-def test_progress__by_the_clock():
+def test_progress__with_a_time_budget() -> None:
     """Both steps of a cycle have its place; stages, rates, momentum and token weights are those of the plan there."""
     cfg = plan(time_budget=60.0)
     planned = tg.Schedule(plan())
@@ -162,7 +162,7 @@ def test_progress__by_the_clock():
     assert before.mtp_weights[1] > between.mtp_weights[1] > after.mtp_weights[1]
     assert before.momentum <= between.momentum <= after.momentum
 
-def test_end_step__by_the_clock():
+def test_end_step__with_a_time_budget() -> None:
     """Nobody knows it until the clock has said so; then it is that cycle's first step, which is not trained."""
     schedule = tg.Schedule(plan(time_budget=60.0))
     for place in (0.0, 3.1, 6.2, 9.3):
@@ -178,7 +178,7 @@ def test_end_step__by_the_clock():
 
 @pytest.mark.parametrize("cadence, places, untie", [
     (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
-def test_untie_step__by_the_clock(cadence, places, untie):
+def test_untie_step__with_a_time_budget(cadence, places, untie) -> None:
     """The first Adam cycle whose place has reached the stage; what was said before never changes."""
     tables = (tg.NgramTable("a_embed", 3, 100, update_every=cadence),)
     schedule = tg.Schedule(plan(time_budget=60.0, tables=tables))

@@ -14,7 +14,7 @@ from types import CodeType, FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
-from common import PATIENCE, ROOT
+from common import PROCESS_TIMEOUT_S, ROOT
 from density import AIM, CONSTRUCTS, density, docstrings
 from forked_ranks import Rank
 
@@ -272,6 +272,6 @@ assert os.listdir() == []
 def test_import__in_a_bare_process_does_nothing(tmp_path):
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""
     command = [sys.executable, "-B", "-c", IMPORT, str(ROOT)]
-    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE)
+    done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert os.listdir(tmp_path) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, before_flush, comm, full_disk, launch, losses, preset, weights
+from common import Run, before_flush, full_disk, launch, losses, make_comm, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -70,7 +70,7 @@ def validations(folder: Path) -> list[float]:
 
 
 # ---- Resumed ---------------------------------------------------------------------------------------------------------
-def test_touched_row_files__every_owner_writes_its_touched_rows(place):
+def test_touched_row_files__every_owner_writes_its_touched_rows(place) -> None:
     result, = Run(place / "whole2", 0, "", "").of("result")
     for label in LABELS:
         for rank in range(2):
@@ -82,8 +82,8 @@ def test_touched_row_files__every_owner_writes_its_touched_rows(place):
         assert rows_of(place / "save2", label).keys() == {"ids", "rows", "v", "last"}
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("tables", [(), (f"--tables={HOST}", OFTEN)], ids=["same home", "other home"])
-def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, tables):
+@pytest.mark.parametrize("tables", [(), (f"--tables={HOST}", OFTEN)], ids=["same location", "other location"])
+def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, tables) -> None:
     """On one rank after a warm-up, which has touched rows."""
     if world == 1:
         monkeypatch.setattr(tg, "warm_up", WARM_UP)
@@ -98,21 +98,21 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
         assert same(checkpoint(tmp_path / "run", 10), checkpoint(place / f"whole{world}", 10)), "with v and last"
 
 @pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.slow)])
-def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world):
+def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world) -> None:
     done_well(tmp_path / "run", world, f"--resume={place / f'cut{before}'}", *ON, f"--tables={HOST}",
               f"--save={tmp_path / 'save'}")
     assert validations(tmp_path / "run") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(tmp_path / "save", place / "save1", ROW_ROUNDING)
 
-def test_touched_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(place):
+def test_touched_row_files__of_one_rank_and_of_two_are_the_same_to_rounding(place) -> None:
     assert validations(place / "whole2") == pytest.approx(validations(place / "whole1"), abs=ROUNDING)
     assert same(place / "save2", place / "save1", ROW_ROUNDING)
     assert same(checkpoint(place / "whole2", 10), checkpoint(place / "whole1", 10), ROW_ROUNDING)
 
 @pytest.mark.parametrize("world, tables, home, dtype", [
     (1, HOST.replace("host", "host 4"), DEVICE.replace("stream 1", "stream 1 device 4"), "float64"),
-    (2, DEVICE, HOST, "bfloat16")], ids=["cadence 4", "bf16"])
-def test_load_checkpoint__other_tables_resume_bitwise_in_another_home(tmp_path, world, tables, home, dtype):
+    (2, DEVICE, HOST, "bfloat16")], ids=["update_every 4", "bf16"])
+def test_load_checkpoint__other_tables_resume_bitwise_in_another_location(tmp_path, world, tables, home, dtype) -> None:
     flags = f"--tables={tables}", f"--dtype={dtype}", "--checkpoint_every=4", "--sample_tokens=0"
     done_well(tmp_path / "whole", world, *flags, f"--save={tmp_path / 'save'}")
     done_well(tmp_path / "run", world, f"--resume={tmp_path / 'whole'}", f"--tables={home}",
@@ -123,7 +123,7 @@ def test_load_checkpoint__other_tables_resume_bitwise_in_another_home(tmp_path, 
 def on_rank(rank: int) -> bool:
     return os.environ.get("RANK") == str(rank)
 
-def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(place, tmp_path, monkeypatch):
+def test_load_checkpoint__if_one_rank_cannot_read_all_use_the_previous_checkpoint(place, tmp_path, monkeypatch) -> None:
     sha256 = tg.file_sha256
 
     def failing(path: Path) -> str:
@@ -156,7 +156,7 @@ def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Path, "rename", stopped)
 
 @pytest.mark.parametrize("kill", [kill_in_a_file, kill_before_the_name])
-def test_write_directory__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, kill):
+def test_write_directory__a_killed_run_resumes_from_the_previous_checkpoint(place, tmp_path, monkeypatch, kill) -> None:
     with monkeypatch.context() as patch:
         kill(patch)
         killed, = launch(tmp_path / "killed", 1, f"--tables={DEVICE}", *F64, OFTEN, *CUT)
@@ -167,7 +167,7 @@ def test_write_directory__a_killed_run_goes_on_from_the_checkpoint_before(place,
     assert losses(done.folder) == losses(place / "whole1")
     assert done.of("resumed")[0]["step"] == 6
 
-def test_write_directory__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
+def test_write_directory__a_full_disk_of_one_rank(place, tmp_path, monkeypatch) -> None:
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
@@ -184,18 +184,18 @@ def test_write_directory__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
-def test_sample_from_save__is_the_runs_text(place, tmp_path):
+def test_sample_from_save__prints_the_text_of_the_run(place, tmp_path) -> None:
     """Saves of one rank and of two are the same to rounding."""
     run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
     one, two = (done_well(tmp_path, 1, f"--sample={place / f'save{world}'}", "--sample_tokens=8").out
                 for world in (1, 2))
     assert one == two and one.strip().splitlines()[-1] in run.out
 
-def test_sample_from_save__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):
+def test_sample_from_save__stores_tables_on_the_host_without_gradients(place, monkeypatch, capsys) -> None:
     monkeypatch.delitem(tg.ROW_STORES, "device")
     monkeypatch.setattr(tg, "Optimizer", None)
     tg.sample_from_save(tg.load_config([f"--sample={place / 'save1'}", "--sample_tokens=4"]))
     assert "\ntoken ids" in capsys.readouterr().out
     cfg = preset(tables=tg.parse_value("tables", HOST))
-    table = tg.Engine(cfg, comm(), tg.attention_reference, head_precision=None).tables["trigram_embed"]
+    table = tg.Engine(cfg, make_comm(), tg.attention_reference, head_precision=None).tables["trigram_embed"]
     assert len(table.cache) == len(table.row_grads) == 0 and len(table.store.shard.rows) == 1000

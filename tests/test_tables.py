@@ -24,12 +24,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (exact_array, comm, few_layers, fill_randomly, plan_of, preset, refused, started_loader, steps_of,
-                    tensors_of)
-from common import engine as make_engine
+from common import (exact_array, expect_error, few_layers, fill_randomly, make_comm, make_engine, plan_of, preset,
+                    started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
-from reference import ngram_rows, put_together
+from reference import ngram_rows, merge_shards
 from table_harness import PAIRS, PATTERNS, TRIPLES, StagedStore, Trial, differences, drive
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -45,7 +44,8 @@ update_intervals = pytest.mark.parametrize("update_every", [2, 4])
 
 # ---- Row-wise tables alone -------------------------------------------------------------------------------------------
 SIZES = (53, 97, 31, 40, 29, 3)          # rows; the last are fewer than ranks
-FEW = (("uniform", 53), ("uniform", 5), ("come back", 64), ("every other update", 40), ("odd slots empty", 53))
+FEW = (("uniform", 53), ("uniform", 5), ("looked up again", 64), ("every other update", 40),
+       ("odd sequences empty", 53))
 
 def trial_of(location: str, update_every: int, world: int) -> Trial:
     """Return a trial in float64; the slowest ones have few patterns."""
@@ -58,13 +58,13 @@ def updates(rank: Rank, trial: Trial) -> dict[str, dict]:
 @worlds
 @stores
 @update_intervals
-def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world, location, update_every):
+def test_rowwise_update__of_requested_rows_equals_the_dense_model(ranks, world, location, update_every) -> None:
     trial = trial_of(location, update_every, world)
     assert differences(trial, ranks(world, updates, trial=trial)) == []
 
 @worlds
 @update_intervals
-def test_HostRowStore__has_the_bits_of_the_device_store(ranks, world, update_every):
+def test_HostRowStore__has_the_bits_of_the_device_store(ranks, world, update_every) -> None:
     """Rows from the host are late, are copied through staging that is overwritten, and exist nowhere else meanwhile."""
     device, host = (ranks(world, updates, trial=trial_of(location, update_every, world)) for location in STORES)
     for mine, theirs in zip(device, host, strict=True):
@@ -73,7 +73,7 @@ def test_HostRowStore__has_the_bits_of_the_device_store(ranks, world, update_eve
 
 @worlds
 @stores
-def test_zero_grad__byte_totals_of_row_stores(ranks, world, location):
+def test_zero_grad__byte_totals_of_row_stores(ranks, world, location) -> None:
     """Every update copies the rows that any rank looked up from the owner's host memory and back."""
     trial = trial_of(location, 2, world)
     by_rank = ranks(world, updates, trial=trial)
@@ -90,18 +90,18 @@ def test_zero_grad__byte_totals_of_row_stores(ranks, world, location):
             assert (totals.get("bytes_up", 0), totals.get("bytes_down", 0)) == (expected, expected), label
 
 @stores
-def test_rowwise_update__in_bf16_to_the_bit(ranks, location):
+def test_rowwise_update__in_bf16_to_the_bit(ranks, location) -> None:
     """All sums are exact here, so that one rank and two ranks have the same bits."""
     trial = Trial(FEW, location=location, dtype="bfloat16")
     one, two = (ranks(world, updates, trial=trial) for world in (1, 2))
     assert differences(trial, one) == []
     for (label, alone), name in itertools.product(one[0].items(), ("rows", "v", "last")):
         rows = len(alone["last"])
-        together = put_together([of_rank[label][name] for of_rank in two], rows)
+        together = merge_shards([of_rank[label][name] for of_rank in two], rows)
         assert alone[name].tobytes() == together.tobytes(), f"{label}: {name}"
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
+def test_rowwise_update__compiled_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend) -> None:
     """In bf16. Sums of squares of these gradients are exact in any order."""
     graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(tg.rowwise_update, backend=graphs, dynamic=False, fullgraph=True)
@@ -133,7 +133,7 @@ ROW_BYTES = FEATURES * 8 + 8 + 4         # of f64 weights, second moment and las
 def store_of(kind: type = tg.HostRowStore, where: tg.Communicator | None = None, timeout_s: float = 60.0) -> Any:
     """Build a store of ten rows of three f64 weights. timeout_s: the timeout in force."""
     cfg = replace(preset(), dtype="float64", model_dim=FEATURES)
-    where = where or comm()
+    where = where or make_comm()
     where.timeout = timeout_s
     return kind(spec_of(ROWS, "host"), cfg, where)
 
@@ -143,7 +143,7 @@ def spec_of(rows: int, location: str) -> tg.TableSpec:
 def plans_of(*rows_by_update: Sequence[int], rows: int = ROWS) -> list[tg.RowPlan]:
     """Plan updates of these rows; an update reads each of them once."""
     spec = spec_of(rows, "host")
-    return [plan_of(spec, comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
+    return [plan_of(spec, make_comm(), [np.asarray([rows], np.int32)])[0] for rows in rows_by_update]
 
 def update(store: tg.DeviceRowStore, plan: tg.RowPlan, by: float = 1.0, number: int = 1) -> None:
     """Add to the rows of the plan, as an update does between `read_rows` and `write_back`."""
@@ -154,7 +154,7 @@ def update(store: tg.DeviceRowStore, plan: tg.RowPlan, by: float = 1.0, number: 
     store.write_back(plan, active)
 
 @pytest.mark.parametrize("prefetched", [True, False])
-def test_read_rows__has_what_the_update_before_has_changed(prefetched):
+def test_read_rows__includes_changes_of_the_previous_update(prefetched) -> None:
     store = store_of(StagedStore)
     requests = [[5], [0, 1, 2], [1, 2, 3], [], [2, 3, 4], [3, 4, 9], [9, 0, 3]]
     plans = plans_of(*requests)
@@ -169,7 +169,7 @@ def test_read_rows__has_what_the_update_before_has_changed(prefetched):
     copied = sum(map(len, requests)) * ROW_BYTES
     assert store.traffic == dict(bytes_up=copied, bytes_down=copied)
 
-def test_read_rows__keeps_no_prefetched_rows():
+def test_read_rows__frees_prefetched_rows() -> None:
     """Else both the prefetched rows and their copy with the changes of the update before would take memory."""
     store = store_of()
     first, second = plans_of([1, 2], [2, 3])
@@ -182,7 +182,7 @@ def test_read_rows__keeps_no_prefetched_rows():
     store.read_rows(second)
     assert rows() is None
 
-def test_invalidate__the_shard_is_the_truth_from_here_on():
+def test_invalidate__later_reads_return_the_shard() -> None:
     """A step that is repeated after drop_gradients reads its rows again, without the changes that were not stored."""
     store = store_of()
     first, second = plans_of([1, 2], [2, 3])
@@ -221,7 +221,7 @@ def call_next(store: tg.HostRowStore, name: str, plan: tg.RowPlan) -> None:
 @pytest.mark.parametrize("name, prefetched", [
     *((name, False) for name in NEXT_CALLS),
     *((name, True) for name in (*NEXT_CALLS, "prefetch") if name != "write_back")])       # it comes after read_rows
-def test_HostRowStore__an_error_of_its_worker_is_raised_by_the_next_call(name, prefetched):
+def test_HostRowStore__an_error_of_its_worker_is_raised_by_the_next_call(name, prefetched) -> None:
     """The worker stores rows together with the next prefetch, or when another call waits for them."""
     store = store_of(FailingOnce)
     first, second, third = plans_of([1, 2], [3, 4], [5])
@@ -232,7 +232,7 @@ def test_HostRowStore__an_error_of_its_worker_is_raised_by_the_next_call(name, p
         call_next(store, name, third)
 
 @pytest.mark.parametrize("name", ["wait_for_writes", "touched_rows"])
-def test_HostRowStore__rows_that_could_not_be_stored_are_not_forgotten(name):
+def test_HostRowStore__rows_that_could_not_be_stored_are_not_forgotten(name) -> None:
     """`write_checkpoint` goes on after an error. Either the next call raises it again, or it stores the rows."""
     store = store_of(FailingOnce)
     plan, = plans_of([1, 2])
@@ -253,7 +253,7 @@ class Slow(tg.HostRowStore):
 
 @pytest.mark.parametrize("prefetched", [False, True], ids=["", "prefetched"])
 @pytest.mark.parametrize("reader", ["read_weights", "touched_state", "wait_for_writes", "load", "invalidate"])
-def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefetched):
+def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefetched) -> None:
     store = store_of(Slow)
     first, second = plans_of([1, 2], [2, 5])
     update(store, first)
@@ -272,7 +272,7 @@ def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefet
         rows = store.shard.rows[[1, 2]]
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1]]
 
-def test_read_rows__may_be_late_while_other_ranks_compile():
+def test_read_rows__may_be_late_while_other_ranks_compile() -> None:
     """The worker waits for the GPU, which may wait for other ranks. A longer timeout may be set after the start."""
     store = store_of(Slow, timeout_s=0.01)
     plan, = plans_of([5])
@@ -280,7 +280,7 @@ def test_read_rows__may_be_late_while_other_ranks_compile():
     assert len(store.read_rows(plan).rows) == 1
 
 @pytest.mark.parametrize("name", [*NEXT_CALLS, "prefetch"])
-def test_HostRowStore__no_call_waits_longer_than_the_timeout(name):
+def test_HostRowStore__no_call_waits_longer_than_the_timeout(name) -> None:
     """The worker is stuck in a copy. No wait is a hang."""
     released = threading.Event()
 
@@ -295,7 +295,7 @@ def test_HostRowStore__no_call_waits_longer_than_the_timeout(name):
     if name == "prefetch":
         store.prefetch(second)
     try:
-        with refused(tg.RunError, "copying table rows", "host memory", "no result after 0.1 s"):
+        with expect_error(tg.RunError, "copying table rows", "host memory", "no result after 0.1 s"):
             call_next(store, name, third)
     finally:
         released.set()
@@ -305,11 +305,11 @@ def resident_mib() -> float:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a table takes its whole memory")
 @stores
-def test_ROW_STORES__a_hundred_million_rows_take_memory_for_those_that_are_touched(location):
+def test_ROW_STORES__memory_grows_only_with_touched_rows(location) -> None:
     """Beyond 2^31 elements, too; updates, the touched rows and a load."""
     rows, width = 10**8, 24
     before = resident_mib()
-    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), comm())
+    store = tg.ROW_STORES[location](spec_of(rows, location), replace(preset(), model_dim=width), make_comm())
     plans = plans_of([0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1], [5, rows - 1], rows=rows)
     for number, plan in enumerate(plans[:2], 1):
         update(store, plan, number, number)
@@ -487,7 +487,7 @@ class StorePair:
 def same_state(expected: tg.RowState, found: tg.RowState) -> None:
     assert all(x.equal(y) for x, y in zip(expected, found, strict=True)), (expected, found)
 
-def test_HostRowStore__random_sequences_of_calls_equal_the_device_store():
+def test_HostRowStore__random_sequences_of_calls_equal_the_device_store() -> None:
     seen: set[str] = set()
     for seed in range(SEQUENCES):
         pair = StorePair(seed)
@@ -631,7 +631,7 @@ def weights_of(state: tg.RowState) -> list[float]:
     assert state.rows.eq(state.rows[:, :1]).all()
     return state.rows[:, 0].tolist()
 
-def test_prefetch__waits_for_no_running_backward_pass(cuda):
+def test_prefetch__waits_for_no_running_backward_pass(cuda) -> None:
     """And no call of the main thread waits for the GPU. A write-back does, on a stream of its own."""
     store = cuda.store
     first, second, third = plans_of([1, 2], [2, 3], [3, 4])
@@ -658,7 +658,7 @@ def test_prefetch__waits_for_no_running_backward_pass(cuda):
     assert weights_of(store.shard) == [0, 11, 112, 103, 4, 5, 6, 7, 8, 9]
     assert cuda.entered == ["row-store_0"]
 
-def test_prefetch__is_not_queued_behind_a_write_back(cuda):
+def test_prefetch__is_not_queued_behind_a_write_back(cuda) -> None:
     """The worker is late: the main thread has launched the update and its write-back before the prefetch starts."""
     store = cuda.store
     first, second = plans_of([1, 2], [2, 3])
@@ -674,7 +674,7 @@ def test_prefetch__is_not_queued_behind_a_write_back(cuda):
     assert weights_of(coming) == [2, 3]
     assert weights_of(store.read_rows(second)) == [12, 3]
 
-def test_write_back__its_buffers_are_not_those_of_the_one_before(cuda):
+def test_write_back__does_not_reuse_buffers_of_the_previous_one(cuda) -> None:
     """Rows of the update before are on the host, but the worker has not stored them yet."""
     store = cuda.store
     first, second, third = plans_of([1, 2], [2, 3], [3, 1])
@@ -693,7 +693,7 @@ def test_write_back__its_buffers_are_not_those_of_the_one_before(cuda):
     store.wait_for_writes()
     assert weights_of(store.shard) == [0, 11, 112, 103, 4, 5, 6, 7, 8, 9]
 
-def test_write_back__waits_for_the_one_before_that_no_prefetch_has_passed_on(cuda):
+def test_write_back__waits_for_a_previous_one_that_no_prefetch_has_stored(cuda) -> None:
     store = cuda.store
     first, second = plans_of([1, 2], [2, 3])
     for plan, by in ((first, 10), (second, 100)):
@@ -701,7 +701,7 @@ def test_write_back__waits_for_the_one_before_that_no_prefetch_has_passed_on(cud
     store.wait_for_writes()
     assert weights_of(store.shard) == [0, 11, 102, 103, 4, 5, 6, 7, 8, 9]
 
-def test_HostRowStore__tells_the_allocator_which_streams_use_a_tensor(cuda):
+def test_HostRowStore__tells_the_allocator_which_streams_use_a_tensor(cuda) -> None:
     """Else the memory of rows would be used again before they are copied."""
     store = cuda.store
     first, second = plans_of([1, 2], [2, 3])
@@ -737,10 +737,10 @@ def tables_engine(location: str, **changes) -> tg.Engine:
     """Two tables, the second with many rows, with updates after 2 and after 4 steps."""
     many = replace(TRIPLES, rows=200_000, location=location, update_every=4)
     cfg = preset(tables=(replace(PAIRS, location=location), many), num_scheduled_steps=6, **changes)
-    return tg.Engine(cfg, comm(), tg.attention_reference, "plain")
+    return tg.Engine(cfg, make_comm(), tg.attention_reference, "plain")
 
 @stores
-def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
+def test_snapshot__has_touched_rows_and_restores_every_bit(location) -> None:
     with few_layers_and_staging():
         engine = tables_engine(location)
         restore_start = engine.snapshot()
@@ -772,7 +772,7 @@ def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(location):
         assert [traffic["bytes_up"], traffic["bytes_down"]] == expected
 
 @stores
-def test_reseed__the_second_of_two_runs_is_a_run_of_its_own(location):
+def test_reseed__a_second_run_equals_a_separate_run(location) -> None:
     """Also in bf16. Nothing of the first run is left in a table."""
     with few_layers_and_staging():
         both, alone = (tables_engine(location, dtype="bfloat16", seed=seed) for seed in (4, 5))
@@ -786,7 +786,7 @@ def test_reseed__the_second_of_two_runs_is_a_run_of_its_own(location):
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
-def test_sign_vectors__are_signs_from_a_constant_seed():
+def test_sign_vectors__are_signs_from_a_constant_seed() -> None:
     signs = tg.sign_vectors(24)
     assert signs.shape == (tg.NUM_SIGN_VECTORS + 1, 24)
     assert signs.abs().eq(1).all() and signs[-1].eq(1).all()
@@ -819,7 +819,7 @@ def losses_and_gradients(engine: tg.Engine) -> tuple[list[Tensor], tg.Batch]:
 
 @pytest.mark.parametrize("place", [None, GATED], ids=["residual stream", "value stream"])
 @pytest.mark.parametrize("signs", [0, 1], ids=["no signs", "signs"])
-def test_GPT__reads_the_table_as_a_dense_one(monkeypatch, place, signs):
+def test_GPT__uses_an_ngram_table_like_a_dense_one(monkeypatch, place, signs) -> None:
     """The same comes of recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
     line = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, layer=place)
     engine = make_engine(preset(tables=(line,), dtype="float64"))
