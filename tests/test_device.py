@@ -249,21 +249,21 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank, mode) -> None:
     """Compared with the tensors of a real engine, except for the rounding of shard sizes and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
-    trainer = make_engine(cfg, world_size, rank)
-    parts = tg.estimate_memory(cfg, trainer.comm, tg.attention_reference, cfg.seqs_per_step // world_size)
+    engine = make_engine(cfg, world_size, rank)
+    parts = tg.estimate_memory(cfg, engine.comm, tg.attention_reference, cfg.seqs_per_step // world_size)
     exact = tg.accum_dtype(getattr(torch, dtype))
-    weights = [p.data for p in trainer.model.parameters()]
-    replicated = trainer.optimizer.groups[tg.REPLICATED]
+    weights = [p.data for p in engine.model.parameters()]
+    replicated = engine.optimizer.groups[tg.REPLICATED]
     # Gradients of autograd, and the buffer in which they are reduced together.
     gradients = [torch.empty_like(p) for p in replicated.weights]
     gradients.append(torch.empty(sum(p.numel() for p in replicated.weights), dtype=exact))
-    for group in trainer.optimizer.groups.values():
+    for group in engine.optimizer.groups.values():
         if isinstance(group, tg.ShardedGroup):
             num_matrices = len(tg.bank_matrices(group.spec, group.weight))
             buffers = {id(x): x for x in (group.main_grad, group.comm_buffer)}
             gradients += [x[:num_matrices] for x in buffers.values()]
     unused = 0                                                                # elements for rows that no plan can use
-    for table in trainer.tables.values():
+    for table in engine.tables.values():
         if world_size == 1:
             gradients.append(table.grad)
         else:
@@ -276,9 +276,9 @@ def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank,
     for part, tensors in (("weights", weights), ("gradients", gradients)):
         counted = count_bytes(tensors)
         assert -0.01 * counted <= parts[part] - counted <= slack + 0.01 * counted, part
-    moments = [x for state in trainer.optimizer.state.values() for x in state.values()]
+    moments = [x for state in engine.optimizer.state.values() for x in state.values()]
     # 8 ranks share 22 MLP matrices: the last rank has 1 and the others 3.
-    mlp = trainer.optimizer.groups["mlp"]
+    mlp = engine.optimizer.groups["mlp"]
     matrix = tg.bank_matrices(mlp.spec, mlp.weight.data)[:1]
     uneven = 2 * count_bytes(tg.init_optimizer_state(mlp.spec, matrix).values()) + 1000
     assert abs(parts["moments"] - count_bytes(moments)) <= uneven * (world_size == 8)
