@@ -21,6 +21,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -34,23 +35,23 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
     trainer = sys.modules["trainer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
     train_step = trainer.train_step
-    lasted = None
+    step_seconds = None
 
-    def step_in_turn(engine, loader, values):
-        nonlocal lasted
-        if lasted is not None:
-            turns.send(lasted)                                # what stood between two steps was a part of the turn
+    def step_in_turn(engine: Any, loader: Any, step_cfg: Any) -> Any:
+        nonlocal step_seconds
+        if step_seconds is not None:
+            turns.send(step_seconds)                          # what stood between two steps was a part of the turn
         turns.recv()
-        began = time.perf_counter()
-        result = train_step(engine, loader, values)
+        start = time.perf_counter()
+        result = train_step(engine, loader, step_cfg)
         wait_for_thread(loader)                               # else it works in the other's turn
-        lasted = time.perf_counter() - began
+        step_seconds = time.perf_counter() - start
         return result
 
     trainer.train_step = step_in_turn
     trainer.main(flags)                                       # does not return
 
-def wait_for_thread(loader) -> None:
+def wait_for_thread(loader: Any) -> None:
     """Wait until the loader's thread has built the next cycle. Older trainers have a function for it."""
     if hasattr(loader, "wait"):
         loader.wait()
@@ -77,11 +78,11 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         try:
             for number, (name, (path, flags)) in enumerate(sides.items()):
-                turns[name], theirs = context.Pipe()
-                given = path, [*flags, f"--run_dir={folder}/{number}"], theirs
-                processes.append(context.Process(target=run_in_turns, args=given, daemon=True))
+                turns[name], child_end = context.Pipe()
+                process_args = path, [*flags, f"--run_dir={folder}/{number}"], child_end
+                processes.append(context.Process(target=run_in_turns, args=process_args, daemon=True))
                 processes[-1].start()
-                theirs.close()
+                child_end.close()
             for _ in range(count):
                 for name in sides:
                     times[name].append(timed_step(name, turns[name]))
@@ -99,31 +100,32 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--skip", type=int, default=20, help="pairs of steps before them")
     parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
     parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
-    asked, flags = parser.parse_known_args(argv)              # those after -- are left over
-    if flags[:1] not in ([], ["--"]) or asked.rounds < 3 or asked.pairs < 1 or asked.skip < 0:
+    args, flags = parser.parse_known_args(argv)               # those after -- are left over
+    if flags[:1] not in ([], ["--"]) or args.rounds < 3 or args.pairs < 1 or args.skip < 0:
         parser.error("flags of the trainer after --, at least 3 rounds of a pair and more")
 
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as the trainer sets it where it is the program
     sides = {}
-    for letter, path, own in zip("AB", asked.trainers, (asked.a, asked.b)):
-        sides[" ".join([letter, str(path), *own])] = path.resolve(), flags[1:] + own
+    for letter, path, side_flags in zip("AB", args.trainers, (args.a, args.b)):
+        sides[" ".join([letter, str(path), *side_flags])] = path.resolve(), flags[1:] + side_flags
     order = list(sides)
     rounds = []
-    for _ in range(asked.rounds):
-        times = step_times({name: sides[name] for name in order}, asked.skip + asked.pairs)
-        rounds.append([times[name][asked.skip:] for name in sides])
+    for _ in range(args.rounds):
+        times = step_times({name: sides[name] for name in order}, args.skip + args.pairs)
+        rounds.append([times[name][args.skip:] for name in sides])
         order.reverse()
 
     seconds = np.array(rounds)                                # (rounds, sides, pairs)
     for name, median in zip(sides, np.median(seconds, axis=(0, 2))):
         print(f"{name}: median step {1e3 * median:.1f} ms")
     by_round = np.log(seconds[:, 1] / seconds[:, 0]).mean(axis=1)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, asked.rounds - 1) * statistics.stdev(by_round) / math.sqrt(asked.rounds)
+    t = stats.t.ppf((1 + CONFIDENCE) / 2, args.rounds - 1)
+    half_width = t * statistics.stdev(by_round) / math.sqrt(args.rounds)
     mean = by_round.mean()
-    low, middle, high = 100 * np.expm1([mean - half, mean, mean + half])
+    low, middle, high = 100 * np.expm1([mean - half_width, mean, mean + half_width])
     print(f"by round: {', '.join(f'{100 * x:+.2f} %' for x in np.expm1(by_round))}")
-    print(f"B takes {middle:+.2f} % [{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval, {asked.rounds} rounds of "
-          f"{asked.pairs} pairs of steps")
+    print(f"B takes {middle:+.2f} % [{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval, {args.rounds} rounds of "
+          f"{args.pairs} pairs of steps")
 
 
 if __name__ == "__main__":

@@ -47,18 +47,18 @@ def small_pieces() -> Iterator[None]:
         yield
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the rehearsal: what one walk has compiled, the next one finds."""
     return Path(os.environ.get("DRY_RUN_CACHE") or tmp_path_factory.mktemp("cache"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
-        items.sort(key=parse_layer)
+        items.sort(key=file_order)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
-def parse_layer(item: pytest.Item) -> int:
+def file_order(item: pytest.Item) -> int:
     """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 

@@ -20,13 +20,13 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CONSTRUCTS = ("pairs", "nested", "ternaries", "lambdas", "walrus", "logic")
 AIM = dict(mean=13.5, p90=26, pairs=20, nested=1, ternaries=45, lambdas=5, walrus=3, logic=15)
 FEW_STATEMENTS = 60                      # below that, mean and p90 say little
-FREE = 2                                 # a small file may have two of anything
+ALWAYS_ALLOWED = 2                       # a small file may have two of anything
 
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 
-def token_places(source: str) -> list[tuple[int, int]]:
+def token_positions(source: str) -> list[tuple[int, int]]:
     """Return (line, column) of each token that a reader reads, those of docstrings included."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
@@ -40,15 +40,15 @@ def end_of_head(node: ast.stmt) -> tuple[int, int]:
     decorators = [(decorator.lineno, 0) for decorator in getattr(first, "decorator_list", [])]
     return min([*decorators, (first.lineno, first.col_offset)])
 
-def statement_sizes(tree: ast.Module, places: list[tuple[int, int]]) -> list[int]:
-    left_out = set(docstrings(tree))
+def statement_sizes(tree: ast.Module, positions: list[tuple[int, int]]) -> list[int]:
+    excluded = set(docstrings(tree))
     for holder in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
-        left_out |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
+        excluded |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
     sizes = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and node not in left_out:
-            first = bisect.bisect_left(places, (node.lineno, node.col_offset))
-            sizes.append(bisect.bisect_left(places, end_of_head(node)) - first)
+        if isinstance(node, ast.stmt) and node not in excluded:
+            first = bisect.bisect_left(positions, (node.lineno, node.col_offset))
+            sizes.append(bisect.bisect_left(positions, end_of_head(node)) - first)
     return sorted(sizes)
 
 def count_constructs(tree: ast.Module) -> Counter:
@@ -79,9 +79,9 @@ class Density(NamedTuple):
         """Return the names of the figures above `slack` times the aim."""
         allowed = {name: slack * most for name, most in AIM.items()}
         for name in CONSTRUCTS:
-            allowed[name] = max(allowed[name], 1000 * FREE / self.statements)
-        held = AIM if self.statements >= FEW_STATEMENTS else CONSTRUCTS
-        return [name for name in held if self.figures[name] > allowed[name]]
+            allowed[name] = max(allowed[name], 1000 * ALWAYS_ALLOWED / self.statements)
+        judged = AIM if self.statements >= FEW_STATEMENTS else CONSTRUCTS
+        return [name for name in judged if self.figures[name] > allowed[name]]
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {figure:.3g}" for name, figure in self.figures.items())
@@ -92,23 +92,23 @@ def density(source: str) -> Density:
     """Measure the text of a module, or whole statements cut out of one."""
     tree = ast.parse(source)
     lines = source.splitlines()
-    prose = docstrings(tree)
-    places = token_places(source)
+    docstring_nodes = docstrings(tree)
+    positions = token_positions(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    packed = sum(not line.strip() for line in lines)
-    packed += sum(node.end_lineno - node.lineno + 1 for node in prose)
+    packaging_lines = sum(not line.strip() for line in lines)
+    packaging_lines += sum(node.end_lineno - node.lineno + 1 for node in docstring_nodes)
     for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        packed += node.body[0].lineno - first
+        packaging_lines += node.body[0].lineno - first
     comments = sum(line.lstrip().startswith("#") for line in lines)
 
-    sizes = statement_sizes(tree, places) or [0]
+    sizes = statement_sizes(tree, positions) or [0]
     total = len(sizes)
     counts = count_constructs(tree)
     figures = dict(mean=sum(sizes) / total, p90=sizes[int(total * 0.9)])
     figures |= {name: 1000 * counts[name] / total for name in CONSTRUCTS}
-    return Density(len(lines), len(places) - len(prose), len(functions), packed / max(1, len(lines)),
-                   100 * comments / max(1, len(lines)), total, figures)
+    return Density(len(lines), len(positions) - len(docstring_nodes), len(functions),
+                   packaging_lines / max(1, len(lines)), 100 * comments / max(1, len(lines)), total, figures)
 
 
 if __name__ == "__main__":

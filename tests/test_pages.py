@@ -27,7 +27,7 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("records/2*/README.md"))],
                          ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere(page) -> None:
     for link in LINK.findall(text_of(page)):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
@@ -35,14 +35,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 @pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_citations_are_of_this_repository(page):
+def test_citations_are_of_this_repository(page) -> None:
     found = [line.strip() for line in page.read_text().splitlines() if FOREIGN.search(line)]
     assert not found
     sections = re.findall(r"^#+ ([\d.]+) ", (ROOT / "records/RECIPE.md").read_text(), re.M)
     cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
     assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
 
-def test_race_svg__follows_from_the_logs():
+def test_race_svg__follows_from_the_logs() -> None:
     spec = importlib.util.spec_from_file_location("race", ROOT / "records/guide/race.py")
     race = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(race)
@@ -50,6 +50,6 @@ def test_race_svg__follows_from_the_logs():
 
 @pytest.mark.style
 @pytest.mark.parametrize("pattern", LONGEST)
-def test_pages_are_short(pattern):
+def test_pages_are_short(pattern) -> None:
     lines = {page.name: len(page.read_text().splitlines()) for page in ROOT.glob(pattern)}
     assert lines and max(lines.values()) <= LONGEST[pattern], lines

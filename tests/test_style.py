@@ -40,7 +40,7 @@ SECTIONS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model",
 BANNER = re.compile(r"# ====== Section (\d+): (\w+) =+$")
 STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
-HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
+STRICT_FILES = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]  # to the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 
@@ -50,7 +50,7 @@ def section_number(line: int) -> int:
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
-def test_size__statements_functions_and_tokens_of_a_statement():
+def test_size__statements_functions_and_tokens_of_a_statement() -> None:
     """Lines, tokens, docstrings and comments have no limit: a limit on them makes sentences shorter than is good."""
     statements = sum(isinstance(node, ast.stmt) for node in NODES) - len(docstrings(TREE))
     assert statements <= MAX_STATEMENTS and len(FUNCTIONS) <= MAX_FUNCTIONS, (statements, len(FUNCTIONS))
@@ -60,11 +60,11 @@ def test_size__statements_functions_and_tokens_of_a_statement():
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
         assert node.end_lineno - node.lineno < limit, node.name
 
-def test_density__of_every_file(capsys):
+def test_density__of_every_file(capsys) -> None:
     """Printed for all, so that a change shows its price: of the trainer, its tools and, with their slack, the tests."""
     found = []
     missed = {}
-    for path in [*HELD, *TESTS]:
+    for path in [*STRICT_FILES, *TESTS]:
         lines = path.read_text("utf-8").splitlines()
         assert max(map(len, lines), default=0) <= MAX_COLUMNS, path.name
         of_file = density("\n".join(lines))
@@ -80,7 +80,7 @@ def test_density__of_every_file(capsys):
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
 
-def test_size__of_the_tracked_tree() -> None:
+def test_size__of_tracked_files() -> None:
     """The sum of all files that git tracks, as `git ls-files` names them."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout: which files are tracked is not known")
@@ -100,7 +100,7 @@ PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ter
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")
 
 @pytest.mark.parametrize("construct", CONSTRUCTS)
-def test_density__each_packed_construct(construct):
+def test_density__each_packed_construct(construct) -> None:
     found = density("def f():\n" + "    b = x\n" * 3 + f"    {PACKED[construct]}\n" * 3)
     counts = [found.figures[name] * 7 / 1000 for name in CONSTRUCTS]
     assert counts == pytest.approx([3 * (name == construct) for name in CONSTRUCTS])
@@ -108,7 +108,7 @@ def test_density__each_packed_construct(construct):
 
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
-def test_source__one_statement_a_line_and_no_hidden_state():
+def test_source__one_statement_a_line_and_no_hidden_state() -> None:
     """No semicolon, no body after a colon, no global, no silent assert; the environment is the last section's."""
     statements = [node for node in NODES if isinstance(node, ast.stmt)]
     assert not [node.lineno for node in statements if LINES[node.lineno - 1][:node.col_offset].strip()]
@@ -119,7 +119,7 @@ def test_source__one_statement_a_line_and_no_hidden_state():
     assert len([line for line in environ if section_number(line) == 0]) == 1
     assert {section_number(line) for line in environ} == {0, len(SECTIONS)}
 
-def test_source__no_code_in_strings_and_nothing_from_the_repository():
+def test_source__no_code_in_strings_and_nothing_from_the_repository() -> None:
     """Nothing is executed that is not written here as code; loaded files run none."""
     called = {ast.unparse(node.func) for node in CALLS}
     assert not called & {"exec", "eval", "compile", "__import__", "runpy.run_path", "pickle.load", "pickle.loads"}
@@ -129,14 +129,14 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count("\n") > 3:
             with pytest.raises(SyntaxError):                         # prose
                 ast.parse(textwrap.dedent(node.value))
-    own = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
+    project_modules = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
     imported = {node.module for node in NODES if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in NODES if isinstance(node, ast.Import) for alias in node.names}
-    assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
+    assert not {name.split(".")[0] for name in imported} & (project_modules | {"data", "records", "tests", "tools"})
 
 
 # ---- Sections -------------------------------------------------------------------------------------------------------
-def test_sections__in_order_with_banner_plan_and_tests():
+def test_sections__in_order_with_banner_plan_and_tests() -> None:
     banners = [line for line in LINES if line.startswith("# ===")]
     numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
     assert [BANNER.match(line).groups() for line in banners] == numbered
@@ -146,11 +146,11 @@ def test_sections__in_order_with_banner_plan_and_tests():
 
 def names_used(table: symtable.SymbolTable) -> set[str]:
     """Return the global names that a module-level statement reads, annotations included, nested scopes too."""
-    top = table.get_type() == "module"
-    found = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
-    return found.union(*map(names_used, table.get_children()))
+    is_module = table.get_type() == "module"
+    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_module or s.is_global())}
+    return names.union(*map(names_used, table.get_children()))
 
-def test_sections__use_only_names_that_are_defined_above():
+def test_sections__use_only_names_that_are_defined_above() -> None:
     """Inside sections, too. Only the functions of one class use each other in any order, and a function itself."""
     defined = {}                         # name -> the first line that defines it
     uses = []
@@ -167,7 +167,7 @@ def test_sections__use_only_names_that_are_defined_above():
     below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
     assert not below, "lines that use a name, and the line below them that defines it"
 
-def test_train_step__five_calls_and_a_train_that_hides_none():
+def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
     """design.md 2: the step is visible in one place, and the outline of a run has no function of its own."""
     functions = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
     calls = [ast.unparse(node.func) for node in ast.walk(functions["train_step"]) if isinstance(node, ast.Call)]
@@ -197,7 +197,7 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
             sections[code] = section_number(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
         return sections[code]
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note_call(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not section_of(frame.f_code):
             return
         caller = frame.f_back
@@ -207,8 +207,8 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
             calls.add((caller.f_code.co_qualname, section_of(caller.f_code), frame.f_code.co_qualname,
                        section_of(frame.f_code)))
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    threading.setprofile(note_call)
+    sys.setprofile(note_call)
     try:
         run()
     finally:
@@ -233,7 +233,7 @@ def traced_runs(rank: Rank) -> set[Call]:
     return calls
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_sections__no_code_calls_a_later_section(ranks, world):
+def test_sections__no_code_calls_a_later_section(ranks, world) -> None:
     """Whatever was passed or stored: a function, generator, closure or method of a later section has no caller."""
     calls = set().union(*ranks(world, traced_runs))
     named = {(caller, callee) for caller, _, callee, _ in calls}
@@ -248,7 +248,7 @@ def test_sections__no_code_calls_a_later_section(ranks, world):
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
-def test_import__definitions_and_constants_only():
+def test_import__definitions_and_constants_only() -> None:
     """But for what the file does when it is the program: at its end, and before torch is imported."""
     main = [node for node in TREE.body if isinstance(node, ast.If)]
     assert {ast.unparse(node.test) for node in main} == {"__name__ == '__main__'"} and main[-1] is TREE.body[-1]
@@ -269,7 +269,7 @@ assert torch.equal(torch.get_rng_state(), rng[0]) and (torch.get_num_threads(), 
 assert os.listdir() == []
 """
 
-def test_import__in_a_bare_process_does_nothing(tmp_path):
+def test_import__in_a_bare_process_does_nothing(tmp_path) -> None:
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""
     command = [sys.executable, "-B", "-c", IMPORT, str(ROOT)]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PATIENCE)

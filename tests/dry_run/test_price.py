@@ -31,7 +31,7 @@ KERNELS = dict(
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 RECORDS = Path(__file__).resolve().parents[2] / "records"
-MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
+MS_PER_GB = 1000 * 7 / 8 / 100           # 7/8 of a gigabyte at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
     """Of eight cards. phases: even, odd: timelines of stage 1; even_2, odd_2: of stage 2."""
@@ -40,14 +40,14 @@ def timelines(**phases: list | None) -> dict:
         parity, _, stage = name.partition("_")
         if timeline is not None:
             named[f"stage {stage or 1} {parity} step"] = dict(timeline=timeline)
-    walked = dict(phases=named, segments=dict(forward=[run("move"), run("mm")]))
-    return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walked}, steps=COUNTS)
+    walk = dict(phases=named, segments=dict(forward=[launch("move"), launch("mm")]))
+    return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walk}, steps=COUNTS)
 
-def priced(even: list, odd: list | None = None) -> dict:
+def price_even_step(even: list, odd: list | None = None) -> dict:
     found = price.price(timelines(even=even, odd=odd), RATES)
     return found["worlds"]["8"]["FA2"]["stages"]["stage 1"]["even"]
 
-def run(kernel: str, count: int = 1) -> list:
+def launch(kernel: str, count: int = 1) -> list:
     return ["run", kernel, count]
 
 def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor") -> list:
@@ -64,97 +64,99 @@ ONE_KERNEL = [                           # kernel, part, ms
     ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
 
 @pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
-def test_asked_of_card__the_largest_counts(kernel, part, ms):
-    found = priced([run(kernel)])
+def test_resource_seconds__the_largest_counts(kernel, part, ms) -> None:
+    found = price_even_step([launch(kernel)])
     assert found["ms"] == found["parts"][part] == pytest.approx(ms)
 
 STEPS = [                                # even step, odd step, ms of the even one, its parts
     # two kernels of 1 us (1.25 with slack): the floor of 3 us adds 1.75 us twice
-    ([run("tiny", 2), run("move")], None, 1.256, dict(launches=0.0035)),
+    ([launch("tiny", 2), launch("move")], None, 1.256, dict(launches=0.0035)),
     # it sets off at 1.25 ms, travels 0.02 + 8.75 ms, and meets 5 ms of kernels
-    ([run("move"), collective(1, 1.0), run("move", 4), ["wait", 1], run("move")], None, 7.5 + 3.77, {}),
-    ([collective(1, 0.1), run("move"), ["wait", 1]], None, 1.25, {}),
+    ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], None, 7.5 + 3.77, {}),
+    ([collective(1, 0.1), launch("move"), ["wait", 1]], None, 1.25, {}),
     # the second is waited for first: it comes after the whole of the first
-    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_OF_SENT_GB), {}),
-    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_OF_SENT_GB, {}),
+    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
+    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
     # the odd step launches 8.77 ms of rows and ends 1.25 ms later; the even step waits for the rest
-    ([["wait", "before 9"], run("move")], [collective(9, 1.0), run("move")], 1.25 + 0.02 + MS_OF_SENT_GB - 1.25, {}),
-    ([["repeat", 3, [["segment", "forward"], run("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
+    ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {}),
+    ([["repeat", 3, [["segment", "forward"], launch("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
 
 @pytest.mark.parametrize("even, odd, ms, parts", STEPS)
-def test_Streams__a_step_by_hand(even, odd, ms, parts):
-    found = priced(even, odd)
+def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
+    found = price_even_step(even, odd)
     assert [found["ms"], sum(found["parts"].values())] == pytest.approx([ms, ms])
     assert found["parts"] | parts == pytest.approx(found["parts"])
 
-def test_difference__by_stage_and_by_line_where_both_have_it():
+def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
     """One turned GB more in each even step of stage 1, 8 of 15; the other has no stage 2."""
-    odd = [run("move", 2)]
-    before = timelines(even=[run("move")], odd=odd, even_2=[run("move", 3)])
-    after = timelines(even=[run("move"), run("turn")], odd=odd)
+    odd = [launch("move", 2)]
+    before = timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
+    after = timelines(even=[launch("move"), launch("turn")], odd=odd)
     was = price.price(before, RATES)
     now = price.price(after, RATES)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
     assert was["worlds"]["8"]["FA2"]["run_s"] == pytest.approx(by_hand)
-    page = price.difference(was, now)
+    page = price.format_difference(was, now)
     assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page
     assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
 
-def test_load__either_form_of_a_ledger(tmp_path) -> None:
+def test_load__compressed_or_not(tmp_path) -> None:
     """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
-    made = timelines(even=[run("move")], odd=[run("move")])
-    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(made).encode()))
-    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == made
+    stored = timelines(even=[launch("move")], odd=[launch("move")])
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
+    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == stored
     published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
-    assert "no GPU has run anything" in price.text(price.price(published, price.load(price.RATES)))
+    assert "no GPU has run anything" in price.format_prediction(price.price(published, price.load(price.RATES)))
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
     for path in (tmp_path / "made.json", tmp_path / "none.json"):
         with pytest.raises(price.PriceError, match="a JSON file"):
             price.load(path)
-    assert expected_costs.ledger_in(tmp_path / "none.json") is None
+    assert expected_costs.load_expected_costs(tmp_path / "none.json") is None
 
 def write_log(folder: Path, config: dict, times: list[float]) -> None:
     """Write the log of a run whose steps take these ms."""
     steps = len(times)
     lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
-    for done, ms in enumerate(itertools.accumulate(times), 1):
-        lines.append(dict(type="step", step=done, train_time_ms=ms, train_loss=3.0))
+    for step, ms in enumerate(itertools.accumulate(times), 1):
+        lines.append(dict(type="step", step=step, train_time_ms=ms, train_loss=3.0))
     lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=sum(times)))
     lines.append(dict(type="result", val_loss=3.3, train_time_ms=sum(times), steps=steps))
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-def test_measured_page__compared_with_the_prediction(tmp_path, capsys):
+def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     """By stage, away from its ends: the steps that settle and leave take 10 times as long, and must not count."""
-    made = timelines(even=[run("move")], odd=[run("move")])
-    made["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
+    stored = timelines(even=[launch("move")], odd=[launch("move")])
+    stored["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
     write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
-    prediction = price.price(made, RATES)
-    page = price.measured_page(tmp_path, made, prediction)
+    prediction = price.price(stored, RATES)
+    page = price.format_measured_run(tmp_path, stored, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
 
     write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
-    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, stored, prediction)
+    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in page
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
     with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as the ledger's run"):
-        price.measured_page(tmp_path, made, prediction)
+        price.format_measured_run(tmp_path, stored, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 
-def test_measured_page__of_a_short_run(tmp_path):
+def test_format_measured_run__of_a_short_run(tmp_path) -> None:
     """The header has where the stages begin: 16 steps of 20 ms, 16 of 40, 8 of an extension; the ledger's are longer.
     A run that max_steps ends has no measured time of the stages it does not reach."""
-    made = timelines(even=[run("move")], odd=[run("move")], even_2=[run("move", 2)], odd_2=[run("move", 2)])
-    made["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
-    prediction = price.price(made, RATES)
+    one, two = [launch("move")], [launch("move", 2)]
+    stored = timelines(even=one, odd=one, even_2=two, odd_2=two)
+    stored["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
+    prediction = price.price(stored, RATES)
     config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
     write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
-    page = price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, stored, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
     assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
     assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
 
     write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
-    page = price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, stored, prediction)
     assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page

@@ -40,15 +40,15 @@ import day_steps
 import numpy as np
 from day_steps import HERE, ROOT, Facts, Verdict
 
-STATUSES = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}      # the worst first
-CPU_LIMIT = 300                          # s for any step: a rehearsal may have to share its cores
-PATIENCE = 5                             # s from SIGTERM to SIGKILL
-GPT2 = 50_257, 50_256                    # size of the vocabulary, document start
+EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}   # the worst first
+CPU_LIMIT_S = 300                        # s for any step: a rehearsal may have to share its cores
+GRACE_S = 5                              # s from SIGTERM to SIGKILL
+GPT2_SIZES = 50_257, 50_256              # size of the vocabulary, document start
 
 class Step(NamedTuple):
     judge: Callable[[Day, Facts], list[str]]
-    least: float                         # s that must be left for it to start
-    most: float                          # s after which it is killed
+    min_seconds: float                   # s that must be left for it to start
+    max_seconds: float                   # s after which it is killed
 
 STEPS = {                                # the most valuable first
     "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
@@ -86,19 +86,20 @@ def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path
         for child in children:
             if not has_ended(child):
                 os.killpg(child.pid, signal.SIGTERM)
-        wait_for(children, PATIENCE)
+        wait_for(children, GRACE_S)
         for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
             with contextlib.suppress(subprocess.TimeoutExpired):              # a process that the driver blocks
-                child.wait(PATIENCE)
+                child.wait(GRACE_S)
 
-def variables_of_ranks(world: int) -> list[dict[str, str]]:
+def rank_variables(world_size: int) -> list[dict[str, str]]:
     """Return what a launcher sets for each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        port = trial.getsockname()[1]
-    common = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = dict(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                  MASTER_PORT=str(port))
+    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world_size)]
 
 
 # ---- The day
@@ -128,32 +129,33 @@ class Day:
             path = self.out / f"{name}-{count}{suffix}"
         return path
 
-    def call(self, name: str, *words: str, ranks: int = 0, limit: float = math.inf, statuses: tuple = (0,)) -> str:
+    def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf,
+             ok_statuses: tuple[int, ...] = (0,)) -> str:
         """Run Python with these words, as so many ranks; 0: without a launcher's variables. Return its last lines.
         Raises Verdict for another exit status, and if there is none within the limit or by the step's deadline."""
         threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
-        variables = [dict(OMP_NUM_THREADS=str(threads)) | of_rank for of_rank in variables_of_ranks(ranks) or [{}]]
+        variables = [dict(OMP_NUM_THREADS=str(threads)) | rank_vars for rank_vars in rank_variables(ranks) or [{}]]
         seconds = min(limit, self.deadline - time.monotonic())
         output = self.free_path(name, ".txt")
-        with process_groups([sys.executable, *words], variables, output) as children:
+        with process_groups([sys.executable, *arguments], variables, output) as children:
             in_time = wait_for(children, seconds)
         lines = [line.strip() for line in output.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()]
-        last = " | ".join([line for line in lines if line][-6:])[-500:]
+        tail = " | ".join([line for line in lines if line][-6:])[-500:]
         if not in_time:
             verdict = "skipped" if time.monotonic() > self.end else "red"
-            raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {last}")
+            raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {tail}")
         status = max([child.returncode for child in children], key=abs)
-        if status not in statuses:
+        if status not in ok_statuses:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            raise Verdict("red", f"{name} {how}: {last}")
-        return last
+            raise Verdict("red", f"{name} {how}: {tail}")
+        return tail
 
-    def probe(self, probe: str, *words: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
+    def probe(self, probe: str, *arguments: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
         """Return what a probe of day_probes.py has found."""
         name = name or probe
         path = self.free_path(name, ".json")
-        words = (f"--device={self.device}", f"--out={path}", *words)
-        self.call(name, str(HERE / "day_probes.py"), probe, *words, ranks=ranks, limit=limit)
+        arguments = (f"--device={self.device}", f"--out={path}", *arguments)
+        self.call(name, str(HERE / "day_probes.py"), probe, *arguments, ranks=ranks, limit=limit)
         return json.loads(path.read_text("utf-8"))
 
     def train(self, name: str, *flags: str) -> Path:
@@ -161,60 +163,60 @@ class Day:
         folder = self.free_path(name)
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
-        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world())
+        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
         return folder
 
-    def world(self) -> int:
+    def world_size(self) -> int:
         """Return as many ranks as there are GPUs, if that divides the 8 sequences of a step."""
-        return max(world for world in (1, 2, 4, 8) if world <= max(1, self.facts["gpus"]))
+        return max(world_size for world_size in (1, 2, 4, 8) if world_size <= max(1, self.facts["gpus"]))
 
 def write_text(path: Path, kind: str) -> None:
     """Write the tokens of `pocket` as a shard of GPT-2's vocabulary: real text that needs no network."""
     # A header has 256 words of 4 bytes; 3 and 4 are vocabulary size and document start. All ids are below 2,048, so
     # that only the document start must become another one.
-    words = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
-    header, tokens = words[:512], words[512:]
-    tokens[tokens == header[8]] = GPT2[1]
-    header[6], header[8] = GPT2
-    words.tofile(path)
+    shard = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
+    header, tokens = shard[:512], shard[512:]
+    tokens[tokens == header[8]] = GPT2_SIZES[1]
+    header[6], header[8] = GPT2_SIZES
+    shard.tofile(path)
 
 def run_step(day: Day, name: str) -> Facts:
     """Run one step; an error in it becomes its verdict."""
     step = STEPS[name]
-    began = time.monotonic()
-    most = CPU_LIMIT if day.cpu else step.most
-    day.deadline = min(began + most, day.end)
+    start = time.monotonic()
+    max_seconds = CPU_LIMIT_S if day.cpu else step.max_seconds
+    day.deadline = min(start + max_seconds, day.end)
     day.figures[name] = figures = {}
     verdict = "skipped"
     if name != "preflight" and not day.facts:
         reason = "preflight is red"
-    elif day.end - began < step.least:
-        reason = f"--limit leaves {max(0, day.end - began):.0f} s, the step needs {step.least}"
+    elif day.end - start < step.min_seconds:
+        reason = f"--limit leaves {max(0, day.end - start):.0f} s, the step needs {step.min_seconds}"
     else:
         try:
             reason = "; ".join(step.judge(day, figures))
             verdict = "yellow" if reason else "green"
             if day.cpu:
                 verdict = "rehearsed"
-        except Verdict as found:
-            verdict, reason = found.args
+        except Verdict as error:
+            verdict, reason = error.args
         except Exception as error:                            # rubbish in a result, a full disk: the day goes on
             verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
     if name == "preflight" and verdict == "red":
         day.facts = {}
-    return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - began, 1), figures=figures, reason=reason)
+    return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - start, 1), figures=figures, reason=reason)
 
 
 # ---- The command
-def earlier_steps(path: Path, facts: Facts) -> dict[str, Facts]:
+def earlier_steps(path: Path, same_run: Facts) -> dict[str, Facts]:
     """Return the steps that an earlier call has left in the same folder, on the same device with the same trainer."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = json.loads(path.read_text("utf-8"))
-        if all(found[key] == value for key, value in facts.items()):
-            return {step["name"]: step for step in found["steps"] if step["verdict"] in STATUSES}
+        earlier = json.loads(path.read_text("utf-8"))
+        if all(earlier[key] == value for key, value in same_run.items()):
+            return {step["name"]: step for step in earlier["steps"] if step["verdict"] in EXIT_STATUS}
     return {}
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / f"logs/day-{time.strftime('%Y%m%d-%H%M%S')}",
@@ -235,35 +237,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
-    began = time.monotonic()
+    args = parse_args(argv)
+    start = time.monotonic()
     day = Day(args)
     path = day.out / "day.json"
-    facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
-    asked = [name for name in STEPS if name in args.parts]
-    steps = {name: step for name, step in earlier_steps(path, facts).items() if name not in asked}
+    run_facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
+    requested = [name for name in STEPS if name in args.parts]
+    steps = {name: step for name, step in earlier_steps(path, run_facts).items() if name not in requested}
     day.figures = {name: step["figures"] for name, step in steps.items()}
-    for name in asked:
+    for name in requested:
         steps[name] = run_step(day, name)
-        worst = min((step["verdict"] for step in steps.values()), key=list(STATUSES).index)
-        verdict = worst if name == asked[-1] else "unfinished"
-        part = path.with_suffix(".part")
+        worst = min((step["verdict"] for step in steps.values()), key=list(EXIT_STATUS).index)
+        verdict = worst if name == requested[-1] else "unfinished"
+        partial_path = path.with_suffix(".part")
         steps = {name: steps[name] for name in STEPS if name in steps}
-        content = facts | dict(verdict=verdict, steps=list(steps.values()))
-        part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        os.replace(part, path)
-        print(f"{time.monotonic() - began:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
+        content = run_facts | dict(verdict=verdict, steps=list(steps.values()))
+        partial_path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        os.replace(partial_path, path)
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
               flush=True)
-    bad = [f"{name} {step['verdict']}" for name, step in steps.items() if STATUSES[step["verdict"]]]
-    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{': ' if bad else ''}{', '.join(bad)}; {path}")
-    return STATUSES[worst]
+    failed = [f"{name} {step['verdict']}" for name, step in steps.items() if EXIT_STATUS[step["verdict"]]]
+    causes = f": {', '.join(failed)}" if failed else ""
+    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{causes}; {path}")
+    return EXIT_STATUS[worst]
 
-def end_by(number: int, _: object) -> None:
-    raise SystemExit(128 + number)       # `process_groups` then ends the processes of the step
+def exit_on_signal(signum: int, _: object) -> None:
+    raise SystemExit(128 + signum)       # `process_groups` then ends the processes of the step
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores SIGHUP
-            signal.signal(number, end_by)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:        # nohup ignores SIGHUP
+            signal.signal(signum, exit_on_signal)
     sys.exit(main(sys.argv[1:]))

@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 # Means and standard deviations of ten runs of the same mathematics, published with modded-nanogpt 2026-02-03_VeTuned.
 PUBLISHED = {250: (4.546, 0.005), 1547: (3.278, 0.002)}
-MATCH = 0.05                             # largest difference of a step's loss between the fast path and float32
-EQUAL = 2e-3                             # relative difference of losses between numbers of ranks
-SLOW = 1.15                              # measured over predicted
-LOW = 0.85                               # measured over assumed rates
-SLOWER = 1.1                             # an operation over plain PyTorch
+MAX_LOSS_DIFFERENCE = 0.05               # largest difference of a step's loss between the fast path and float32
+MAX_RELATIVE_DIFFERENCE = 2e-3           # relative difference of losses between numbers of ranks
+SLOW_STEP_RATIO = 1.15                   # measured over predicted
+LOW_RATE_RATIO = 0.85                    # measured over assumed rates
+SLOW_OPERATION_RATIO = 1.1               # an operation over plain PyTorch
 USABLE_MEMORY = 0.9                      # the trainer's estimate may fill this fraction of a GPU
-GUESS = math.log(50_257)                 # nats per token
+UNIFORM_LOSS = math.log(50_257)          # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
-RATES = "rates_measured.json"
-KINDS = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")       # the rate of each attention kernel
-CURE = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
+MEASURED_RATES = "rates_measured.json"
+RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # the rate of each attention kernel
+INSTALL_HINT = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
 # Pattern of a kernel's name (the first that matches counts): its group, and the part of the price that contains it.
 GROUPS = {
     r"nccl": ("communication", "exposed communication"),
@@ -49,17 +49,17 @@ GROUPS = {
 class Verdict(Exception):
     """The verdict of a step, and the reason."""
 
-def short_run(day: Day) -> list[str]:
+def short_run_flags(day: Day) -> list[str]:
     """Return flags of a run through all stages in few steps, on FineWeb or else on the text of `pocket`."""
     steps = (12, 6) if day.cpu else (60, 10)
     flags = [f"--num_scheduled_steps={steps[0]}", f"--num_extension_steps={steps[1]}", "--epochs=0", "--val_every=0"]
-    if fineweb() and not day.cpu:
+    if has_fineweb() and not day.cpu:
         return [*flags, "--val_tokens=2097152"]
     val = 512 if day.cpu else 262_144
     return [*flags, f"--train_files={day.out}/text_train.bin", f"--val_files={day.out}/text_val.bin",
             f"--val_tokens={val}", f"--val_batch_tokens={val}"]
 
-def fineweb() -> bool:
+def has_fineweb() -> bool:
     folder = ROOT / "data/fineweb10B"
     return any(folder.glob("fineweb_train_*.bin")) and any(folder.glob("fineweb_val_*.bin"))
 
@@ -77,7 +77,7 @@ def preflight(day: Day, figures: Facts) -> list[str]:
 def slow_attention(day: Day, kernel: str) -> list[str]:
     major, minor = day.facts["capability"]
     if major in (9, 10) and kernel.startswith("varlen"):
-        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {CURE}"]
+        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {INSTALL_HINT}"]
     return []
 
 def attention(day: Day, figures: Facts) -> list[str]:
@@ -87,8 +87,8 @@ def attention(day: Day, figures: Facts) -> list[str]:
     for name in day.facts["kernels"]:                         # in the order in which the trainer tries them
         try:
             found = day.probe("attention", f"--kernel={name}", name=f"attention-{name}", limit=ATTENTION_LIMIT)
-        except Verdict as crash:                              # a kernel that hangs or crashes does not hide the others
-            verdict, reason = crash.args
+        except Verdict as error:                              # a kernel that hangs or crashes does not hide the others
+            verdict, reason = error.args
             if verdict == "skipped":
                 raise
             found = dict(refused=reason)
@@ -101,12 +101,12 @@ def attention(day: Day, figures: Facts) -> list[str]:
     if not ms:
         refused = [f"{name}: {found['refused']}" for name, found in figures.items()]
         raise Verdict("red", f"no attention kernel works: {'; '.join(refused)}")
-    taken = next(iter(ms))
+    chosen = next(iter(ms))
     fastest = min(ms, key=ms.__getitem__)
-    if fastest != taken:
-        remarks.append(f"the trainer takes {taken}, {ms[taken]:.2f} ms; {fastest} takes {ms[fastest]:.2f}: "
+    if fastest != chosen:
+        remarks.append(f"the trainer takes {chosen}, {ms[chosen]:.2f} ms; {fastest} takes {ms[fastest]:.2f}: "
                        f"--attention={fastest}")
-    return remarks + slow_attention(day, figures[taken]["kernel"])
+    return remarks + slow_attention(day, figures[chosen]["kernel"])
 
 def ceilings(day: Day, figures: Facts) -> list[str]:
     """Does this card reach the rates that predictions assume? Writes DIR/rates_measured.json."""
@@ -114,7 +114,7 @@ def ceilings(day: Day, figures: Facts) -> list[str]:
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
         if "stages" in found:
-            kind = KINDS[kernel]
+            kind = RATE_BY_KERNEL[kernel]
             rates[kind] = max(rates.get(kind, 0.0), found["stages"][-1]["flop_per_s"])
     table = price.load(price.RATES)
     card = next((name for name in table["cards"] if name in day.facts["card"]), day.facts["card"])
@@ -122,12 +122,12 @@ def ceilings(day: Day, figures: Facts) -> list[str]:
     remarks = []
     for kind, rate in rates.items():
         assumed = known["rates"].get(kind, {})
-        if assumed and rate < LOW * assumed["peak"] * assumed["share"]:
-            share = rate / (assumed["peak"] * assumed["share"])
-            remarks.append(f"{kind}: {share:.2f} of the rate that predictions assume for {card}")
+        if assumed and rate < LOW_RATE_RATIO * assumed["peak"] * assumed["share"]:
+            relative = rate / (assumed["peak"] * assumed["share"])
+            remarks.append(f"{kind}: {relative:.2f} of the rate that predictions assume for {card}")
         known["rates"][kind] = dict(peak=rate, share=1.0, unit=assumed.get("unit", "1/s"), source="measured here")
     page = table | dict(cards={card: known})
-    (day.out / RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
+    (day.out / MEASURED_RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
     return remarks
 
 def operations(day: Day, figures: Facts) -> list[str]:
@@ -135,7 +135,7 @@ def operations(day: Day, figures: Facts) -> list[str]:
     folder = day.free_path("operations")
     rounds = "--rounds=1" if day.cpu else "--rounds=5"
     day.call("operations", str(HERE / "bench_gpu.py"), f"--device={day.device}", "--seed=1", f"--out={folder}", rounds,
-             statuses=(0, 1))
+             ok_statuses=(0, 1))
     found = json.loads((folder / "bench.json").read_text("utf-8"))
     if found["wrong"] or not found["kernels"]:
         raise Verdict("red", "; ".join(found["wrong"]) or "no operation was checked")
@@ -143,7 +143,7 @@ def operations(day: Day, figures: Facts) -> list[str]:
     for case in found["kernels"]:
         figures[case["name"]] = case["times"]
         ms = {way: float(text.split()[0]) for way, text in case["times"].items()}
-        if ms.get("trainer", 0.0) > SLOWER * ms.get("plain", math.inf):
+        if ms.get("trainer", 0.0) > SLOW_OPERATION_RATIO * ms.get("plain", math.inf):
             remarks.append(f"{case['name']}: {ms['trainer']:.3f} ms, plain PyTorch takes {ms['plain']:.3f}")
     return remarks
 
@@ -174,24 +174,24 @@ def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
 
 def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
     """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} if there is none."""
-    ledger = price.load(price.LEDGER)
+    costs = price.load(price.EXPECTED_COSTS)
     attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
-    world = price.kept_prediction(ledger)["worlds"].get(str(day.world()))
-    is_measured = (day.out / RATES).exists()
-    if day.cpu or world is None or not (is_measured or ledger["card"] in day.facts["card"]):
+    prediction = price.stored_prediction(costs)["worlds"].get(str(day.world_size()))
+    is_measured = (day.out / MEASURED_RATES).exists()
+    if day.cpu or prediction is None or not (is_measured or costs["card"] in day.facts["card"]):
         return {}
-    factors = dict.fromkeys(price.PARTS, 1.0)
+    scale = dict.fromkeys(price.PARTS, 1.0)
     if is_measured:
-        measured = price.load(day.out / RATES)
+        measured = price.load(day.out / MEASURED_RATES)
         card, = measured["cards"]
         rates = price.Card(measured, card).rates
-        assumed = price.Card(price.load(price.RATES), ledger["card"]).rates
+        assumed = price.Card(price.load(price.RATES), costs["card"]).rates
         kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
         for part, kind in kinds.items():
-            factors[part] = assumed[kind] / rates.get(kind, assumed[kind])
+            scale[part] = assumed[kind] / rates.get(kind, assumed[kind])
     parts = {}
-    for stage, found in world[attention_kind]["stages"].items():
-        parts[stage] = {part: factors[part] * ms for part, ms in found["mean"]["parts"].items()}
+    for stage, found in prediction[attention_kind]["stages"].items():
+        parts[stage] = {part: scale[part] * ms for part, ms in found["mean"]["parts"].items()}
     return parts
 
 def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures: Facts) -> list[str]:
@@ -206,15 +206,15 @@ def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures
         ms = price.measured_ms(span, seconds)
         expected = sum(predicted.get(stage, {}).values())
         figures[stage] = dict(ms=ms, predicted_ms=expected or None)
-        if expected and ms > SLOW * expected:
+        if expected and ms > SLOW_STEP_RATIO * expected:
             remarks.append(f"{stage}: {ms:.1f} ms a step, {ms / expected:.2f} of the predicted {expected:.1f}")
     if remarks and "stage 4" in predicted:                    # the profile is of the extension
-        more = Counter()
-        partial_path = dict(GROUPS.values()) | dict(gaps="launches")
+        excess = Counter()
+        part_of_group = dict(GROUPS.values()) | dict(gaps="launches")
         for group, ms in figures["kernels"].items():
-            more[partial_path[group]] += ms
-        more.subtract(predicted["stage 4"])
-        part, ms = more.most_common(1)[0]
+            excess[part_of_group[group]] += ms
+        excess.subtract(predicted["stage 4"])
+        part, ms = excess.most_common(1)[0]
         remarks.append(f"most of it in {part}: {ms:+.1f} ms in a profiled step of the extension")
     return remarks
 
@@ -223,7 +223,7 @@ def stages(day: Day, figures: Facts) -> list[str]:
     # The profile is of the extension, so that it slows no step of the stages whose times are compared.
     first = 14 if day.cpu else 64
     fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
-    folder = day.train("stages", *short_run(day), *fast_path, f"--profile={first}:{first + 2}")
+    folder = day.train("stages", *short_run_flags(day), *fast_path, f"--profile={first}:{first + 2}")
     (header,), (result,) = events_of(folder, "header"), events_of(folder, "result")
     losses = [event["train_loss"] for event in events_of(folder, "step")]
     estimate = re.search("^estimated memory: .*$", (folder / "log.txt").read_text("utf-8"), re.MULTILINE)[0]
@@ -241,38 +241,40 @@ def stages(day: Day, figures: Facts) -> list[str]:
         raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
     if not day.cpu and not 0.4 * mib < peak < mib / USABLE_MEMORY:
         raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
-    if not result["val_loss"] < GUESS:
-        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")
+    if not result["val_loss"] < UNIFORM_LOSS:
+        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {UNIFORM_LOSS:.3f}")
     if not predicted and not day.cpu:
-        remarks.append(f"times are not judged: no prediction for {day.world()} x {day.facts['card']}")
+        remarks.append(f"times are not judged: no prediction for {day.world_size()} x {day.facts['card']}")
     return remarks
 
 def match(day: Day, figures: Facts) -> list[str]:
     """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32, step by step?"""
     steps = 4 if day.cpu else 12
-    flags = [*short_run(day), f"--max_steps={steps}"]
+    flags = [*short_run_flags(day), f"--max_steps={steps}"]
     folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
     folders.append(day.train("match-float32", *flags, "--dtype=float32", "--head=plain", "--attention=reference",
                              "--compile=0"))
     fast, plain = ([event["train_loss"] for event in events_of(Path(folder), "step")][:steps] for folder in folders)
     differences = [a - b for a, b in zip(fast, plain, strict=True)]
     figures |= dict(fast=fast, float32=plain, differences=differences)
-    if not all(abs(difference) < MATCH for difference in differences):        # a NaN is not
-        raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, allowed +- {MATCH}")
+    if not all(abs(difference) < MAX_LOSS_DIFFERENCE for difference in differences):  # a NaN is not
+        raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, "
+                             f"allowed +- {MAX_LOSS_DIFFERENCE}")
     return []
 
 def ranks(day: Day, figures: Facts) -> list[str]:
     """Do several GPUs have the losses of one, and all ranks the same weights?"""
-    world = 2 if day.cpu else day.world()
-    if world < 2:
+    world_size = 2 if day.cpu else day.world_size()
+    if world_size < 2:
         raise Verdict("not required", "one GPU: equal ranks take two or more")
     files = f"--files={day.out}/text_train.bin"
-    one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world))
+    one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world_size))
     differences = [abs(a / b - 1) for a, b in zip(several["losses"], one["losses"], strict=True)]
-    figures |= dict(world=world, losses=one["losses"], relative_differences=differences)
-    wrong = [difference for difference in differences if not difference < EQUAL]         # a NaN is not
+    figures |= dict(world=world_size, losses=one["losses"], relative_differences=differences)
+    wrong = [difference for difference in differences if not difference < MAX_RELATIVE_DIFFERENCE]  # a NaN is not
     if wrong:
-        raise Verdict("red", f"losses of {world} ranks and of one differ by {wrong[0]:.1e}, allowed {EQUAL:.0e}")
+        raise Verdict("red", f"losses of {world_size} ranks and of one differ by {wrong[0]:.1e}, "
+                             f"allowed {MAX_RELATIVE_DIFFERENCE:.0e}")
     if len(set(several["hashes"])) != 1:
         raise Verdict("red", f"the ranks end with different weights: sha256 {several['hashes']}")
     return []
@@ -290,7 +292,7 @@ def check_loss(folder: Path, step: int, figures: Facts) -> None:
 
 def loss(day: Day, figures: Facts) -> list[str]:
     """Does the real run have the published loss at step 250?"""
-    if not fineweb() and not day.cpu:
+    if not has_fineweb() and not day.cpu:
         raise Verdict("not required", "no FineWeb here: python data/cached_fineweb10B.py 1, with a network")
     step = 5 if day.cpu else 250
     check_loss(day.train("loss", f"--max_steps={step + 1}", f"--val_every={step}"), step, figures)
@@ -313,21 +315,21 @@ def race(day: Day, figures: Facts) -> list[str]:
     """Does the whole run have the published loss at its end? Makes a record of it in DIR/records."""
     if not day.full:
         raise Verdict("not required", "--full is not given")
-    if not fineweb() and not day.cpu:
+    if not has_fineweb() and not day.cpu:
         raise Verdict("skipped", "no FineWeb here: python data/cached_fineweb10B.py 9, with a network")
-    folder = day.train("race", "--runs=3" if day.world() == 8 else "--runs=1")
+    folder = day.train("race", "--runs=3" if day.world_size() == 8 else "--runs=1")
     runs = sorted(folder.glob("seed_*")) or [folder]
     for run in runs:
-        figures[run.name] = of_run = {}
+        figures[run.name] = run_figures = {}
         result, = events_of(run, "result")
-        of_run["train_time_ms"] = result["train_time_ms"]
-        check_loss(run, result["steps"], of_run)
+        run_figures["train_time_ms"] = result["train_time_ms"]
+        check_loss(run, result["steps"], run_figures)
     remarks = []
     (day.out / "records").mkdir(exist_ok=True)
     new = ("records", "new", "Day", str(folder), "--kind=comparison", f"--records={day.out / 'records'}")
     for name, words in dict(price=("tests/price.py", f"--measured={runs[0]}"), record=new).items():
         try:
             day.call(f"race-{name}", *words)
-        except Verdict as error:                              # a page that fails does not make the run wrong
-            remarks.append(error.args[1])
+        except Verdict as failure:                            # a page that fails does not make the run wrong
+            remarks.append(failure.args[1])
     return remarks

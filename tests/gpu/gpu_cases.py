@@ -26,8 +26,8 @@ import train_gpt as tg
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TRAINER, PLAIN = "trainer", "plain"
 FRAME = 2048                             # elements before and after a framed tensor: whole lines of any alignment
-MOST_POISON = 8 << 30                    # bytes
-SLOT_OF_HEAD = 2048                      # tokens: of so many, logits fit in f64
+MAX_POISON_BYTES = 8 << 30               # bytes
+EXACT_HEAD_TOKENS = 2048                 # tokens: of so many, logits fit in f64
 
 Call = Callable[..., list[Tensor]]
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 class PoisonedAllocations(TorchDispatchMode):
     """What eager code allocates holds NaN, or the largest integer, until it is written."""
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if "empty" in func.__name__ and isinstance(found, Tensor):
             fill_with_nan(found)
@@ -76,15 +76,15 @@ def fill_free_memory(device: torch.device) -> bool:
     """Fill what the allocator will hand out next. Returns whether a new tensor holds NaN."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    large = torch.full((min(MOST_POISON, free // 2),), 255, dtype=torch.uint8, device=device)
+    large = torch.full((min(MAX_POISON_BYTES, free // 2),), 255, dtype=torch.uint8, device=device)
     small = [torch.full((1 << 19,), 255, dtype=torch.uint8, device=device) for _ in range(64)]
     del large, small
-    few = torch.empty(64, device=device)
-    many = torch.empty(1 << 22, device=device)
-    return bool(few.isnan().all() and many.isnan().all())
+    small_tensor = torch.empty(64, device=device)
+    large_tensor = torch.empty(1 << 22, device=device)
+    return bool(small_tensor.isnan().all() and large_tensor.isnan().all())
 
 @contextlib.contextmanager
-def poisoned(lab: Lab) -> Iterator[bool]:
+def poison_memory(lab: Lab) -> Iterator[bool]:
     """Memory that nobody has written holds NaN. Yields whether that is so."""
     if lab.comm.on_cuda:
         yield fill_free_memory(lab.device)
@@ -94,20 +94,20 @@ def poisoned(lab: Lab) -> Iterator[bool]:
         with PoisonedAllocations():
             yield True
 
-def framed(x: Tensor) -> tuple[Tensor, Tensor]:
+def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
     """A contiguous copy of x inside of a larger tensor of NaN, and the larger one. Integers have no frame."""
     if not x.is_floating_point():
         copy = x.clone()
         return copy, copy
-    whole = torch.empty(x.numel() + 2 * FRAME, dtype=x.dtype, device=x.device)
-    fill_with_nan(whole)
-    inside = whole[FRAME:-FRAME].view(x.shape)
+    framed_memory = torch.empty(x.numel() + 2 * FRAME, dtype=x.dtype, device=x.device)
+    fill_with_nan(framed_memory)
+    inside = framed_memory[FRAME:-FRAME].view(x.shape)
     inside.copy_(x)
-    return inside, whole
+    return inside, framed_memory
 
-def frame_is_whole(whole: Tensor) -> bool:
-    frame = torch.cat((whole[:FRAME], whole[-FRAME:]))
-    return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
+def frame_is_intact(framed_memory: Tensor) -> bool:
+    frame = torch.cat((framed_memory[:FRAME], framed_memory[-FRAME:]))
+    return not framed_memory.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 def relative(x: Tensor, exact: Tensor) -> float:
     """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
@@ -120,14 +120,14 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     errors = {}
     wrong = []
     for way, call in case.ways.items():
-        framed_inputs = [framed(x) for x in case.inputs]
-        with poisoned(lab) as is_poisoned:
+        framed_inputs = [add_frame(x) for x in case.inputs]
+        with poison_memory(lab) as is_poisoned:
             outputs = call(*(inside for inside, _ in framed_inputs))
         errors[way] = [relative(x, reference) for x, reference in zip(outputs, exact, strict=True)]
-        for number, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
+        for index, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
             if not error < bound:                                             # NaN is not
-                wrong.append(f"{name}, {way}: output {number} is off by {error:.2e}, allowed {bound:.0e}")
-        if not all(frame_is_whole(whole) for _, whole in framed_inputs):
+                wrong.append(f"{name}, {way}: output {index} is off by {error:.2e}, allowed {bound:.0e}")
+        if not all(frame_is_intact(memory) for _, memory in framed_inputs):
             wrong.append(f"{name}, {way}: writes before an input or after it")
         if not is_poisoned:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
@@ -215,10 +215,10 @@ def attention(lab: Lab, window: str, fold: int = 1) -> Case:
 def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
+    attn_args = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
     def way(attend: Callable) -> Call:
-        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
+        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, attn_args), 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
@@ -227,7 +227,7 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Ca
 def head(lab: Lab, precision: str) -> Case:
     """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
     s = lab.sizes
-    length = min(SLOT_OF_HEAD, s.T // 2)
+    length = min(EXACT_HEAD_TOKENS, s.T // 2)
     y = tg.rms_norm(lab.normal(s.T, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
     targets = lab.below(s.V, s.T // length, length)
@@ -242,10 +242,10 @@ def head(lab: Lab, precision: str) -> Case:
         return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))
 
     def exact(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, seed: Tensor) -> list[Tensor]:
-        of_slots = []
-        for rows, ids, of_rows in zip(y.split(length), targets.split(1), seed.split(length)):
-            of_slots.append(and_gradients(losses, 2)(rows, w, ids, weights, of_rows))
-        found, grads_y, grads_w = zip(*of_slots)
+        chunks = []
+        for chunk_y, chunk_targets, chunk_seed in zip(y.split(length), targets.split(1), seed.split(length)):
+            chunks.append(and_gradients(losses, 2)(chunk_y, w, chunk_targets, weights, chunk_seed))
+        found, grads_y, grads_w = zip(*chunks)
         return [torch.cat(found), torch.cat(grads_y), sum(grads_w)]
 
     bounds = 4e-3, 2e-2, 2e-2
@@ -259,21 +259,21 @@ def evaluation_head(lab: Lab) -> Case:
     y = tg.rms_norm(lab.normal(rows, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
 
-    def listed(losses: Callable) -> Call:
+    def wrap(losses: Callable) -> Call:
         def call(y: Tensor, w: Tensor, targets: Tensor) -> list[Tensor]:
             with torch.no_grad():
                 return [losses(y, w, targets)]
         return call
 
-    ways = lab.ways(tg.next_token_losses, listed)
+    ways = lab.ways(tg.next_token_losses, wrap)
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 def row_sums(lab: Lab) -> Case:
     """Some rows are read thousands of times, most are not; the last one is among them."""
     s = lab.sizes
-    found = (s.R * lab.host.random(s.T)**4).astype(np.int32)
-    found[s.T // 2:s.T // 2 + s.T // 16 + 1] = s.R - 1
-    index = torch.from_numpy(found).to(lab.device)
+    lookups = (s.R * lab.host.random(s.T)**4).astype(np.int32)
+    lookups[s.T // 2:s.T // 2 + s.T // 16 + 1] = s.R - 1
+    index = torch.from_numpy(lookups).to(lab.device)
     sums = lab.normal(s.R, s.D, dtype=F32)
     grad = lab.normal(s.T, s.D)
 
@@ -294,14 +294,14 @@ def normuon(lab: Lab, bank: str) -> Case:
     mantissa = lab.below(1 << 16, count, height, width).sub(1 << 15).to(torch.int16)
     grad = lab.normal(count, height, width)
     momentum = lab.normal(count, height, width, scale=0.5, dtype=F32)
-    second = lab.normal(count, height, 1, dtype=F32).square() / width + 1e-4
+    second_moment = lab.normal(count, height, 1, dtype=F32).square() / width + 1e-4
     lr_muls = 1 + torch.rand(count, 1, 1, generator=lab.generator, device=lab.device)
 
     def step(update: Callable, p: Tensor, mantissa: Tensor | None, state: Sequence[Tensor]) -> list[Tensor]:
-        grad, momentum, second, lr_muls = state
+        grad, momentum, second_moment, lr_muls = state
         mu, lr, decay = map(tg.cpu_scalar, (0.9, 0.02, 0.03))
-        update(p, mantissa, grad, momentum, second, 0.125, mu, lr, lr_muls, decay, 0.95)
-        return [momentum, second]
+        update(p, mantissa, grad, momentum, second_moment, 0.125, mu, lr, lr_muls, decay, 0.95)
+        return [momentum, second_moment]
 
     def in_halves(update: Callable) -> Call:
         def call(p: Tensor, mantissa: Tensor, *state: Tensor) -> list[Tensor]:
@@ -316,7 +316,7 @@ def normuon(lab: Lab, bank: str) -> Case:
         moments = step(tg.normuon_update, weight, None, state)
         return [weight - before, *moments]
 
-    return Case([p, mantissa, grad, momentum, second, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
+    return Case([p, mantissa, grad, momentum, second_moment, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
                 (0.15, 1e-6, 0.05))
 
 def adam(lab: Lab) -> Case:
@@ -346,7 +346,7 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
 
-SYNTHETIC_PREFIX = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
+SYNTHETIC_FILES = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
 
 class Run:
     """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
@@ -357,7 +357,7 @@ class Run:
         cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
         if comm.on_cuda:
             torch.cuda.empty_cache()                          # cached memory does not count as free
-            cfg = replace(cfg, train_files=SYNTHETIC_PREFIX)
+            cfg = replace(cfg, train_files=SYNTHETIC_FILES)
         cfg = replace(cfg, **changes)
         tg.check_config(cfg)
         self.comm = comm
@@ -373,11 +373,11 @@ class Run:
         cycle = self.schedule.cycle_steps
         first = self.schedule.stage_starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]
-        of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
+        cycles_of_steps = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
         loader = tg.Loader(self.cfg, self.comm, self.headers)
         with contextlib.closing(loader):
-            loader.start(of_cycles[0])
-            for of_cycle, following in zip(of_cycles, [*of_cycles[1:], []]):
-                loader.advance(following)
-                for values in of_cycle:
-                    yield tg.train_step(self.engine, loader, values)
+            loader.start(cycles_of_steps[0])
+            for cycle_steps, next_cycle in zip(cycles_of_steps, [*cycles_of_steps[1:], []]):
+                loader.advance(next_cycle)
+                for step_cfg in cycle_steps:
+                    yield tg.train_step(self.engine, loader, step_cfg)
