@@ -1,7 +1,8 @@
-"""Rehearse a run on GPUs that are not there: what it launches, moves, keeps and waits for, and what a change adds.
+"""Run the trainer on fake CUDA tensors, and compare its launches, traffic, memory and waits with the expected costs.
 
-README.md says what the flags do, what fails and how to accept growth. Status: 0; 1 for a failure; 2 for a request that
-cannot be met. DRY_RUN_CACHE names a folder that keeps what was compiled for the next call.
+README.md explains the flags, what makes the dry run fail, and how to accept a growth. Exit status: 0; 1 if something
+failed; 2 if the request cannot be met. DRY_RUN_CACHE is a folder in which compiled kernels are stored for the next
+call.
 """
 from __future__ import annotations
 
@@ -25,12 +26,12 @@ from .expected_costs import (add_prices, compact, find_failures, format_json, gr
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
-TORCH_VERSION, TRITON_VERSION = "2.13.0", "3.7.1"  # whose internals fake_cuda.py knows
-INVALID_INPUT = 2                        # status: nothing was walked
-LOG_TAIL_LINES = 30                      # shown where a walk fails
+TORCH_VERSION, TRITON_VERSION = "2.13.0", "3.7.1"  # fake_cuda.py depends on their internals
+INVALID_INPUT = 2                        # exit status
+LOG_TAIL_LINES = 30                      # printed when a walk fails
 
 def unsupported_reason() -> str:
-    """What keeps the rehearsal from running here; empty: nothing."""
+    """Return why the dry run cannot run here; "" if it can."""
     if sys.platform != "linux":
         return f"made for Linux, not {sys.platform}"
     if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
@@ -49,7 +50,7 @@ def unsupported_reason() -> str:
 
 # ---- Walks
 def run_walks(walk_args: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What walk.py finds with each of these arguments, in processes side by side."""
+    """Run walk.py once with each of these arguments, in parallel processes; return the results by name."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(TESTS))
         environment.setdefault("DRY_RUN_CACHE", folder)
@@ -71,12 +72,12 @@ def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     return walk
 
 def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
-    """What the walks of all worlds found, as one object: what a price is made of and --out writes."""
+    """Merge the walks of all world sizes into one object, from which prices are computed and which --out writes."""
     kernels: dict[str, dict] = {}
     by_world_size = {}
     for world_size, walk in walks.items():
-        steps = walk.pop("steps")                             # of the run: the same in all walks
-        kernels = walk.pop("kernels") | kernels               # Inductor may count one in two ways
+        steps = walk.pop("steps")                             # of the whole run; equal in all walks
+        kernels = walk.pop("kernels") | kernels               # Inductor may count the bytes of a kernel in two ways
         by_world_size[world_size] = dict(walk, segments={})
     launched = set()
     for walk in by_world_size.values():
@@ -89,7 +90,7 @@ def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str
                 source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
 
 
-# ---- Pages
+# ---- Output
 def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
     for world_size, world in costs["worlds"].items():
         yield f"W = {world_size}: {len(world['graphs'])} graphs"
@@ -106,11 +107,11 @@ def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
     yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
 def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], timelines: dict[str, Any]) -> str:
-    """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
+    """Add the prices to the costs. Return them as text, followed by the differences from the earlier ones."""
     try:
         rates = price.load(price.RATES)
         prediction = price.price(timelines, rates)
-    except price.PriceError as error:                         # a card without a rate for what it is asked
+    except price.PriceError as error:                         # a GPU that lacks a rate for one of its operations
         return f"no price: {error}"
     add_prices(costs, timelines, rates)
     difference = ""
@@ -143,7 +144,7 @@ def parse_numbers(text: str) -> list[str]:
     return numbers
 
 def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Timelines of the walks; none if one of them could not be made, which is said."""
+    """Return the timelines of all walks. If a walk fails, print why and return None."""
     if args.quick:
         walk_args = {"8": ["--world=8", f"--card={args.card}", "--stages=1", "--first-stage"]}
     else:

@@ -1,4 +1,4 @@
-"""What a walk counts, against counts of another kind, in a process of its own: test_dry_run.py starts it."""
+"""Compare what a walk counts with independent counts. test_dry_run.py runs this in a separate process."""
 from __future__ import annotations
 
 from . import fake_cuda  # noqa: I001  before torch
@@ -7,10 +7,10 @@ import torch
 
 from .counts import TILE, Tally, executed_tiles
 
-ROWS, WIDTH, INDEXED_ROWS = 100, 8, 5    # of a matrix in f32; rows of an index
-MATRIX_BYTES = 4 * ROWS * WIDTH          # bytes
-INDEXED_BYTES = 8 * INDEXED_ROWS + 4 * INDEXED_ROWS * WIDTH   # an index and its rows
-EXPECTED = {                             # bytes, flops
+ROWS, WIDTH, INDEXED_ROWS = 100, 8, 5    # sizes of an f32 matrix; number of indices
+MATRIX_BYTES = 4 * ROWS * WIDTH
+INDEXED_BYTES = 8 * INDEXED_ROWS + 4 * INDEXED_ROWS * WIDTH   # indices (i64) and their rows (f32)
+EXPECTED = {                             # operation -> bytes, flops
     "aten.mm": (MATRIX_BYTES + 4 * WIDTH * 3 + 4 * ROWS * 3, 2 * ROWS * WIDTH * 3), "aten.exp": (2 * MATRIX_BYTES, 0),
     "aten.zero_": (MATRIX_BYTES, 0),
     "aten.index_put_": (INDEXED_BYTES + 4 * INDEXED_ROWS * WIDTH, 0),
@@ -34,7 +34,7 @@ def check_operations(tally: Tally) -> None:
     assert found == EXPECTED, found
 
 def check_waits(tally: Tally) -> None:
-    """The host waits for a number, for copies that are not told otherwise, and for pageable memory."""
+    """The host waits for a scalar, for blocking copies, and for copies of pageable memory."""
     tally.begin("waits")
     on_device = torch.empty(4, device="cuda")
     on_device.sum().item()
@@ -46,7 +46,7 @@ def check_waits(tally: Tally) -> None:
     assert waits == WAITS, waits
 
 def check_memory(tally: Tally) -> None:
-    """Two of three buffers live at once, and a view keeps its buffer."""
+    """Two of three buffers are allocated at once, and a view prevents its buffer from being freed."""
     tally.begin("memory")
     before = tally.bytes_now
     first = torch.empty(1000, device="cuda")
@@ -59,7 +59,7 @@ def check_memory(tally: Tally) -> None:
     assert tally.phase.peak_bytes == before + 6000 and tally.bytes_now == before + third.nbytes
 
 def check_tiles() -> None:
-    """Against all pairs of query and key, one by one."""
+    """Compare with an enumeration of all pairs of query and key."""
     lengths = np.concatenate([[1, 127, 128, 129, 256, 257], np.random.default_rng(0).integers(1, 700, 6)])
     for window in (1, 127, 128, 129, 300, 10**6):
         tiles = 0

@@ -1,4 +1,4 @@
-"""What a walk counts: launches, bytes, flops, collectives, memory and waits, in the order in which they are issued."""
+"""Count launches, bytes, flops, collectives, memory and waits of a walk, in the order in which they are issued."""
 from __future__ import annotations
 
 import contextlib
@@ -22,19 +22,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
 
-MAX_NAME = 40                            # in the key of a kernel
-GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
-# Functions of the trainer whose callers say what it is about.
+MAX_NAME = 40                            # characters of a kernel's name in its key
+GRADIENT_SCRATCH = {"lm_head": 1}        # next to its main_grad, because an fp8 matmul cannot accumulate into it
+# Functions of the trainer that stand for their callers in reports.
 LOOK_THROUGH = ("synchronize", "wait_for", "happens_within", "launch")
-ALIGNMENT = 16                           # of an address that takes the widest loads and stores
-MIN_CHECKED_BYTES = 10**6                # of an argument whose loads have to be wide
-TILE = 128                               # rows and columns of a tile of attention
-linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
+ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
+MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
+TILE = 128                               # queries, and keys, of an attention tile
+linecache.getlines(tg.__file__)          # read the source now, because the file may change later
 
-# ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
+# ATen operations that run kernels of a library. The sizes m, n, k of a matmul are those of the last two dimensions.
 MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
 ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
-# Allocations and questions: they launch nothing.
+# Allocations and queries, which launch nothing.
 NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
           "_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "resize_", "sym_size", "sym_stride", "sym_numel"}
 
@@ -42,7 +42,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 def describe(x: Any) -> str:
-    """A tensor as an argument is written in a key."""
+    """Format dtype and shape of a tensor as in keys."""
     return f"{dtype_name(x.dtype)}{tuple(x.shape)}".replace(" ", "")
 
 def describe_all(tensors: list[Tensor]) -> str:
@@ -54,7 +54,9 @@ def short_digest(text: str) -> str:
 
 # ---- Bytes and flops
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
-    """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
+    """Return the compulsory traffic of an ATen operation: everything read and written once; of indexed rows only those
+    in the index.
+    """
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
     if name == "index_put_":
@@ -68,7 +70,8 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
 
 def executed_tiles(cu_seqlens: np.ndarray, window: int) -> int:
-    """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
+    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
+    """
     lengths = np.diff(cu_seqlens)
     tiles_per_document = -(-lengths // TILE)
     document_of_tile = np.repeat(np.arange(len(lengths)), tiles_per_document)
@@ -79,22 +82,22 @@ def executed_tiles(cu_seqlens: np.ndarray, window: int) -> int:
     return int(visited.sum())
 
 
-# ---- What is recorded
+# ---- Records
 @dataclass
 class Buffer:
     size: int                            # bytes
     shape: str
-    first_launch: str = ""               # the first launch that touched it
-    problem: str = ""                    # why it should not be there
-    gradient_of: str = ""                # label of the weight that it is a gradient of, by its size
+    first_launch: str = ""               # name
+    problem: str = ""                    # why it should not exist, if it should not
+    gradient_of: str = ""                # label of the weight that has the same size, during a backward pass
 
 class Phase:
-    """A stretch of the run: what the training thread issues, in its order, and memory."""
+    """A period of the run: what the training thread issues, in order, and the memory."""
     def __init__(self, bytes_now: int, live_buffers: dict[int, Buffer], stage: int | None) -> None:
-        self.stage = stage                                    # that it belongs to, if it does
+        self.stage = stage                                    # None: no stage
         self.timeline: list[list] = []
         self.collectives = 0
-        self.peak_bytes = bytes_now                           # bytes
+        self.peak_bytes = bytes_now
         self.at_peak = list(live_buffers.values())
 
     def record_launch(self, key: str) -> None:
@@ -105,29 +108,29 @@ class Phase:
             self.timeline.append(["run", key, 1])
 
 class Tally:
-    """Listens to the card and to the trainer's own calls."""
+    """Records what the fake GPU and the hooks report."""
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.kernels: dict[str, dict[str, Any]] = {}
         self.graphs: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, Phase] = {}
         self.failures: list[dict[str, str]] = []
-        self.recompile_reasons: list[str] = []       # of graphs that were compiled again
-        self.host_waits = Counter()                  # in the timed loop, by line
-        self.other_thread_waits = Counter()          # on another thread, at any time
-        self.bytes_now = 0                           # bytes on the device
-        self.in_train_loop = False                   # between the start of the race and its end
-        self.timed = False                           # and not in a validation or a checkpoint
-        self.batch: Any = None                       # whose documents attention sees
+        self.recompile_reasons: list[str] = []       # from torch's logs
+        self.host_waits = Counter()                  # in the timed loop: line -> count
+        self.other_thread_waits = Counter()          # at any time: line -> count
+        self.bytes_now = 0                           # on the device
+        self.in_train_loop = False                   # between the start and the end of the training loop
+        self.timed = False                           # in the training loop, but not in a validation or checkpoint
+        self.batch: Any = None                       # the batch that attention runs on
         self.stage = 0
-        self.row_grads: dict[int, str] = {}          # label of a table, by the address of its row gradients
-        self.table_numels: set[int] = set()          # numbers in a whole table
-        self.logits_numel = math.inf                 # (tokens of a micro-batch) x vocabulary
-        self.label_by_numel: dict[int, str] = {}     # label of a weight that owns a main_grad, by its numbers
+        self.row_grads: dict[int, str] = {}          # address of the row gradients -> label of the table
+        self.table_numels: set[int] = set()          # elements of a whole table
+        self.logits_numel = math.inf                 # tokens of a micro-batch, times vocabulary
+        self.label_by_numel: dict[int, str] = {}     # elements of a weight with a main_grad -> its label
         self.in_backward = False
         self.live_buffers: dict[int, Buffer] = {}    # by address
-        self.schedule: tg.Schedule | None = None     # once the race has begun
-        self.other_thread = False                    # what happens is the work of one that is not the training's
+        self.schedule: tg.Schedule | None = None     # set when the training loop starts
+        self.other_thread = False                    # the current code runs on another thread in a real run
         self.begin("set-up")
 
     def begin(self, name: str, stage: int | None = None) -> None:
@@ -135,7 +138,7 @@ class Tally:
 
     @contextlib.contextmanager
     def on_other_thread(self) -> Iterator[None]:
-        """Memory counts; the timeline of the training thread goes on without what happens in here."""
+        """Count the memory of the body, but add nothing to the timeline of the training thread."""
         self.other_thread = True
         try:
             yield
@@ -147,7 +150,7 @@ class Tally:
         if failure not in self.failures:
             self.failures.append(failure)
 
-    # ---- Told by the card
+    # ---- Called by the fake GPU
     def on_alloc(self, storage: Any, tensor: Tensor) -> None:
         buffer = self.live_buffers[storage._cdata] = Buffer(storage.nbytes(), describe(tensor))
         self.bytes_now += buffer.size
@@ -160,7 +163,7 @@ class Tally:
             buffer.problem = "f32 buffer of (tokens, vocabulary)"
         elif tensor.numel() in self.table_numels:
             buffer.problem = "buffer of table size"
-        elif self.in_backward and tensor.element_size() > 1:  # weights of a product in 8 bits are no gradients
+        elif self.in_backward and tensor.element_size() > 1:  # fp8 copies of weights are not gradients
             buffer.gradient_of = label = self.label_by_numel.get(tensor.numel(), "")
             count = sum(other.gradient_of == label for other in self.live_buffers.values())
             if label and count > GRADIENT_SCRATCH.get(label, 0):
@@ -171,7 +174,7 @@ class Tally:
         del self.live_buffers[address]
 
     def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
-        """The first launch that touches a buffer gives it its name."""
+        """Name buffers after the first launch that touches them."""
         for x in tensors:
             buffer = self.live_buffers.get(x.untyped_storage()._cdata)
             if buffer is None or buffer.first_launch:
@@ -191,7 +194,7 @@ class Tally:
         if not on_device:
             return
         facts = dict(kind="eager", name=f"aten.{name}", shapes=describe_all(tensors))
-        if name.removesuffix("_") in MATMULS:                # or in place
+        if name.removesuffix("_") in MATMULS:                # in-place operations too
             a, b = [x for x in tensors if x.dim() >= 2][-2:]
             shape = dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
             facts.update(kind="product", dtype=dtype_name(a.dtype), **shape, flops=2 * math.prod(shape.values()))
@@ -207,7 +210,7 @@ class Tally:
         self.count_launch(key, facts, on_device)
 
     def note_copy(self, source: Tensor, out: Tensor, non_blocking: bool, facts: dict[str, Any]) -> None:
-        """A copy between host and device waits unless it is told not to, and the host's side is pinned."""
+        """Record a copy between host and device. It waits unless it is non-blocking and the host memory is pinned."""
         if source.device.type == out.device.type:
             return
         facts.update(kind="copy", bytes=out.nbytes, shapes=f"{describe(source)} to {out.device.type}")
@@ -228,14 +231,15 @@ class Tally:
             cu_seqlens = self.cu_seqlens_of_heads(tokens)
             flops = executed_tiles(cu_seqlens, window) * TILE * TILE * 4 * width * heads
             if direction == "backward":
-                flops = flops * 5 // 2                        # five products of tiles against two
+                flops = flops * 5 // 2                        # five matmuls per tile instead of two
         qkv_like = [x for x in tensors + outputs if x.dim() == 3]
         return dict(kind="attention", name=f"attention_{direction}", tokens=tokens, flops=flops,
                     bytes=sum(x.nbytes for x in qkv_like),
                     shapes=f"{describe(query)} window={window} stage={self.stage}")
 
     def cu_seqlens_of_heads(self, tokens: int) -> np.ndarray:
-        """Bounds in one sequence of this many positions: paired layers have two for each token."""
+        """Return the document bounds in one sequence of `tokens` positions. Paired layers have two positions per token.
+        """
         host = self.batch.cu_seqlens.host.numpy().astype(np.int64)
         length = self.batch.tokens.shape[1]
         starts = np.arange(len(host))[:, None] * length
@@ -243,7 +247,7 @@ class Tally:
         return factor * np.unique(host + starts)
 
     def on_kernel_launch(self, function: str, owner: Any, warps: int, grid: tuple[int, ...], args: tuple) -> None:
-        """owner: Inductor's autotuner, if it has made the kernel."""
+        """Record a Triton kernel. owner: Inductor's autotuner, if Inductor generated the kernel."""
         tensors = [x for x in args if isinstance(x, FakeTensor)]
         facts = fake_cuda.kernel_facts[function]
         common = dict(programs=math.prod(grid), warps=warps, **facts)
@@ -253,9 +257,9 @@ class Tally:
             name = facts["name"]
             bytes_moved, rows = self.rows_traffic(tensors)
             common.update(kind="triton", bytes=bytes_moved, shapes=describe_all(tensors))
-            if rows:                                          # its other programs end at once
+            if rows:                                          # its other programs return immediately
                 common["programs"] = rows
-            context = f"{grid} {self.world_size}"             # with another number of ranks it touches other rows
+            context = f"{grid} {self.world_size}"             # with another world size it touches other rows
             key = f"{name}.{short_digest(common['shapes'] + context)}"
         else:
             key = self.add_generated_facts(owner, common, tensors)
@@ -264,11 +268,11 @@ class Tally:
         self.count_launch(key, common, tensors)
 
     def add_generated_facts(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in what Inductor knows of its kernel. Returns the key."""
+        """Add what Inductor's metadata says about its kernel. Return the key."""
         name = owner.inductor_meta["kernel_name"]
         base = re.sub(r"_\d+$", "", name)
         source = owner.fn.src.replace(name, base)
-        config = owner.launchers[0].config                    # fake_cuda.first_of_all
+        config = owner.launchers[0].config                    # see fake_cuda.rank_by_index
         trips = 1
         length = re.search(r"\br0_numel = (\d+)", source)
         if length and "R0_BLOCK" in config.kwargs:
@@ -279,8 +283,10 @@ class Tally:
         return f"{base[:MAX_NAME]}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def add_matmul_facts(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key. fused_bytes: what a pass
-        of its own over the product, in the place of its epilogue, would move."""
+        """Add the facts of a matmul kernel of section 4, whose first arguments are (m, k) and (n, k). Return the key.
+
+        fused_bytes is what a separate pass over the result would move if the kernel had no epilogue.
+        """
         left, right = tensors[:2]
         in_epilogue = sum(x.nbytes for x in unique(tensors[2:]))
         m, k = left.shape
@@ -291,8 +297,10 @@ class Tally:
         return f"{facts['name']}.{short_digest(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
-        """Bytes that a kernel of room 4 moves: its inputs, and of row gradients the rows that it touches, read and
-        written. And how many rows these are; 0 where nobody knows."""
+        """Return the bytes that a kernel of section 4 moves, and the number of rows it touches (0 if unknown).
+
+        It reads its inputs; of row gradients it reads and writes only the rows it touches.
+        """
         total = touched = 0
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
@@ -300,7 +308,8 @@ class Tally:
                 total += x.nbytes
             else:
                 row_index = self.batch.row_index[label].host.numpy()
-                fraction = tensors[1].numel() / row_index.size                # of a table with a lookup for each part
+                # A token may have several lookups.
+                fraction = tensors[1].numel() / row_index.size
                 rows = fraction * len(np.unique(row_index))
                 total += round(2 * rows * x.shape[1] * x.element_size())
                 touched = round(rows)
@@ -328,7 +337,7 @@ class Tally:
         return self.phase, self.phase.collectives
 
     def on_wait(self, work: tuple[Phase, int]) -> None:
-        """What a step before this one has launched is `before` it."""
+        """Record a wait. A collective of an earlier step is called `before` its index."""
         phase, index = work
         self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
 
@@ -342,32 +351,36 @@ class Tally:
             self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
-    """What Inductor says that its kernel moves; tensors: its arguments. At most all of them once, and those that it
-    changes in place twice: Inductor takes its first argument for one of these, too, where it has dropped one."""
+    """Return the bytes that Inductor says its kernel moves, at most all arguments once and in-place arguments twice.
+
+    tensors: its arguments. The limit is needed because Inductor mistakes its first argument for an in-place one where
+    it has removed one.
+    """
     names = [name for name in owner.fn.arg_names if "_ptr" in name]
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
 def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
-    """Large arguments of an Inductor kernel that it does not take for aligned, and so reads an element at a time."""
+    """List the large arguments that an Inductor kernel does not assume to be aligned, so that it reads single elements.
+    """
     divisibility, = owner.triton_meta["configs"]
     aligned = [i for (i,), known in divisibility.items() if ["tt.divisibility", ALIGNMENT] in known]
-    arg_types = owner.triton_meta["signature"]                # a number of the host has the name of a pointer
+    arg_types = owner.triton_meta["signature"]                # host scalars are also named as pointers
     pointers = [(i, name) for i, (name, arg_type) in enumerate(arg_types.items()) if arg_type.startswith("*")]
     large = [(i, name, x) for (i, name), x in zip(pointers, tensors, strict=True) if x.nbytes > MIN_CHECKED_BYTES]
     return [f"{name}, {describe(x)}, not divisible by {ALIGNMENT}" for i, name, x in large if i not in aligned]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
-    """Those that are given twice once, for a kernel that does not read its second look."""
+    """Remove repeated tensors, for a kernel that reads a repeated argument only once."""
     return list({id(x): x for x in tensors}.values())
 
 def fake_tensors(values: Iterable) -> list[FakeTensor]:
-    """The tensors of the card among the values, and in lists of them."""
+    """Return the fake tensors among the values and in lists of them."""
     return [x for x in fake_cuda.flat(values, {}) if isinstance(x, FakeTensor)]
 
 def trainer_line() -> str:
-    """Function and text, without its comment, of the innermost line of the trainer that is running."""
+    """Return the function and the text, without comment, of the innermost running line of the trainer."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name in LOOK_THROUGH):
         frame = frame.f_back

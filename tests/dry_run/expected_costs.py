@@ -1,12 +1,13 @@
-"""The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price.
+"""The expected costs: what a step of each stage launches, moves, sends, stores and waits for, and its price.
 
-    {"card", "flags", "attention", "steps": {stage: {parity: how many}}, "worlds": {number of GPUs: WORLD}, ...}
-    WORLD  {"graphs": {title: nodes}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
+    {"card", "flags", "attention", "steps": {stage: {parity: count}}, "worlds": {world size: WORLD}, ...}
+    WORLD  {"graphs": {title: nodes}, "host_waits": {line: count}, "failures": [...], "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS, "lines": {name: AMOUNTS, kind, ms}, "price": {attention: ms by part},
-            "at_peak": {buffers by shape and maker: [number, bytes]}}
+            "at_peak": {buffers by shape and first launch: [count, bytes]}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
 
-It is made of timelines (price.py). The file keeps the largest lines and buffers of a phase, and the others as one.
+They are computed from timelines (price.py). The file lists the largest lines and buffers of a phase by name, and the
+sum of all others.
 """
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, compressed, 
 
 FORMAT = 4
 ALWAYS_PRESENT = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
-MAX_LINES, MAX_BUFFERS = 8, 3            # of a phase, in the file
+MAX_LINES, MAX_BUFFERS = 8, 3            # per phase, in the file
 MAX_GROWTH = 0.02
 MAX_NAMED = 3
-ALLOWED_WAITS = {                        # in the timed loop, by line, and why
+ALLOWED_WAITS = {                        # in the timed loop, by line, with the reason
     "Clock.start: self.comm.synchronize()": "the clock starts and stops after what the device has done",
     "Clock.stop: self.comm.synchronize()": "the same",
     "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle back, which is there",
@@ -34,7 +35,7 @@ ALLOWED_WAITS = {                        # in the timed loop, by line, and why
 
 # ---- From timelines
 def summarize(timelines: dict[str, Any]) -> dict[str, Any]:
-    """The ledger with all its lines, and without prices."""
+    """Compute the expected costs from timelines, with all lines and without prices."""
     kernels = timelines["kernels"]
     by_world_size = {}
     for world_size, walk in timelines["worlds"].items():
@@ -56,7 +57,7 @@ def summarize(timelines: dict[str, Any]) -> dict[str, Any]:
                               most_registers=max((kernel["registers"] for kernel in compiled), default=0)))
 
 def add_prices(costs: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
-    """Of each phase with each kind of attention; of its lines with the first kind."""
+    """Add the price of each phase with each kind of attention, and the prices of its lines with the first kind."""
     card = Card(rates, timelines["card"])
     for world_size, world in costs["worlds"].items():
         for attention in card.attention:
@@ -71,7 +72,7 @@ def add_prices(costs: dict[str, Any], timelines: dict[str, Any], rates: dict[str
     costs["attention"] = card.attention
 
 def simulate_phases(timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> dict[str, Step]:
-    """What each phase takes: steps in their cycle, what is no step alone."""
+    """Simulate every phase: steps in their cycle, other phases separately."""
     steps = {}
     for stage in list_stages(timelines, world_size):
         cycle = cycle_phases(timelines, world_size, stage)
@@ -91,7 +92,7 @@ def add_amounts(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return dict(sums)
 
 def group_by_line(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
-    """What is launched, sent and waited for, by name."""
+    """Sum up launches, collectives and waits by line."""
     tokens = micro_batch_tokens(items, kernels)
     lines = {}
     for kind, *rest in items:
@@ -118,9 +119,9 @@ def group_by_line(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]
     return lines
 
 
-# ---- The file: an entry a line
+# ---- The file, with one line per entry
 def compact(costs: dict[str, Any]) -> dict[str, Any]:
-    """The ledger with the largest launches and buffers of each phase, and all that speaks to other ranks or waits."""
+    """Keep the largest launches and buffers of each phase by name, and all collectives and waits."""
     by_world_size = {}
     for world_size, world in costs["worlds"].items():
         phases = {}
@@ -134,7 +135,7 @@ def compact(costs: dict[str, Any]) -> dict[str, Any]:
     return costs | dict(worlds=by_world_size)
 
 def merge_entries(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
-    """The entries, those that are dropped as one."""
+    """Replace the dropped entries by their sum."""
     merged = {name: entry for name, entry in entries.items() if name not in dropped}
     others = [entries[name] for name in dropped]
     if others and isinstance(others[0], list):
@@ -145,14 +146,14 @@ def merge_entries(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]
     return merged
 
 def format_json(value: Any, indent: str = "") -> str:
-    """Sorted JSON; an object that holds others has a line for each."""
+    """Format as sorted JSON, with one line for each object inside an object."""
     if not isinstance(value, dict) or not any(isinstance(x, (dict, list)) for x in value.values()):
         return json.dumps(value, sort_keys=True)
     entries = [f"{indent} {json.dumps(key)}: {format_json(value[key], indent + ' ')}" for key in sorted(value)]
     return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
 def load_expected_costs(path: Path) -> dict[str, Any] | None:
-    """None if there is no file. Raises PriceError for one that is not a ledger."""
+    """Load the expected costs; None if the file does not exist. Raises PriceError for a file of another format."""
     if not compressed.stored(path).exists():
         return None
     costs = load(path)
@@ -164,7 +165,7 @@ def load_expected_costs(path: Path) -> dict[str, Any] | None:
 
 # ---- Comparison
 def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Print what changed, in what both have rehearsed. Returns, and does not print, what grew by more than it may."""
+    """Print the changes of all phases that both have. Return, without printing it, the growth beyond MAX_GROWTH."""
     too_much = []
     for world_size, world in after["worlds"].items():
         world_before = before["worlds"].get(world_size, dict(phases={}, graphs={}))
@@ -187,7 +188,7 @@ def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[s
     return too_much
 
 def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
-    """The lines or buffers that grew most; what the ledger did not keep by name counts as its others."""
+    """List the lines or buffers that grew most. Lines that the file does not name are counted as `others`."""
     phases = (phase_before, phase_after)
     if measure == "peak_bytes":
         before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in phases]
@@ -209,7 +210,7 @@ def format_amount(amount: float, measure: str) -> str:
     return f"{amount:,}"
 
 def find_failures(costs: dict[str, Any]) -> list[str]:
-    """What no update accepts."""
+    """List what --update never accepts: the failures, and host waits that are not allowed."""
     failures = []
     for world_size, world in costs["worlds"].items():
         for failure in world["failures"]:

@@ -1,11 +1,11 @@
-"""A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
+"""Predict the ms of each training step and the s of a run from timelines and a table of rates, without a GPU or torch.
 
     python tests/price.py [FILE] [--measured=logs/RUN]
 
-Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
-waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
-instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
-`dry_run.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
+Kernels run one after another on one stream and collectives on another. The first stream waits for the second where the
+trainer waits. A kernel takes as long as the slowest of the resources it uses: arithmetic, bytes, special functions,
+instructions. FILE contains either expected costs [the committed ones], with the prices stored in them, or timelines,
+which `dry_run.py --out` writes and records 04 and 06 contain. --measured adds the times of a real run.
 """
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
 from tools import compressed             # noqa: E402
 
 EXPECTED_COSTS, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
-FORMAT = 2                               # of timelines
+FORMAT = 2                               # timeline format
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
 PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication", "": ""}
-OTHERS = "others"                        # than the lines that a ledger keeps
+OTHERS = "others"                        # the sum of the lines that expected costs do not name
 ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
-SHOWN_LINES = 10                         # lines that a page shows
-SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
-MIN_SHOWN_CHANGE_S = 0.005               # s per run, of a line that is shown as changed
+SHOWN_LINES = 10                         # per table
+# Excluded at the start and at the end of a stage when measuring, because the host runs ahead there.
+SETTLING_STEPS, LEAVING_STEPS = 20, 5
+MIN_SHOWN_CHANGE_S = 0.005               # per run; smaller changes of a line are not shown
 
 class PriceError(Exception):
-    """What was found, what was expected, and what to do about it."""
+    """An error that says what was found, what was expected, and how to fix it."""
     def __init__(self, what: str, found: object, expected: object, hint: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}")
 
 def load(path: Path) -> dict[str, Any]:
-    """The object of a JSON file in either form, NAME or NAME.gz."""
+    """Load the object of a JSON file that may be compressed (NAME or NAME.gz). Raises PriceError."""
     try:
         content = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
@@ -56,7 +57,7 @@ def load(path: Path) -> dict[str, Any]:
 
 # ---- Rates
 class Card:
-    """What a card is taken to achieve, in units of one second."""
+    """The rates that a GPU is assumed to achieve, per second."""
     def __init__(self, rates: dict[str, Any], name: str) -> None:
         if name not in rates["cards"]:
             known = ", ".join(rates["cards"])
@@ -67,8 +68,8 @@ class Card:
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
-        self.slack = fixed["slack"]                                           # of every kernel
-        self.fused_pass = fixed.get("fused_pass", 0.0)                        # share of a pass that a product spares
+        self.slack = fixed["slack"]                                           # factor on the time of every kernel
+        self.fused_pass = fixed.get("fused_pass", 0.0)  # remaining fraction of a memory pass that a matmul fuses
         self.attention = [kind for kind in ATTENTION if kind in self.rates]
 
     def seconds(self, kind: str, amount: float) -> float:
@@ -81,18 +82,19 @@ class Card:
         return amount / self.rates[kind]
 
 def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
-    """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
+    """Return the seconds of one launch by resource. Resources are used in parallel, so the largest value counts."""
     memory = "memory"
-    if kernel["kind"] == "copy":                                              # to or from the host
+    if kernel["kind"] == "copy":                                              # between host and device
         memory = "host_link"
-    elif "YBLOCK" in kernel.get("block", ()):                                 # tiles: it reads and writes in two orders
+    elif "YBLOCK" in kernel.get("block", ()):  # a tiled kernel, which reads and writes in two orders
         memory = "transposing"
     seconds = {memory: card.seconds(memory, kernel["bytes"])}
     if kernel["kind"] == "attention":
         seconds[attention] = card.seconds(attention, kernel["flops"])
     elif kernel["kind"] == "product":
         precision = "float8" if kernel["dtype"].startswith("float8") else kernel["dtype"]
-        spared = card.seconds("memory", kernel.get("fused_bytes", 0))         # a pass that the product does itself
+        # The epilogue of the matmul replaces a pass over memory.
+        spared = card.seconds("memory", kernel.get("fused_bytes", 0))
         seconds[precision] = card.seconds(precision, kernel["flops"]) + card.fused_pass * spared
     elif "instructions" in kernel:
         warps = kernel["programs"] * kernel["warps"]
@@ -101,7 +103,7 @@ def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict
     return seconds
 
 def issued_per_warp(kernel: dict[str, Any], counter: str) -> int:
-    """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
+    """Count what one warp issues: the machine code once, and the body of each loop for every further iteration."""
     total = kernel[counter]
     for loop in kernel.get("loops", ()):
         total += loop[counter] * (loop.get("trips", 1) - 1)
@@ -111,13 +113,13 @@ def issued_per_warp(kernel: dict[str, Any], counter: str) -> int:
 # ---- The timeline
 @dataclass
 class Step:
-    """What one step takes: ms in all, by part, and by line."""
+    """The time of one step in ms: total, by part, and by line."""
     ms: float = 0.0
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
 
 def expand_timeline(walk: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
-    """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
+    """Yield the items of a timeline with segments and repetitions expanded. walk: the entry of one world size."""
     for item in timeline:
         if item[0] == "segment":
             yield from expand_timeline(walk, walk["segments"][item[1]])
@@ -128,16 +130,16 @@ def expand_timeline(walk: dict[str, Any], timeline: Iterable[list]) -> Iterator[
             yield item
 
 class Streams:
-    """A compute stream and a stream of collectives, in s since the first step."""
+    """Simulates a compute stream and a stream of collectives. Times are in s since the first step."""
     def __init__(self, timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> None:
         self.kernels = timelines["kernels"]
         self.walk = timelines["worlds"][world_size]
         self.ranks = int(world_size)
         self.card = card
         self.attention = attention
-        self.compute_end = 0.0                                                # when the last kernel so far ends
-        self.link_end = 0.0                                                   # when the last collective so far ends
-        self.collective_ends = {}                                             # by id: when a collective ends
+        self.compute_end = 0.0                                                # end of the last kernel
+        self.link_end = 0.0                                                   # end of the last collective
+        self.collective_ends = {}                                             # id -> end and name of a collective
         self.step = Step()
 
     def simulate(self, phase: str) -> Step:
@@ -171,15 +173,15 @@ class Streams:
         self.compute_end += seconds
 
     def start_collective(self, label: int, name: str, size: int, *_: str) -> None:
-        """It starts when all kernels before it and all collectives before it have ended."""
-        passes = 2 if name.startswith("all_reduce") else 1                    # there to sum, and back
+        """Start after all earlier kernels and all earlier collectives have ended."""
+        passes = 2 if name.startswith("all_reduce") else 1  # there to be summed, and back
         bytes_sent = passes * size * (self.ranks - 1) / self.ranks
         start = max(self.link_end, self.compute_end)
         self.link_end = start + self.card.link_latency + self.card.seconds("link", bytes_sent)
         self.collective_ends[label] = self.link_end, name
 
     def wait(self, label: int | str) -> None:
-        """label: its number, or `before` and the number that it had in the step before."""
+        """Wait for a collective. label: its index, or `before` and its index in the previous step."""
         end, name = self.collective_ends.get(label, (0.0, ""))
         exposed = end - self.compute_end
         if exposed > 0:
@@ -187,11 +189,14 @@ class Streams:
             self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
 
 def part_of_kind(kind: str) -> str:
-    """All kinds but these move memory."""
+    """Return the part of the time that a kind of kernel belongs to. All kinds that are not listed move memory."""
     return PART_OF_KIND.get(kind, "memory-bound kernels")
 
 def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
-    """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
+    """Return the number of tokens of a micro-batch; 0 if unknown.
+
+    Attention sees all of them. Paired heads see every token twice, therefore the smallest count is returned.
+    """
     token_counts = set()
     for kind, *item in items:
         if kind == "run" and kernels[item[0]]["kind"] == "attention":
@@ -199,7 +204,7 @@ def micro_batch_tokens(items: Iterable[list], kernels: dict[str, Any]) -> int:
     return min(token_counts, default=0)
 
 def line_name(kernel: dict[str, Any], tokens: int) -> str:
-    """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
+    """Return the name of a kernel's line, equal in all stages: matmuls by size, with T for the micro-batch's tokens."""
     if kernel["kind"] != "product":
         return kernel["name"]
     sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
@@ -209,7 +214,7 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 
 # ---- The prediction
 def price(timelines: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
-    """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
+    """Predict by world size and kind of attention the time of each stage (ms per step) and of the run (s)."""
     if timelines.get("format") != FORMAT:
         raise PriceError("ledger", found=f"format {timelines.get('format')}", expected=FORMAT,
                          hint="python tests/dry_run.py --out makes one")
@@ -217,7 +222,7 @@ def price(timelines: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     return build_prediction(timelines, card.attention, functools.partial(price_steps, timelines, card))
 
 def stored_prediction(costs: dict[str, Any]) -> dict[str, Any]:
-    """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
+    """Return the prediction that is stored in expected costs. It has only the lines of the first kind of attention."""
 
     def get_steps(world_size: str, attention: str, stage: str) -> dict[str, Step]:
         steps = {}
@@ -233,7 +238,7 @@ def stored_prediction(costs: dict[str, Any]) -> dict[str, Any]:
     return build_prediction(costs, costs["attention"], get_steps)
 
 def build_prediction(timelines: dict[str, Any], attentions: list[str], get_steps: Callable) -> dict[str, Any]:
-    """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
+    """Build a prediction from get_steps(world_size, attention, stage), which returns an even and an odd step."""
     by_world_size = {}
     for world_size in sorted(timelines["worlds"], key=int, reverse=True):
         by_world_size[world_size] = {}
@@ -246,7 +251,7 @@ def build_prediction(timelines: dict[str, Any], attentions: list[str], get_steps
     return dict(card=timelines["card"], worlds=by_world_size)
 
 def price_steps(timelines: dict[str, Any], card: Card, world_size: str, attention: str, stage: str) -> dict[str, Step]:
-    """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
+    """Simulate an even and an odd step of a stage after one cycle of the same. Steps without a timeline are omitted."""
     streams = Streams(timelines, world_size, card, attention)
     cycle = cycle_phases(timelines, world_size, stage)
     for name in cycle.values():
@@ -258,12 +263,12 @@ def cycle_phases(timelines: dict[str, Any], world_size: str, stage: str) -> dict
     return {parity: name for parity, name in names.items() if name in timelines["worlds"][world_size]["phases"]}
 
 def list_stages(timelines: dict[str, Any], world_size: str) -> list[str]:
-    """Those of which the ledger has a step, in their order."""
+    """List the stages that have a timeline, in order."""
     names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in timelines["worlds"][world_size]["phases"]]
     return sorted({match[1] for match in names if match})
 
 def average_steps(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
-    """Even and odd steps, and their mean by how many a run has of each."""
+    """Return the even and the odd step of a stage, and their mean weighted by how often the run takes each."""
     counts = {parity: counts.get(parity, 0) for parity in steps}
     total = sum(counts.values())
     by_parity = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
@@ -280,7 +285,7 @@ def average_steps(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, A
     return dict(steps=total, **by_parity, mean=dict(ms=mean.ms, parts=parts), lines=lines)
 
 def sum_run(stages: dict[str, Any]) -> dict[str, Any]:
-    """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
+    """Sum the steps of a run, in s: the total, by part, and the most expensive lines."""
     total = 0.0
     parts = dict.fromkeys(PARTS, 0.0)
     seconds = Counter()
@@ -300,7 +305,7 @@ def sum_run(stages: dict[str, Any]) -> dict[str, Any]:
     return dict(run_s=total, run_parts_s=parts, most_expensive=lines)
 
 
-# ---- Pages
+# ---- Output
 def format_table(head: str, rows: Iterable[Iterable[Any]]) -> str:
     lines = [head.split(" | ")]
     for row in rows:
@@ -343,9 +348,9 @@ def format_prediction(prediction: dict[str, Any]) -> str:
     return "\n\n".join(pages) + "\n"
 
 
-# ---- What a change costs
+# ---- The cost of a change
 def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
-    """Two predictions side by side, in the worlds, attentions and stages that both have."""
+    """Format two predictions side by side, for the world sizes, kinds of attention and stages that both have."""
     pages = []
     for world_size in [world_size for world_size in new["worlds"] if world_size in old["worlds"]]:
         old_world, new_world = old["worlds"][world_size], new["worlds"][world_size]
@@ -364,12 +369,12 @@ def format_difference(old: dict[str, Any], new: dict[str, Any]) -> str:
     return "\n\n".join(pages) + "\n"
 
 def stage_and_run_times(found: dict[str, Any], stages: list[str]) -> list[float]:
-    """ms of each stage's mean step, and s of a run in these stages."""
+    """Return the ms of the mean step of each stage, and the s of these stages in a run."""
     times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
     return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
 
 def changed_lines(old: dict[str, Any], new: dict[str, Any], stages: list[str]) -> list[list]:
-    """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
+    """List [line, part, additional s per run]. If a fusion changed, one line disappears and another one appears."""
     growth = Counter()
     parts = {}
     for stage in stages:
@@ -384,7 +389,7 @@ def changed_lines(old: dict[str, Any], new: dict[str, Any], stages: list[str]) -
     return [[name, parts.get(name, ""), f"{growth[name]:+.2f}"] for name in shown[:SHOWN_LINES]]
 
 def growth_by_line(old: dict[str, float], new: dict[str, float]) -> Counter:
-    """What each line has more now; a line that `was` does not keep counts among its others."""
+    """Return the growth of each line. A line that `old` does not name is counted as one of its others."""
     growth = Counter()
     for name, amount in new.items():
         growth[name if name in old or OTHERS not in old else OTHERS] += amount
@@ -392,9 +397,9 @@ def growth_by_line(old: dict[str, float], new: dict[str, float]) -> Counter:
     return growth
 
 
-# ---- A measured run beside it
+# ---- Comparison with a measured run
 def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str, Any]) -> str:
-    """The times of a training run, by its log, beside the prediction for as many GPUs."""
+    """Format the times in the log of a training run next to the prediction for the same number of GPUs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
     from tools import read
     try:
@@ -404,7 +409,7 @@ def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str,
                          hint="give log.jsonl of a run directory") from None
     counts = [sum(parities.values()) for parities in costs["steps"].values()]
     spans = stage_spans(run.facts.get("config", {}), run.total)
-    if not spans and run.total == sum(counts):                                # a log of text that has no settings
+    if not spans and run.total == sum(counts):                                # a text log without settings
         ends = list(itertools.accumulate(counts, initial=0))
         spans = [range(*pair) for pair in zip(ends, ends[1:])]
     if len(spans) != len(counts):
@@ -417,7 +422,7 @@ def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str,
                          expected=f"one of {', '.join(prediction['worlds'])}",
                          hint=f"python tests/dry_run.py --gpus={world_size}")
 
-    seconds_after = {0: 0.0}             # by number of steps done
+    seconds_after = {0: 0.0}             # number of finished steps -> s
     seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
     rows = []
     for attention, by_attention in prediction["worlds"][world_size].items():
@@ -435,9 +440,9 @@ def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str,
     return f"{title}\n\n{format_table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
 def stage_spans(config: dict[str, Any], steps: int | None) -> list[range]:
-    """Compute the steps of each stage of a run from its own settings; [] if they do not decide them."""
-    # The rule is Schedule's in train_gpt.py, which this tool does not import: all stages but the last have an even
-    # fraction of the scheduled steps. With --time_budget the clock decides where a stage begins.
+    """Compute the steps of each stage of a run from its settings; [] if the settings do not determine them."""
+    # The rule is that of Schedule in train_gpt.py, which this tool does not import: all stages but the last get an
+    # equal fraction of the scheduled steps. With --time_budget, the clock determines where a stage begins.
     stages = config.get("stages") or ()
     scheduled = config.get("num_scheduled_steps")
     if steps is None or not scheduled or len(stages) < 2 or config.get("time_budget"):
@@ -447,7 +452,7 @@ def stage_spans(config: dict[str, Any], steps: int | None) -> list[range]:
     return [range(*pair) for pair in zip(bounds, bounds[1:])]
 
 def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
-    """Compute the mean ms of a step inside a stage; None where the log has no times."""
+    """Compute the mean ms of a step inside a stage; None if the log has no times there."""
     if not span:
         return None
     first = span.start + min(SETTLING_STEPS, len(span) // 4)

@@ -1,4 +1,4 @@
-"""The rehearsal: what a run does on GPUs is what the ledger says, and what may not be is found and named."""
+"""The dry run: its counts match the expected costs, and it reports every planted mistake."""
 from __future__ import annotations
 
 import copy
@@ -17,7 +17,7 @@ from common import ROOT
 from dry_run import command, expected_costs, price
 
 REASON = command.unsupported_reason()
-TIMEOUT_S = 3600                         # s for walks on a busy machine
+TIMEOUT_S = 3600                         # for walks on a busy machine
 needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 EXPECTED_COSTS = json.loads(price.EXPECTED_COSTS.read_text())
 
@@ -37,7 +37,7 @@ def assert_succeeds(folder: Path, compile_cache: Path, *arguments: str) -> None:
 
 @pytest.fixture(scope="module")
 def quick(compile_cache: Path) -> Iterator[subprocess.Popen]:
-    """The quick part, under way: it takes a core of its own."""
+    """Start the quick dry run, which needs a core for itself."""
     with start(ROOT, compile_cache, "tests/dry_run.py", "--quick") as process:
         yield process
         process.kill()
@@ -54,13 +54,14 @@ def test_Tally__counts_agree_with_independent_counts(compile_cache, quick) -> No
 
 @needs_tool
 def test_dry_run__quick_finds_no_failure(quick) -> None:
-    """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
-    gradient beside its main_grad."""
+    """No graph break, recompile, spill or wait, no f32 buffer of (tokens, vocabulary), and no gradient next to its
+    main_grad.
+    """
     output, _ = quick.communicate(timeout=TIMEOUT_S)
     assert quick.returncode == 0 and "stage 1 odd step" in output and " 0 spill" in output, output
 
 
-# ---- Mistakes on purpose, in a copy of the trainer
+# ---- Planted mistakes, in a copy of the trainer
 STEP = "        self.optimizer.step(step_cfg)\n"
 SUMS = "            sums.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
@@ -79,7 +80,7 @@ PINNED = "pin_memory=True) for x in self.shard))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
 FIRST_GRAPHS = ["--stages=1", "--first-stage"]
-PLANTED = {                              # what is replaced, how the copy is walked, what is said: kind, where
+PLANTED = {  # name -> replacements in the source, arguments of the walk, expected messages (kind, where)
     "waits, buffers, a spill": (
         {SUMS: SUMS + "            print(float(seq_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
@@ -114,7 +115,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
 
 @pytest.mark.style
 def test_walk__every_planted_line_exists_once() -> None:
-    """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
+    """Checks the slow cases too: a mistake can no longer be planted if its line of the trainer changes."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
     counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
     assert set(counts.values()) == {1}, counts
@@ -149,9 +150,9 @@ def test_find_failures__none_in_the_expected_costs_whose_prices_have_the_present
     assert expected_costs.growth_beyond_limit(EXPECTED_COSTS, copy.deepcopy(EXPECTED_COSTS)) == []
 
 
-# ---- The command, with walks that are made up
+# ---- The command, with synthetic walks
 def make_walk(lines: int = 20, launches: int = 10, size: int = 10**6, **changes: Any) -> dict[str, Any]:
-    """What a walk says of one stage of one step: kernels k0, k1 ... of falling size, more than the ledger keeps."""
+    """Build the result of a walk with one step: kernels k0, k1, ... of decreasing size, more than the file names."""
     kernels = {}
     for i in range(lines):
         kernels[f"k{i}"] = dict(kind="generated", name=f"kernel_{i}", bytes=10**9 - i * 10**6)
@@ -163,7 +164,7 @@ def make_walk(lines: int = 20, launches: int = 10, size: int = 10**6, **changes:
 @pytest.fixture
 def run_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
                 capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
-    """rehearse(found, *flags): status and text of a call whose walks all find this, beside a ledger of its own."""
+    """Return a function that runs the command with this walk and these flags; it returns exit status and output."""
     def call(found: dict[str, Any], *flags: str) -> tuple[int, str]:
         monkeypatch.setattr(command, "run_walks", lambda jobs, _: {name: copy.deepcopy(found) for name in jobs})
         status = command.main([f"--ledger={tmp_path}/expected_costs.json", *flags])
@@ -173,7 +174,7 @@ def run_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
     assert call(make_walk(), "--update")[0] == 0
     return call
 
-GROWN = {                                # what a walk finds -> what is said, and who has grown
+GROWN = {                                # change -> walk, lines that are named
     "launches 200 -> 220": (make_walk(launches=11), ["kernel_0 +1", "others +12"]),
     "launches 200 -> 210": (make_walk(lines=21), ["others +10", "largest are now kernel_8, kernel_9"]),
     "peak_bytes 100.0 MB -> 200.0 MB": (make_walk(size=2 * 10**6), ["others +15.0 MB", "f32(8) +8.0 MB"]),
@@ -190,7 +191,7 @@ def test_growth_beyond_limit__fails_by_name_until_update_accepts_it(run_dry_run,
     assert "FA2, now" in output and "FA3, now" in output
     assert run_dry_run(found, "--update")[0] == 0 and run_dry_run(found)[0] == 0
 
-FORBIDDEN = {                            # kind -> what a walk says of it
+FORBIDDEN = {                            # kind of failure -> changes of the walk
     "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
     "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
     "host wait": dict(host_waits=dict.fromkeys(expected_costs.ALLOWED_WAITS, 3) |

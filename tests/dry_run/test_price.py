@@ -1,4 +1,4 @@
-"""The price: small timelines priced by hand, what a change costs, a measured run."""
+"""Prices: small timelines computed by hand, the cost of a change, a measured run."""
 import gzip
 import itertools
 import json
@@ -8,14 +8,15 @@ import pytest
 
 from dry_run import expected_costs, price
 
-# Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
+# Round rates: a GPU with 100 TFLOP/s and 1 TB/s that launches a kernel in 3 us, and links of 100 GB/s with a latency of
+# 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
                    special=1e12, issue=1e11, link=100e9, host_link=10e9)
 FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
 RATES = dict(fixed={name: dict(value=value) for name, value in FIXED.items()},
              cards=dict(round=dict(rates={kind: dict(peak=2 * rate, share=0.5) for kind, rate in ROUND_RATES.items()})))
 PRODUCT = dict(kind="product", name="aten.mm", dtype="bfloat16", bytes=1.0, flops=1e12, m=1024, n=64, k=64, batch=1)
-# A million programs of 4 warps: 100 instructions, of which a body of 30 turns 50 times and one of 10 five times.
+# A million programs of 4 warps with 100 instructions. A loop body of 30 runs 50 times, one of 10 five times.
 THREADS = dict(kind="generated", name="triton_red_fused", bytes=1e9, instructions=100, warps=4, programs=10**6)
 LOOPS = [dict(instructions=30, special=2, trips=50), dict(instructions=10, special=0, trips=5)]
 KERNELS = dict(
@@ -31,10 +32,10 @@ KERNELS = dict(
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 RECORDS = Path(__file__).resolve().parents[2] / "records"
-MS_PER_GB = 1000 * 7 / 8 / 100           # 7/8 of a gigabyte at 100 GB/s
+MS_PER_GB = 1000 * 7 / 8 / 100           # one GPU sends 7/8 of a gigabyte, at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
-    """Of eight cards. phases: even, odd: timelines of stage 1; even_2, odd_2: of stage 2."""
+    """Build timelines of eight GPUs. phases: even and odd for stage 1, even_2 and odd_2 for stage 2."""
     named = {}
     for name, timeline in phases.items():
         parity, _, stage = name.partition("_")
@@ -57,9 +58,9 @@ ONE_KERNEL = [                           # kernel, part, ms
     ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
     ("turn", "memory-bound kernels", 2 * 1.25), ("upload", "memory-bound kernels", 10 * 1.25),
     ("mm", "products", 10 * 1.25), ("bytes_mm", "products", 20 * 1.25), ("scaled_mm", "products", 5 * 1.25),
-    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms that a pass of its own would take
+    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms of a separate pass
     ("flash", "attention", 20 * 1.25),
-    # 40 special functions of 32 threads each at 10^12 a second, or instructions at 10^11
+    # 40 special functions of 32 threads, at 10^12 per second; or instructions, at 10^11 per second
     ("think", "memory-bound kernels", 4e6 * 40 * 32 / 1e9 * 1.25),
     ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
 
@@ -68,16 +69,16 @@ def test_resource_seconds__the_largest_counts(kernel, part, ms) -> None:
     found = price_even_step([launch(kernel)])
     assert found["ms"] == found["parts"][part] == pytest.approx(ms)
 
-STEPS = [                                # even step, odd step, ms of the even one, its parts
-    # two kernels of 1 us (1.25 with slack): the floor of 3 us adds 1.75 us twice
+STEPS = [                                # even step, odd step, ms of the even step, its parts
+    # Two kernels of 1 us (1.25 us with slack): the floor of 3 us adds 1.75 us twice.
     ([launch("tiny", 2), launch("move")], None, 1.256, dict(launches=0.0035)),
-    # it sets off at 1.25 ms, travels 0.02 + 8.75 ms, and meets 5 ms of kernels
+    # The collective starts at 1.25 ms and takes 0.02 + 8.75 ms, while kernels take 5 ms.
     ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], None, 7.5 + 3.77, {}),
     ([collective(1, 0.1), launch("move"), ["wait", 1]], None, 1.25, {}),
-    # the second is waited for first: it comes after the whole of the first
+    # The wait for the second collective comes first. The second one starts after the first one has ended.
     ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
     ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
-    # the odd step launches 8.77 ms of rows and ends 1.25 ms later; the even step waits for the rest
+    # The odd step launches a collective of 8.77 ms and ends 1.25 ms later. The even step waits for the rest.
     ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {}),
     ([["repeat", 3, [["segment", "forward"], launch("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
 
@@ -88,7 +89,7 @@ def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
     assert found["parts"] | parts == pytest.approx(found["parts"])
 
 def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
-    """One turned GB more in each even step of stage 1, 8 of 15; the other has no stage 2."""
+    """A transposed GB is added to each even step of stage 1 (8 of 15 steps). One of the two has no stage 2."""
     odd = [launch("move", 2)]
     before = timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
     after = timelines(even=[launch("move"), launch("turn")], odd=odd)
@@ -103,7 +104,7 @@ def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
     assert "stage 2" not in page
 
 def test_load__compressed_or_not(tmp_path) -> None:
-    """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
+    """Timelines in records are compressed. A file that is not a JSON object raises PriceError in both forms."""
     stored = timelines(even=[launch("move")], odd=[launch("move")])
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
     assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == stored
@@ -126,7 +127,7 @@ def write_log(folder: Path, config: dict, times: list[float]) -> None:
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
-    """By stage, away from its ends: the steps that settle and leave take 10 times as long, and must not count."""
+    """The steps at the ends of a stage take 10 times as long and must not count."""
     stored = timelines(even=[launch("move")], odd=[launch("move")])
     stored["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
@@ -144,8 +145,11 @@ def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 
 def test_format_measured_run__of_a_short_run(tmp_path) -> None:
-    """The header has where the stages begin: 16 steps of 20 ms, 16 of 40, 8 of an extension; the ledger's are longer.
-    A run that max_steps ends has no measured time of the stages it does not reach."""
+    """The header determines where stages begin: 16 steps of 20 ms, 16 of 40 ms, 8 of the extension.
+
+    The stages of the expected costs are longer. If --max_steps ends a run, stages that it does not reach have no
+    measured time.
+    """
     one, two = [launch("move")], [launch("move", 2)]
     stored = timelines(even=one, odd=one, even_2=two, odd_2=two)
     stored["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}

@@ -1,9 +1,10 @@
-"""One rank's walk through `train()` on a card that is not there; what it launches, moves, keeps and waits for.
+"""One walk: run one rank's `train()` on a fake GPU, and record what it launches, moves, stores and waits for.
 
     PYTHONPATH=tests python -m dry_run.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
 
-For a process of its own; dry_run.py starts it. Of the trainer it knows: where a run, a step, its two halves, a
-validation and a checkpoint begin (LISTENED), custom operations, weights that are sharded, tables and row stores.
+It needs a separate process, which dry_run.py starts. It depends on these facts about the trainer: which functions begin
+a run, a step, its two halves, a validation and a checkpoint (HOOKED); its custom operations; which weights are sharded;
+its tables and row stores.
 """
 from __future__ import annotations
 
@@ -31,19 +32,19 @@ from torch import Tensor
 
 from .counts import Buffer, Tally, describe, tg
 
-CYCLE_STEPS = 2                          # steps that stand for all: an even one and an odd one
-STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
-TOKEN_MARGIN = 1.3                       # more than are read: documents are cut, and shards end
-UNCOUNTED = "between"                    # a phase of which nothing is kept
-MEMORY_ONLY = {"set-up", "warm-up", "checkpoint"}             # of these, only memory is kept
+CYCLE_STEPS = 2                          # an even step and an odd step represent all others
+STEPS_PER_STAGE = 6                      # three cycles: the one that changes stages, a typical one, and the next one
+TOKEN_MARGIN = 1.3  # times the tokens that are read, because documents are truncated and shards end
+UNCOUNTED = "between"                    # name of phases that are not recorded
+MEMORY_ONLY = {"set-up", "warm-up", "checkpoint"}             # only memory is recorded in these
 
 
-# ---- Listening to the trainer: every call goes through, some lines around it
+# ---- Hooks: every call of the trainer continues normally, with code before and after it
 HOOKED = dict(train_step=tg, warm_up=tg, train_loop=tg, forward_backward=tg.Engine, backward=Tensor,
                 evaluate=tg.Engine, full_state=tg.Engine)
 
 def install_hooks(hooks: Any) -> None:
-    """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
+    """Run each hooked function of the trainer inside the hook of the same name, which gets the same arguments."""
     for name, owner in HOOKED.items():
         setattr(owner, name, wrap_in_context(getattr(hooks, name), getattr(owner, name)))
 
@@ -58,7 +59,7 @@ def find_argument(kind: type, args: tuple) -> Any:
     return next(x for x in args if isinstance(x, kind))
 
 class Hooks:
-    """What happens before and after calls of the trainer: they tell the tally where the run is."""
+    """What is done before and after calls of the trainer, to tell the tally where the run is."""
     def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
         self.tally = tally
         self.options = options
@@ -88,7 +89,7 @@ class Hooks:
         step_cfg = find_argument(tg.StepConfig, args)
         self.tally.stage = step_cfg.stage
         stage_window = engine.cfg.stages[step_cfg.stage].long_window * engine.cfg.window_block
-        final = step_cfg.long_window > stage_window           # the others are like it
+        final = step_cfg.long_window > stage_window           # the other validations are similar
         yield from self.untimed("validation final" if final else UNCOUNTED, step_cfg.stage)
 
     def full_state(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -106,13 +107,13 @@ class Hooks:
         yield from self.untimed("warm-up")
 
     def train_loop(self, *args: Any, **__: Any) -> Iterator[None]:
-        self.tally.schedule = find_argument(tg.Log, args).schedule            # which only a time budget changes
+        self.tally.schedule = find_argument(tg.Log, args).schedule            # only a time budget would change it
         start_train_loop(self.tally, find_argument(tg.Engine, args))
         yield
         self.tally.in_train_loop = self.tally.timed = False
 
 def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
-    """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
+    """Check from here on that no graph is compiled and that only tables own buffers of their size."""
     tally.in_train_loop = tally.timed = True
     torch._logging.set_logs(recompiles=True)
 
@@ -130,7 +131,7 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
         table = engine.tables[spec.label]
         row_grads = table.grad if isinstance(table, tg.LocalTable) else table.row_grads
         tally.row_grads[row_grads.untyped_storage()._cdata] = spec.label
-        if spec.tied_to_head:                                 # as large as the head, of which there are copies
+        if spec.tied_to_head:                                 # as large as the head, whose copies are allowed
             continue
         tally.table_numels |= {spec.num_rows * engine.cfg.model_dim,
                               tally.world_size * len(table.shard) * engine.cfg.model_dim}
@@ -138,7 +139,7 @@ def start_train_loop(tally: Tally, engine: tg.Engine) -> None:
 
 # ---- Graphs
 def compile_and_note(tally: Tally, options: argparse.Namespace) -> Callable:
-    """torch.compile, which notes every graph; what is not to be compiled runs as it is written."""
+    """Return a torch.compile that records every graph. Graphs that are not to be lowered run eagerly."""
     from torch._inductor import compile_fx
     torch_compile = torch.compile
 
@@ -157,7 +158,7 @@ def compile_and_note(tally: Tally, options: argparse.Namespace) -> Callable:
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "GPT.losses":
-                tally.phase.timeline.append(["mark", "forward"])        # of a micro-batch
+                tally.phase.timeline.append(["mark", "forward"])        # one micro-batch
             if isinstance(args[0], tg.Batch):
                 tally.batch = args[0]
             if not has_graph(tally, options, name):
@@ -174,7 +175,7 @@ def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
     return True
 
 def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
-    """Keep how many nodes it has; in the race it is a failure."""
+    """Record the number of nodes of a graph. During the training loop a new graph is a failure."""
     part = "backward" if facts.get("is_backward") else "forward"
     where = f"stage {tally.stage + 1}"
     if not name.startswith("GPT."):
@@ -183,17 +184,17 @@ def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: li
     if tally.in_train_loop:
         reasons = tally.recompile_reasons or ["a graph that the warm-up had not"]
         tally.fail("recompile", title, reasons[-1])
-        raise RuntimeError(f"{title} is compiled again")      # and would be so at many steps
+        raise RuntimeError(f"{title} is compiled again")      # otherwise it would recompile at every following step
     while title in tally.graphs:
         title += " again"
     nodes = tally.graphs[title] = len(module.graph.nodes)
     line = f"{time.perf_counter() - tally.began:7.1f} s  W = {tally.world_size}  {title}: {nodes} nodes"
-    print(line, file=sys.__stdout__, flush=True)              # the trainer's own lines go to stderr
+    print(line, file=sys.__stdout__, flush=True)              # the trainer prints to stderr here
 
 
 # ---- The walk
 def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
-    """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
+    """Count the even and the odd steps of each stage in the whole run. The last stage is the extension."""
     schedule = tg.Schedule(cfg)
     steps = {}
     for stage_num, (start, end) in enumerate(zip(schedule.stage_starts, schedule.stage_ends), 1):
@@ -202,7 +203,7 @@ def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
     return steps
 
 def make_flags(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
-    """A schedule of so many steps in every stage, with data to go with it."""
+    """Write data, and return flags for a schedule with this many steps in every stage."""
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
     for name, count, seed in (("train", int(TOKEN_MARGIN * tokens), 1), ("val", 2 * cfg.val_batch_tokens, 2)):
         header = np.zeros(256, "<i4")
@@ -215,13 +216,16 @@ def make_flags(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
             f"--run_dir={folder}/run"]
 
 def english_like(count: int, seed: int) -> np.ndarray:
-    """Tokens whose documents and repetitions are like those of English text. Documents: lognormal, as measured on
-    40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that gives as many distinct tokens and
-    neighbours as text has, within 5 % from 16,384 to 98,304 tokens."""
+    """Draw tokens with document lengths and repetitions like those of English text.
+
+    Document lengths are lognormal, as measured on 40,000 pages. Tokens are drawn in pairs, from a fixed list of pairs
+    or independently. This gives as many distinct tokens and bigrams as text has, within 5 % for 16,384 to 98,304
+    tokens.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(num_ids: int, exponent: float, shift: float, size: Any) -> np.ndarray:
-        """Ranks, each as often as (rank + shift)^-exponent says."""
+        """Draw ranks from 0 with probabilities proportional to (rank + 1 + shift)^-exponent."""
         weights = (np.arange(1, num_ids + 1) + shift) ** -exponent
         return np.searchsorted(np.cumsum(weights / weights.sum()), rng.random(size)).clip(0, num_ids - 1)
 
@@ -248,23 +252,27 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
-    """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
+    """Install the fake GPUs and what the trainer does differently on them. Return the mode to run the trainer in."""
     mode = fake_cuda.install(card, recorder, world_size)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     for name, operation in torch._library.custom_ops.OPDEFS.items():
         if name.startswith("train_gpt::"):
             fake_cuda.bodies[operation._opoverload] = operation._init_fn
 
-    def save_nothing(content: Any, file: Any) -> None:        # a word in the place of tensors without numbers
+    # Fake tensors have no values to save.
+    def save_nothing(content: Any, file: Any) -> None:
         file.write(b"tensors")
 
     torch.save = save_nothing
-    tg.DeviceRowStore.touched_rows = fake_cuda.returns(())      # rows without numbers do not say if they were touched
+    # Rows without values cannot tell whether they were touched.
+    tg.DeviceRowStore.touched_rows = fake_cuda.returns(())
     tg.ROW_STORES.update(host=SynchronousRowStore)
     return mode
 
 class SynchronousRowStore(tg.HostRowStore):
-    """Its worker's jobs wait, in order, until the walked thread wants a result: no other thread knows the card."""
+    """A row store whose worker runs its jobs in order when their results are needed, because only one thread uses the
+    fakes.
+    """
     def __init__(self, *args: Any) -> None:
         self.jobs: list[tuple[Future, Callable, tuple]] = []
         super().__init__(*args)
@@ -280,7 +288,7 @@ class SynchronousRowStore(tg.HostRowStore):
         while not future.done():
             next_future, call, args = self.jobs.pop(0)
             with fake_cuda.mode.recorder.on_other_thread():
-                next_future.set_result(call(*args))           # an exception surfaces here
+                next_future.set_result(call(*args))           # raises here if the job fails
         return Future.result(future)
 
 def walk(options: argparse.Namespace) -> dict[str, Any]:
@@ -311,7 +319,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             with mode, contextlib.redirect_stdout(sys.stderr):
                 comm = tg.init_distributed(cfg_of_walk)
                 tg.train(cfg_of_walk, comm, tg.ExitHandler(), Path(tg.__file__).read_bytes())
-        except tg.TrainerError as error:                      # a card on which the preset does not fit
+        except tg.TrainerError as error:                      # for example a GPU on which the preset does not fit
             return dict(error=str(error))
         except Exception as error:
             traceback.print_exc()
@@ -321,13 +329,14 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     return dict(collect_result(tally, options.stages), steps=steps_by_stage(cfg), **ended)
 
 def find_cause(error: Exception) -> tuple[str, str, str]:
-    """Kind, line of the trainer and message of what ended the walk."""
+    """Return the kind of the failure, the line of the trainer and the message of the exception that ended the walk."""
     kinds = {torch._dynamo.exc.Unsupported: "graph break",
              torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
              torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
     kind = next((name for error_type, name in kinds.items() if isinstance(error, error_type)), type(error).__name__)
     frames = traceback.extract_tb(error.__traceback__)
-    traced_frames = getattr(error, "real_stack", None) or ()  # what was being traced lies deeper than what was called
+    # A line that was being traced is deeper than the line that was called.
+    traced_frames = getattr(error, "real_stack", None) or ()
     lines = ["outside of the trainer"]
     lines += [f"{frame.name}: {frame.line}" for frame in (*frames, *traced_frames) if frame.filename == tg.__file__]
     message = str(error).strip().splitlines() or [""]
@@ -341,7 +350,7 @@ def collect_result(tally: Tally, stages: str) -> dict[str, Any]:
             continue
         timeline = [] if name in MEMORY_ONLY else phase.timeline
         phases[name] = dict(timeline=timeline, peak_bytes=phase.peak_bytes, at_peak=group_buffers(phase.at_peak))
-    for kernel in tally.kernels.values():                   # documents differ from step to step
+    for kernel in tally.kernels.values():                   # averages, because documents differ from step to step
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
@@ -349,7 +358,7 @@ def collect_result(tally: Tally, stages: str) -> dict[str, Any]:
                 waits_elsewhere=tally.other_thread_waits, failures=tally.failures)
 
 def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
-    """Number and bytes of buffers by shape and first launch."""
+    """Count buffers and their bytes by shape and first launch."""
     groups: dict[str, list[int]] = {}
     for buffer in buffers:
         group = groups.setdefault(f"{buffer.shape} of {buffer.first_launch or 'nothing yet'}", [0, 0])
@@ -358,11 +367,12 @@ def group_buffers(buffers: list[Buffer]) -> dict[str, list[int]]:
     return groups
 
 def step_phase(schedule: tg.Schedule, step: int) -> str:
-    """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
+    """Return the phase of a step. The last cycle of a stage whose next cycle is in the same stage represents the stage.
+    """
     if step == schedule.untie_step:
         return "untie step"
     stage_idx = schedule.stage_at(step)
-    steps_to_end = schedule.stage_ends[stage_idx] - step  # from the end
+    steps_to_end = schedule.stage_ends[stage_idx] - step
     steady = min(2 * CYCLE_STEPS, schedule.stage_ends[stage_idx] - schedule.stage_starts[stage_idx])
     if not 0 <= steady - steps_to_end < CYCLE_STEPS:
         return UNCOUNTED
