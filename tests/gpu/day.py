@@ -1,23 +1,25 @@
-"""Check and measure this machine's GPUs with one command: is the trainer right here, and as fast as predicted?
+"""Check and measure this machine's GPUs with one command: is the trainer correct here, and as fast as predicted?
 
     python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS] [--full]
-    python tests/gpu/day.py --device=cpu          rehearse: the same code at tiny sizes, on a machine without a GPU
+    python tests/gpu/day.py --device=cpu          dry run: the same code at tiny sizes, on a machine without a GPU
 
-It needs torch, numpy and the repository, but no network. Every step is a process with a time limit; its whole process
-group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is replaced
-atomically after each step. A second call with the same DIR and other --parts retains the steps it does not repeat.
+It needs torch, numpy and the repository, but no network. Every step is a process with a time limit, and its whole
+process group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is
+replaced atomically after each step. A second call with the same DIR and other --parts retains the steps that it does
+not repeat.
 
 | verdict | meaning | exit status |
 |---|---|---|
-| green | right, and as fast as expected | 0 |
-| rehearsed | on a CPU: the code ran to its end and its results could be read; they do not describe a GPU | 0 |
+| green | correct, and as fast as expected | 0 |
+| dry run | on a CPU: the code finished and its results were readable; they do not describe a GPU | 0 |
 | not required | this machine cannot run the step, or --full is not given | 0 |
-| yellow | right, but slower or other than expected | 3 |
-| skipped | asked for, but not run to its end: --limit is used up, preflight is red, or something is missing | 1 |
-| red | wrong results, unreadable results, a crash, or no end within the time limit | 1 |
+| yellow | correct, but slower or otherwise different than expected | 3 |
+| skipped | requested, but not finished: --limit is used up, preflight is red, or something is missing | 1 |
+| red | wrong or unreadable results, a crash, or not finished within the time limit | 1 |
 
-Each verdict but green has a reason. The day has the worst verdict of its steps, and that exit status; 2 is a bad
-command line. --parts asks for steps [all]; preflight always runs. A step starts only if --limit leaves its least time.
+Each verdict except green has a reason. The day has the worst verdict of its steps, and the exit status of that verdict;
+2 is an invalid command line. --parts selects steps [all]; preflight always runs. A step starts only if --limit leaves
+the time it needs at least.
 """
 from __future__ import annotations
 
@@ -40,17 +42,17 @@ import day_steps
 import numpy as np
 from day_steps import HERE, ROOT, Facts, Verdict
 
-EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}   # the worst first
-CPU_LIMIT_S = 300                        # s for any step: a rehearsal may have to share its cores
-GRACE_S = 5                              # s from SIGTERM to SIGKILL
-GPT2_SIZES = 50_257, 50_256              # size of the vocabulary, document start
+EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}  # from worst to best
+CPU_LIMIT_S = 300                        # for any step, because a dry run may share its cores
+GRACE_S = 5                              # between SIGTERM and SIGKILL
+GPT2_SIZES = 50_257, 50_256              # vocabulary size, BOS id
 
 class Step(NamedTuple):
     judge: Callable[[Day, Facts], list[str]]
-    min_seconds: float                   # s that must be left for it to start
-    max_seconds: float                   # s after which it is killed
+    min_seconds: float                   # that must be left when it starts
+    max_seconds: float                   # until it is killed
 
-STEPS = {                                # the most valuable first
+STEPS = {                                # most valuable first
     "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
     "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
     "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
@@ -60,11 +62,11 @@ STEPS = {                                # the most valuable first
 
 # ---- Processes
 def has_ended(child: subprocess.Popen) -> bool:
-    """Look without reaping: while its leader is a zombie, no other process can get the id of the group."""
+    """Return whether a child has ended, without reaping it: no other process can reuse the group id of a zombie."""
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
-    """Return whether all children have ended in time."""
+    """Wait for all children; return whether they ended in time."""
     deadline = time.monotonic() + seconds
     while not all(map(has_ended, children)):
         if time.monotonic() > deadline:
@@ -74,7 +76,7 @@ def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path) -> Iterator[list[subprocess.Popen]]:
-    """Start the command once per rank, with these variables. At the end no process of any group is left."""
+    """Start the command once per rank, with these environment variables. On exit, kill all processes of all groups."""
     children = []
     try:
         with open(output, "wb") as file:
@@ -90,11 +92,11 @@ def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path
         for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):              # a process that the driver blocks
+            with contextlib.suppress(subprocess.TimeoutExpired):              # blocked in the driver
                 child.wait(GRACE_S)
 
 def rank_variables(world_size: int) -> list[dict[str, str]]:
-    """Return what a launcher sets for each rank."""
+    """Return the environment variables that a launcher sets, for each rank."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     common = dict(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
@@ -104,7 +106,7 @@ def rank_variables(world_size: int) -> list[dict[str, str]]:
 
 # ---- The day
 class Day:
-    """Folder, device, facts of preflight and results of earlier steps, and how a step starts its processes."""
+    """Directory, device, facts from preflight and results of earlier steps. Starts the processes of a step."""
     def __init__(self, args: argparse.Namespace) -> None:
         self.out: Path = args.out
         self.device: str = args.device
@@ -113,7 +115,7 @@ class Day:
         self.end = time.monotonic() + (args.limit or math.inf)
         self.deadline = math.inf                              # when the current step is killed
         self.facts: Facts = {}
-        self.figures: dict[str, Facts] = {}                   # by step, of this call or of an earlier one
+        self.figures: dict[str, Facts] = {}                   # step -> figures, of this call or an earlier one
         for kind in ("train", "val"):
             write_text(self.out / f"text_{kind}.bin", kind)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -121,7 +123,7 @@ class Day:
         os.environ["PYTHONUNBUFFERED"] = "1"
 
     def free_path(self, name: str, suffix: str = "") -> Path:
-        """Return a path in DIR that does not exist: nothing is overwritten or removed."""
+        """Return a path in DIR that does not exist, so that nothing is overwritten."""
         path = self.out / f"{name}{suffix}"
         count = 1
         while os.path.lexists(path):
@@ -131,8 +133,11 @@ class Day:
 
     def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf,
              ok_statuses: tuple[int, ...] = (0,)) -> str:
-        """Run Python with these words, as so many ranks; 0: without a launcher's variables. Return its last lines.
-        Raises Verdict for another exit status, and if there is none within the limit or by the step's deadline."""
+        """Run Python with these arguments on `ranks` ranks, and return the last lines of the output.
+
+        ranks: 0 runs one process without a launcher's variables. Raises Verdict if the exit status is not in
+        ok_statuses, or if the processes do not end within `limit` or by the deadline of the step.
+        """
         threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
         variables = [dict(OMP_NUM_THREADS=str(threads)) | rank_vars for rank_vars in rank_variables(ranks) or [{}]]
         seconds = min(limit, self.deadline - time.monotonic())
@@ -151,7 +156,7 @@ class Day:
         return tail
 
     def probe(self, probe: str, *arguments: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
-        """Return what a probe of day_probes.py has found."""
+        """Run a probe of day_probes.py and return its result."""
         name = name or probe
         path = self.free_path(name, ".json")
         arguments = (f"--device={self.device}", f"--out={path}", *arguments)
@@ -159,7 +164,7 @@ class Day:
         return json.loads(path.read_text("utf-8"))
 
     def train(self, name: str, *flags: str) -> Path:
-        """Run the trainer with preset `record`, on a CPU `tiny`. Return its run directory."""
+        """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory."""
         folder = self.free_path(name)
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
@@ -167,13 +172,15 @@ class Day:
         return folder
 
     def world_size(self) -> int:
-        """Return as many ranks as there are GPUs, if that divides the 8 sequences of a step."""
+        """Return the largest of 1, 2, 4 and 8 that is at most the number of GPUs: it must divide the 8 sequences of a
+        step.
+        """
         return max(world_size for world_size in (1, 2, 4, 8) if world_size <= max(1, self.facts["gpus"]))
 
 def write_text(path: Path, kind: str) -> None:
-    """Write the tokens of `pocket` as a shard of GPT-2's vocabulary: real text that needs no network."""
-    # A header has 256 words of 4 bytes; 3 and 4 are vocabulary size and document start. All ids are below 2,048, so
-    # that only the document start must become another one.
+    """Write the tokens of `pocket` as a shard with GPT-2's vocabulary. This is real text that needs no download."""
+    # A header has 256 words of 4 bytes; words 3 and 4 are the vocabulary size and the BOS id. All token ids of pocket
+    # are below 2,048, so only the BOS id must be replaced.
     shard = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
     header, tokens = shard[:512], shard[512:]
     tokens[tokens == header[8]] = GPT2_SIZES[1]
@@ -181,7 +188,7 @@ def write_text(path: Path, kind: str) -> None:
     shard.tofile(path)
 
 def run_step(day: Day, name: str) -> Facts:
-    """Run one step; an error in it becomes its verdict."""
+    """Run one step and return its result. An exception becomes its verdict."""
     step = STEPS[name]
     start = time.monotonic()
     max_seconds = CPU_LIMIT_S if day.cpu else step.max_seconds
@@ -200,7 +207,8 @@ def run_step(day: Day, name: str) -> Facts:
                 verdict = "rehearsed"
         except Verdict as error:
             verdict, reason = error.args
-        except Exception as error:                            # rubbish in a result, a full disk: the day goes on
+        # Results may be unreadable, or the disk full. The day continues.
+        except Exception as error:
             verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
     if name == "preflight" and verdict == "red":
         day.facts = {}
@@ -209,7 +217,7 @@ def run_step(day: Day, name: str) -> Facts:
 
 # ---- The command
 def earlier_steps(path: Path, same_run: Facts) -> dict[str, Facts]:
-    """Return the steps that an earlier call has left in the same folder, on the same device with the same trainer."""
+    """Load the steps of an earlier call in the same directory, on the same device and with the same trainer."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         earlier = json.loads(path.read_text("utf-8"))
         if all(earlier[key] == value for key, value in same_run.items()):

@@ -1,4 +1,4 @@
-"""Measure one thing on this machine, for day.py, which runs each probe as a process with a time limit.
+"""Measure one thing on this machine. day.py runs each probe as a process with a time limit.
 
     python tests/gpu/day_probes.py PROBE --device=cuda|cpu --out=FILE.json [...]
 
@@ -36,19 +36,19 @@ import train_gpt as tg
 
 Facts = dict[str, Any]
 BF16 = torch.bfloat16
-TILE = 128                               # queries and keys of an attention tile, as the price counts them
-ROUNDS = 20                              # timings of a rate; the median counts
+TILE = 128                               # queries, and keys, of an attention tile, as in the prices
+ROUNDS = 20                              # timings per rate; the median counts
 PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
 QUERIED = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "mig.mode.current",
            "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active")
 SLOWDOWN_BITS = 0x8 | 0x20 | 0x40 | 0x80  # throttle reasons: hardware slowdown, heat (two kinds), power brake
-SHARED_BYTES = 1 << 30                   # free in /dev/shm, which NCCL uses between the ranks of a machine
+SHARED_BYTES = 1 << 30                   # free in /dev/shm; NCCL uses it between the ranks of a machine
 FREE_MEMORY = 0.95
 
 
 # ---- Preflight
 def run_program(*command: str) -> str | None:
-    """Run a program and return its output; None if it is absent, fails, or does not end within 10 s."""
+    """Run a program and return its output; None if it is missing, fails, or does not end within 10 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 def missing_compilers() -> list[str]:
-    """List what torch.compile and Triton need and do not find, each with its remedy."""
+    """List what torch.compile and Triton need but cannot find, with remedies."""
     missing = []
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
         missing.append("no Python.h, which Triton compiles with: apt install python3-dev")
@@ -69,7 +69,7 @@ def missing_compilers() -> list[str]:
     return missing
 
 def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
-    """Describe the GPUs. problems: what no run can do without; remarks: what makes it slow."""
+    """Describe the GPUs. Add what prevents a run to `problems`, and what slows it down to `remarks`."""
     driver = run_program("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         torch.cuda.init()
@@ -94,7 +94,7 @@ def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
                 kernels=tg.ATTENTION_BY_CAPABILITY.get(first.major, ("varlen",)))
 
 def preflight(args: argparse.Namespace) -> Facts:
-    """Return facts about the machine, problems that forbid a run, and remarks."""
+    """Return facts about the machine, problems that prevent a run, and remarks."""
     problems = []
     remarks = []
     facts = {package: tg.package_version(package) for package in PACKAGES}
@@ -122,7 +122,8 @@ def preflight(args: argparse.Namespace) -> Facts:
 
 # ---- Attention
 def executed_tiles(bounds: list[int], window: int) -> int:
-    """Count the tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, windowed."""
+    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
+    """
     visited = 0
     for length in map(int.__sub__, bounds[1:], bounds):
         for first in range(0, length, TILE):
@@ -131,13 +132,13 @@ def executed_tiles(bounds: list[int], window: int) -> int:
     return visited
 
 def median_ms(call: Callable, inputs: list[Tensor], rounds: int = 5) -> float:
-    """Return the median of several calls on a cold cache, after one that does not count."""
+    """Return the median ms of several calls with a cold cache. A first call is not counted."""
     size = bench_gpu.L2_BYTES if inputs[0].is_cuda else 1
     cache_flush = torch.empty(size, dtype=torch.uint8, device=inputs[0].device)
     return statistics.median([bench_gpu.ms_of(call, inputs, cache_flush) for _ in range(rounds + 1)][1:])
 
 def attention(args: argparse.Namespace) -> Facts:
-    """Check one kernel against float64, and time the layers of one sequence in each of the three stages."""
+    """Check one kernel against float64, and time all layers on one sequence of each of the three stages."""
     comm = comm_of(args)
     try:
         lab = gpu_cases.Lab(comm, kernel=args.kernel)
@@ -170,7 +171,8 @@ def work_per_second(amount: float, call: Callable, *inputs: Tensor) -> float:
     return 1000 * amount / median_ms(call, list(inputs), ROUNDS)
 
 def ceilings(args: argparse.Namespace) -> Facts:
-    """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
+    """Measure the rates that this device reaches, with their names in rates.json, and matmuls of the trainer's shapes.
+    """
     comm = comm_of(args)
     device = comm.device
     T, D, H, V, cube = (64, 32, 64, 128, 64)
@@ -212,15 +214,15 @@ def transpose(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
 def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
-    """Multiply fp8 matrices (m, k), (n, k) as the head does."""
+    """Multiply fp8 matrices (m, k) and (n, k) as the head does."""
     one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
     return F.scaled_mm(a, b.t(), one, by_tensor, one, by_tensor, output_dtype=BF16, use_fast_accum=fast_accum)
 
 
-# ---- Equal ranks
+# ---- Equality of ranks
 def ranks(args: argparse.Namespace) -> Facts:
-    """Train 20 steps with as many ranks as were started: losses of all of them, and each rank's hash of the weights."""
+    """Train 20 steps on all ranks; return the losses of the whole batch, and each rank's hash of the weights."""
     files = dict(train_files=args.files, val_files=args.files) if args.files else {}
     settings = tg.Config(device=args.device)
     comm = tg.init_distributed(settings)
@@ -262,4 +264,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)                          # like the trainer: destroying NCCL's groups may hang
+    os._exit(0)                          # like the trainer, because destroying NCCL's groups may hang

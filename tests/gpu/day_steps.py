@@ -1,4 +1,4 @@
-"""Judge the steps of day.py: each function takes a `Day` and the step's figures, to which it adds.
+"""Criteria of the steps of day.py. Each function takes a `Day` and the step's figures, to which it adds results.
 
 It returns remarks, which make the step yellow, or raises Verdict with another verdict and the reason.
 """
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 # Means and standard deviations of ten runs of the same mathematics, published with modded-nanogpt 2026-02-03_VeTuned.
 PUBLISHED = {250: (4.546, 0.005), 1547: (3.278, 0.002)}
-MAX_LOSS_DIFFERENCE = 0.05               # largest difference of a step's loss between the fast path and float32
-MAX_RELATIVE_DIFFERENCE = 2e-3           # relative difference of losses between numbers of ranks
-SLOW_STEP_RATIO = 1.15                   # measured over predicted
-LOW_RATE_RATIO = 0.85                    # measured over assumed rates
-SLOW_OPERATION_RATIO = 1.1               # an operation over plain PyTorch
-USABLE_MEMORY = 0.9                      # the trainer's estimate may fill this fraction of a GPU
+MAX_LOSS_DIFFERENCE = 0.05               # nats, per step, between the fast path and float32
+MAX_RELATIVE_DIFFERENCE = 2e-3           # between the losses of different world sizes
+SLOW_STEP_RATIO = 1.15                   # measured / predicted
+LOW_RATE_RATIO = 0.85                    # measured / assumed
+SLOW_OPERATION_RATIO = 1.1               # trainer / plain PyTorch
+USABLE_MEMORY = 0.9                      # fraction of a GPU's memory that the trainer's estimate may fill
 UNIFORM_LOSS = math.log(50_257)          # nats per token
-ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
+ATTENTION_LIMIT = 60                     # s for one kernel, including compilation
 MEASURED_RATES = "rates_measured.json"
-RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # the rate of each attention kernel
+RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # kernel -> its rate in rates.json
 INSTALL_HINT = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
-# Pattern of a kernel's name (the first that matches counts): its group, and the part of the price that contains it.
+# Pattern of a kernel's name -> its group, and the part of the price that contains it. The first match counts.
 GROUPS = {
     r"nccl": ("communication", "exposed communication"),
     r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
@@ -50,7 +50,7 @@ class Verdict(Exception):
     """The verdict of a step, and the reason."""
 
 def short_run_flags(day: Day) -> list[str]:
-    """Return flags of a run through all stages in few steps, on FineWeb or else on the text of `pocket`."""
+    """Return flags for a run through all stages in a few steps, on FineWeb or otherwise on the text of `pocket`."""
     steps = (12, 6) if day.cpu else (60, 10)
     flags = [f"--num_scheduled_steps={steps[0]}", f"--num_extension_steps={steps[1]}", "--epochs=0", "--val_every=0"]
     if has_fineweb() and not day.cpu:
@@ -66,7 +66,7 @@ def has_fineweb() -> bool:
 
 # ---- Before the trainer runs
 def preflight(day: Day, figures: Facts) -> list[str]:
-    """Is everything here that a run needs, and is the card free, cool and whole?"""
+    """Does this machine have everything that a run needs, and is the GPU free, cool and healthy?"""
     found = day.probe("preflight")
     figures |= found["facts"]
     day.facts |= found["facts"]
@@ -81,13 +81,13 @@ def slow_attention(day: Day, kernel: str) -> list[str]:
     return []
 
 def attention(day: Day, figures: Facts) -> list[str]:
-    """Which kernels compute the right attention, which of them does the trainer take, and which is the fastest?"""
+    """Which kernels compute attention correctly, which one does the trainer choose, and which is the fastest?"""
     ms = {}
     remarks = []
     for name in day.facts["kernels"]:                         # in the order in which the trainer tries them
         try:
             found = day.probe("attention", f"--kernel={name}", name=f"attention-{name}", limit=ATTENTION_LIMIT)
-        except Verdict as error:                              # a kernel that hangs or crashes does not hide the others
+        except Verdict as error:                              # continue with the other kernels
             verdict, reason = error.args
             if verdict == "skipped":
                 raise
@@ -109,7 +109,7 @@ def attention(day: Day, figures: Facts) -> list[str]:
     return remarks + slow_attention(day, figures[chosen]["kernel"])
 
 def ceilings(day: Day, figures: Facts) -> list[str]:
-    """Does this card reach the rates that predictions assume? Writes DIR/rates_measured.json."""
+    """Does this GPU reach the rates that predictions assume? Writes DIR/rates_measured.json."""
     figures |= day.probe("ceilings")
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
@@ -131,7 +131,7 @@ def ceilings(day: Day, figures: Facts) -> list[str]:
     return remarks
 
 def operations(day: Day, figures: Facts) -> list[str]:
-    """Does every operation agree with float64, and is it faster than plain PyTorch?"""
+    """Does every operation match float64, and is it faster than plain PyTorch?"""
     folder = day.free_path("operations")
     rounds = "--rounds=1" if day.cpu else "--rounds=5"
     day.call("operations", str(HERE / "bench_gpu.py"), f"--device={day.device}", "--seed=1", f"--out={folder}", rounds,
@@ -150,12 +150,12 @@ def operations(day: Day, figures: Facts) -> list[str]:
 
 # ---- Runs
 def events_of(folder: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type in a run's log."""
+    """Return the lines of one type in the log of a run."""
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
     return [event for event in events if event["type"] == kind]
 
 def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
-    """Compute ms a step of the kernels of each group of a profile, and of the gaps in which none ran."""
+    """Compute the ms per step of each group of kernels in a profile, and of the gaps between kernels."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     events = [event for event in events if event.get("cat") in (category, "gpu_memcpy", "gpu_memset")]
@@ -173,7 +173,8 @@ def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
     return {group: found / 1000 / steps for group, found in us.most_common()}
 
 def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
-    """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} if there is none."""
+    """Return the expected ms by stage and part for this world size, scaled to the rates measured here; {} if unknown.
+    """
     costs = price.load(price.EXPECTED_COSTS)
     attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
     prediction = price.stored_prediction(costs)["worlds"].get(str(day.world_size()))
@@ -195,7 +196,7 @@ def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
     return parts
 
 def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures: Facts) -> list[str]:
-    """Compare ms a step of each stage with the prediction, and name the part of the profile that exceeds it most."""
+    """Compare the ms per step of each stage with the prediction. Name the part of the profile that exceeds it most."""
     header, = events_of(folder, "header")
     seconds = {0: 0.0}
     for event in events_of(folder, "step"):
@@ -219,8 +220,8 @@ def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures
     return remarks
 
 def stages(day: Day, figures: Facts) -> list[str]:
-    """Does the trainer go through all stages without a recompile, within the estimated memory and predicted times?"""
-    # The profile is of the extension, so that it slows no step of the stages whose times are compared.
+    """Does the trainer run all stages without a recompile, within the estimated memory and the predicted times?"""
+    # The profile is of the extension, so that it does not slow down the stages whose times are compared.
     first = 14 if day.cpu else 64
     fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
     folder = day.train("stages", *short_run_flags(day), *fast_path, f"--profile={first}:{first + 2}")
@@ -248,7 +249,7 @@ def stages(day: Day, figures: Facts) -> list[str]:
     return remarks
 
 def match(day: Day, figures: Facts) -> list[str]:
-    """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32, step by step?"""
+    """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32 at every step?"""
     steps = 4 if day.cpu else 12
     flags = [*short_run_flags(day), f"--max_steps={steps}"]
     folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
@@ -257,13 +258,13 @@ def match(day: Day, figures: Facts) -> list[str]:
     fast, plain = ([event["train_loss"] for event in events_of(Path(folder), "step")][:steps] for folder in folders)
     differences = [a - b for a, b in zip(fast, plain, strict=True)]
     figures |= dict(fast=fast, float32=plain, differences=differences)
-    if not all(abs(difference) < MAX_LOSS_DIFFERENCE for difference in differences):  # a NaN is not
+    if not all(abs(difference) < MAX_LOSS_DIFFERENCE for difference in differences):  # False for NaN
         raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, "
                              f"allowed +- {MAX_LOSS_DIFFERENCE}")
     return []
 
 def ranks(day: Day, figures: Facts) -> list[str]:
-    """Do several GPUs have the losses of one, and all ranks the same weights?"""
+    """Do several GPUs compute the losses of one, and do all ranks have the same weights?"""
     world_size = 2 if day.cpu else day.world_size()
     if world_size < 2:
         raise Verdict("not required", "one GPU: equal ranks take two or more")
@@ -271,7 +272,7 @@ def ranks(day: Day, figures: Facts) -> list[str]:
     one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world_size))
     differences = [abs(a / b - 1) for a, b in zip(several["losses"], one["losses"], strict=True)]
     figures |= dict(world=world_size, losses=one["losses"], relative_differences=differences)
-    wrong = [difference for difference in differences if not difference < MAX_RELATIVE_DIFFERENCE]  # a NaN is not
+    wrong = [difference for difference in differences if not difference < MAX_RELATIVE_DIFFERENCE]  # True for NaN
     if wrong:
         raise Verdict("red", f"losses of {world_size} ranks and of one differ by {wrong[0]:.1e}, "
                              f"allowed {MAX_RELATIVE_DIFFERENCE:.0e}")
@@ -280,12 +281,13 @@ def ranks(day: Day, figures: Facts) -> list[str]:
     return []
 
 def check_loss(folder: Path, step: int, figures: Facts) -> None:
-    """Compare the validation loss after so many steps with the published one, if there is one."""
+    """Compare the validation loss after this many steps with the published loss, if there is one."""
     losses = {event["step"]: event["val_loss"] for event in events_of(folder, "val")}
     figures |= dict(step=step, val_loss=losses[step])
     if step in PUBLISHED:
         mean, deviation = PUBLISHED[step]
-        allowed = 3 * deviation * math.sqrt(1.1)              # three deviations between a run and the mean of ten
+        # Allow three standard deviations of the difference between one run and the mean of ten.
+        allowed = 3 * deviation * math.sqrt(1.1)
         figures |= dict(published=mean, allowed=allowed)
         if not abs(losses[step] - mean) < allowed:
             raise Verdict("red", f"loss {losses[step]:.4f} at step {step}, published {mean}, allowed +- {allowed:.3f}")
@@ -312,7 +314,7 @@ def tests(day: Day, figures: Facts) -> list[str]:
     return []
 
 def race(day: Day, figures: Facts) -> list[str]:
-    """Does the whole run have the published loss at its end? Makes a record of it in DIR/records."""
+    """Does the whole run end with the published loss? Creates a record of it in DIR/records."""
     if not day.full:
         raise Verdict("not required", "--full is not given")
     if not has_fineweb() and not day.cpu:
@@ -330,6 +332,6 @@ def race(day: Day, figures: Facts) -> list[str]:
     for name, words in dict(price=("tests/price.py", f"--measured={runs[0]}"), record=new).items():
         try:
             day.call(f"race-{name}", *words)
-        except Verdict as failure:                            # a page that fails does not make the run wrong
+        except Verdict as failure:                            # the run itself is correct
             remarks.append(failure.args[1])
     return remarks

@@ -1,8 +1,8 @@
-"""Operations that the trainer gives to a GPU, with fresh inputs, and training steps: for the tests and tools here.
+"""The operations that the trainer runs on a GPU, with random inputs, and training steps, for the tests and tools here.
 
-Exact is what the trainer's plain code gives in f64: other tests compare that with references of another kind, on the
-CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory full of NaN. All of it is a
-function of device and sizes: a CPU runs the same lines, small.
+The exact results are those of the trainer's plain code in f64; other tests compare that code with independent
+references on the CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory filled with
+NaN. Everything depends on device and sizes, so that a CPU runs the same code at small sizes.
 """
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ import train_gpt as tg
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TRAINER, PLAIN = "trainer", "plain"
-FRAME = 2048                             # elements before and after a framed tensor: whole lines of any alignment
-MAX_POISON_BYTES = 8 << 30               # bytes
-EXACT_HEAD_TOKENS = 2048                 # tokens: of so many, logits fit in f64
+FRAME = 2048                             # elements before and after a framed tensor, which preserve its alignment
+MAX_POISON_BYTES = 8 << 30
+EXACT_HEAD_TOKENS = 2048                 # tokens whose logits fit in memory as f64
 
 Call = Callable[..., list[Tensor]]
 
 class Sizes(NamedTuple):
-    """Of one rank's slot, in the letters of the trainer."""
+    """Sizes of one rank's sequence, named by the letters of the trainer."""
     T: int
     D: int
     H: int
@@ -42,25 +42,25 @@ class Sizes(NamedTuple):
     R: int                               # rows of the table whose gradients are summed
     squares: int                         # matrices (D, D) of the attention bank
     talls: int                           # matrices (F, D) of the MLP bank
-    short: int                           # windows in tokens
+    short: int                           # windows, in tokens
     long: int
     max_doc_len: int
 
-RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
+RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # one rank in the first stage
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
-BIG_CARD = 60 << 30                      # bytes
-LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: estimated bytes of a check
+BIG_CARD = 60 << 30                      # of memory
+LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # micro-batch tokens -> estimated bytes of a check
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
     inputs: list[Tensor]
-    ways: dict[str, Call]                # of copies of the inputs; what the trainer does stands first
-    exact: Call                          # of copies in f64
-    bounds: tuple[float, ...]            # largest relative error of each output, in the Frobenius norm
-    kernel: str = "torch.compile"        # what the trainer's way is
+    ways: dict[str, Call]                # called with copies of the inputs; the trainer's way is first
+    exact: Call                          # called with f64 copies
+    bounds: tuple[float, ...]            # maximum relative error of each output, in the Frobenius norm
+    kernel: str = "torch.compile"        # implementation of the trainer's way
 
 class PoisonedAllocations(TorchDispatchMode):
-    """What eager code allocates holds NaN, or the largest integer, until it is written."""
+    """Fill what eager code allocates with NaN, or -1 in integers."""
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if "empty" in func.__name__ and isinstance(found, Tensor):
@@ -68,12 +68,12 @@ class PoisonedAllocations(TorchDispatchMode):
         return found
 
 def fill_with_nan(x: Tensor) -> None:
-    """Bytes of ones: NaN in every float type, -1 in every integer. Views of other memory stay as they are."""
+    """Set all bits to 1: NaN in every float type, -1 in every integer type. Non-contiguous views are not changed."""
     if x.numel() and x.is_contiguous():
         x.view(-1).view(torch.uint8).fill_(255)
 
 def fill_free_memory(device: torch.device) -> bool:
-    """Fill what the allocator will hand out next. Returns whether a new tensor holds NaN."""
+    """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     large = torch.full((min(MAX_POISON_BYTES, free // 2),), 255, dtype=torch.uint8, device=device)
@@ -85,17 +85,17 @@ def fill_free_memory(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def poison_memory(lab: Lab) -> Iterator[bool]:
-    """Memory that nobody has written holds NaN. Yields whether that is so."""
+    """Fill unwritten memory with NaN during the body. Yield whether that worked."""
     if lab.comm.on_cuda:
         yield fill_free_memory(lab.device)
-    elif lab.backend:                                         # no mode reaches into a compiled graph
+    elif lab.backend:                                         # a dispatch mode does not affect compiled graphs
         yield True
     else:
         with PoisonedAllocations():
             yield True
 
 def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A contiguous copy of x inside of a larger tensor of NaN, and the larger one. Integers have no frame."""
+    """Return a contiguous copy of x inside a larger tensor of NaN, and the larger tensor. Integers get no frame."""
     if not x.is_floating_point():
         copy = x.clone()
         return copy, copy
@@ -110,12 +110,12 @@ def frame_is_intact(framed_memory: Tensor) -> bool:
     return not framed_memory.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
+    """Return the Frobenius norm of the error, relative to the exact tensor; NaN or infinite if x is."""
     exact = exact.detach().double()
     return float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
-    """Errors of every way, and what is wrong: an empty list if nothing is."""
+    """Compute the errors of every way and list what is wrong."""
     exact = case.exact(*(x.double() if x.is_floating_point() else x for x in case.inputs))
     errors = {}
     wrong = []
@@ -125,7 +125,7 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
             outputs = call(*(inside for inside, _ in framed_inputs))
         errors[way] = [relative(x, reference) for x, reference in zip(outputs, exact, strict=True)]
         for index, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
-            if not error < bound:                                             # NaN is not
+            if not error < bound:                                             # True for NaN
                 wrong.append(f"{name}, {way}: output {index} is off by {error:.2e}, allowed {bound:.0e}")
         if not all(frame_is_intact(memory) for _, memory in framed_inputs):
             wrong.append(f"{name}, {way}: writes before an input or after it")
@@ -138,11 +138,13 @@ def chosen_attention(comm: tg.Communicator, head_dim: int, kernel: str = "auto")
     return tg.choose_attention(cfg, comm)
 
 class Lab:
-    """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
+    """Builds cases: device, sizes, random numbers, the chosen attention kernel, the compiler."""
     def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
                  kernel: str = "auto") -> None:
-        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
-        kernel: the attention, as --attention has it."""
+        """sizes: None for those that fit on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
+
+        kernel: the attention kernel, as in --attention.
+        """
         self.comm = comm
         self.device = comm.device
         self.sizes = sizes or TINY
@@ -154,7 +156,7 @@ class Lab:
             self.backend = backend or "inductor"
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(comm.device).manual_seed(seed)
-        self.host = np.random.default_rng(seed)                               # for what the host has to know, too
+        self.host = np.random.default_rng(seed)                               # for values that the host also needs
         self.attention, self.attention_name = chosen_attention(comm, self.sizes.E, kernel)
 
     def cases(self) -> list[str]:
@@ -171,14 +173,18 @@ class Lab:
         return torch.compile(function, backend=self.backend, dynamic=False, fullgraph=True)
 
     def ways(self, function: Callable, wrap: Callable[[Callable], Call]) -> dict[str, Call]:
-        """A function that the trainer compiles, and the same in plain PyTorch. wrap: makes a way of a function."""
+        """Return the ways of a function that the trainer compiles: compiled and plain. wrap: converts a function to a
+        way.
+        """
         found = {PLAIN: wrap(function)}
         if self.backend:
             found = {TRAINER: wrap(self.compiled(function)), **found}
         return found
 
     def document_bounds(self) -> list[int]:
-        """cu_seqlens of one slot: lengths from 1 to max_doc_len, most of them short; an empty document at the end."""
+        """Draw cu_seqlens of one sequence: lengths from 1 to max_doc_len, mostly short, and an empty document at the
+        end.
+        """
         bounds = [0]
         while bounds[-1] < self.sizes.T:
             length = 1 + int(self.sizes.max_doc_len * self.host.random()**2)
@@ -186,7 +192,10 @@ class Lab:
         return [*bounds, self.sizes.T]
 
 def and_gradients(function: Callable, wanted: int) -> Call:
-    """The output of a function and the gradients of its first `wanted` inputs; its last input is the output's."""
+    """Return a function that computes the output and the gradients of the first `wanted` inputs.
+
+    The last input is the gradient of the output.
+    """
     def call(*inputs: Tensor) -> list[Tensor]:
         *read, seed = inputs
         leaves = [x.detach().requires_grad_() for x in read[:wanted]]
@@ -208,7 +217,9 @@ def mlp(lab: Lab) -> Case:
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
-    """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
+    """Build a case of one layer. window: "short" or "long". fold: 2 for paired heads (half as many, twice the
+    positions).
+    """
     bounds = [fold * bound for bound in lab.document_bounds()]
     return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
 
@@ -225,7 +236,7 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Ca
                 lab.attention_name)
 
 def head(lab: Lab, precision: str) -> Case:
-    """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
+    """Build a case of the losses of the next three tokens. Exact: in chunks of tokens, with fp8 rounding for fp8."""
     s = lab.sizes
     length = min(EXACT_HEAD_TOKENS, s.T // 2)
     y = tg.rms_norm(lab.normal(s.T, s.D))
@@ -250,7 +261,7 @@ def head(lab: Lab, precision: str) -> Case:
 
     bounds = 4e-3, 2e-2, 2e-2
     if precision == "fp8":
-        bounds = 4e-3, 6e-2, 6e-2                             # 2 bits of the logits' gradient
+        bounds = 4e-3, 6e-2, 6e-2                             # the gradient of the logits has 2 mantissa bits
     return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
 
 def evaluation_head(lab: Lab) -> Case:
@@ -269,7 +280,7 @@ def evaluation_head(lab: Lab) -> Case:
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 def row_sums(lab: Lab) -> Case:
-    """Some rows are read thousands of times, most are not; the last one is among them."""
+    """Build a case in which some rows are looked up thousands of times and most are not. The last row is looked up."""
     s = lab.sizes
     lookups = (s.R * lab.host.random(s.T)**4).astype(np.int32)
     lookups[s.T // 2:s.T // 2 + s.T // 16 + 1] = s.R - 1
@@ -287,7 +298,8 @@ def row_sums(lab: Lab) -> Case:
     return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
 def normuon(lab: Lab, bank: str) -> Case:
-    """One update of the bank "squares" or "talls". Outputs: how the exact weight moves, both moments."""
+    """Build a case of one update of the bank "squares" or "talls". Outputs: change of the exact weight, both moments.
+    """
     s = lab.sizes
     count, height, width = dict(squares=(s.squares, s.D, s.D), talls=(s.talls, s.F, s.D))[bank]
     p = lab.normal(count, height, width, scale=width**-0.5)
@@ -349,10 +361,12 @@ CASES: dict[str, Callable[[Lab], Case]] = {
 SYNTHETIC_FILES = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
 
 class Run:
-    """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
+    """Training steps of `record`, or `tiny` on a CPU, without warm-up, clock and log."""
     def __init__(self, comm: tg.Communicator, **changes: Any) -> None:
-        """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
-        does not fit in memory."""
+        """changes: settings. Without train_files a GPU trains on synthetic tokens.
+
+        Raises RunError if the preset does not fit in memory.
+        """
         name = "record" if comm.on_cuda else "tiny"
         cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
         if comm.on_cuda:
@@ -369,7 +383,7 @@ class Run:
         self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm), micro_batch_size)
 
     def steps(self, stage: int, cycles: int) -> Iterator[tg.StepLoss]:
-        """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
+        """Train the steps of a stage: its first cycle, which may untie, then its second cycle repeatedly."""
         cycle = self.schedule.cycle_steps
         first = self.schedule.stage_starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]

@@ -1,4 +1,4 @@
-"""The day with a GPU, on a CPU: the verdicts of steps that fail in every way, and walks."""
+"""The GPU day on a CPU: verdicts of steps that fail in every way, and dry runs."""
 import gzip
 import json
 import math
@@ -23,14 +23,14 @@ import train_gpt as tg
 SCRIPT = Path(day.__file__)
 
 def run_day(out: Path, *flags: str, limit: float = 60) -> tuple[int, list[str], dict]:
-    """Run day.py as a process; returns its status, its lines, and day.json."""
+    """Run day.py as a process; return its exit status, its lines, and day.json."""
     command = [sys.executable, str(SCRIPT), "--device=cpu", f"--out={out}", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
     assert done.stderr == ""
     return done.returncode, done.stdout.splitlines(), json.loads((out / "day.json").read_text())
 
 def test_main__one_step_on_a_cpu(tmp_path) -> None:
-    """In a folder that has a walk of another step and things of the user, neither of which is touched."""
+    """The directory contains an earlier step and a file of the user. Neither is changed."""
     out = tmp_path / "day"
     (out / "ceilings").mkdir(parents=True)
     (out / "ceilings.txt").write_text("mine")
@@ -82,7 +82,7 @@ def fails(gpu_day: Day, figures: dict) -> list[str]:
     return []
 
 def hangs(gpu_day: Day, figures: dict) -> list[str]:
-    """With a child that ignores SIGTERM, too."""
+    """A child of the step ignores SIGTERM, too."""
     gpu_day.call("hangs", "-c", FORK)
     return []
 
@@ -115,7 +115,7 @@ def lacks_pytest(gpu_day: Day, figures: dict) -> list[str]:
 
 @pytest.fixture
 def judge_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[int, list[dict]]]:
-    """Returns a function that takes steps like these after a preflight, and returns the status and day.json's steps."""
+    """Return a function that runs preflight and these steps, and returns the exit status and the steps in day.json."""
     def judge(*steps: Step, device: str = "cuda", flags: tuple[str, ...] = (),
               preflight: Callable[..., object] = ready) -> tuple[int, list[dict]]:
         named = {step.judge.__name__: step for step in (Step(preflight, 0, 60), *steps)}
@@ -132,7 +132,7 @@ def judge_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...
     (writes_nothing, "red", 1, "cannot be read: FileNotFoundError"), (is_slow, "yellow", 3, "3 ms; 2 were expected"),
     (is_impossible, "not required", 0, "one GPU"), (lacks_pytest, "skipped", 1, "no pytest")])
 def test_run_step__each_verdict(judge_steps, judge, verdict, status, reason) -> None:
-    """The step after it is still judged, and sees a whole day.json."""
+    """The following step is still judged, and finds a complete day.json."""
     def after(gpu_day: Day, figures: dict) -> list[str]:
         figures["seen"] = json.loads((gpu_day.out / "day.json").read_text())
         return []
@@ -153,11 +153,11 @@ def is_gone(pid: int) -> bool:
 
 @pytest.mark.parametrize("max_seconds, flags, verdict", [(1.0, (), "red"), (60, ("--limit=1",), "skipped")])
 def test_run_step__that_hangs(judge_steps, tmp_path, max_seconds, flags, verdict) -> None:
-    """Its process group is killed. A step that --limit cuts off has shown nothing wrong."""
+    """Its process group is killed. A step that --limit ends is skipped, not red."""
     status, (step, last) = judge_steps(Step(hangs, 0, max_seconds), Step(is_impossible, 0, 60), flags=flags)
     assert status == 1 and step["verdict"] == verdict and "did not end within" in step["reason"]
     assert last["verdict"] == ("not required" if verdict == "red" else "skipped")
-    child = max(map(int, (tmp_path / "hangs.txt").read_text().split()))       # which itself prints 0
+    child = max(map(int, (tmp_path / "hangs.txt").read_text().split()))       # the child itself prints 0
     deadline = time.monotonic() + 10
     while not is_gone(child):
         assert time.monotonic() < deadline, "a process of the step has outlived it"
@@ -219,7 +219,7 @@ def returning(answer: object) -> Callable[..., object]:
     return call
 
 def fake_day(**found: dict | Verdict) -> SimpleNamespace:
-    """A day on an H100 whose probes find this, by name."""
+    """Build a day on an H100 whose probes return these results by name."""
     def probe(probe: str, *_: str, name: str = "", **__: float) -> dict:
         answer = found[(name or probe).removeprefix("attention-")]
         if isinstance(answer, Verdict):
@@ -277,7 +277,7 @@ def test_check_loss__against_the_published(tmp_path, step, loss, is_right) -> No
     assert found == "" if is_right else f"at step {step}, published" in found
 
 def test_ceilings__reports_slow_rates(tmp_path) -> None:
-    """Rates that were not measured remain those of the table, and all can be read as a card's."""
+    """Rates that were not measured are copied from the table, and a Card can be built from all of them."""
     assumed = price.Card(price.load(price.RATES), "H100").rates
     gpu_day = fake_day(ceilings=dict(rates=dict(bfloat16=0.8 * assumed["bfloat16"], memory=0.9 * assumed["memory"])))
     gpu_day.out = tmp_path
@@ -313,7 +313,7 @@ def test_compare_stages__names_the_part_that_exceeds_the_prediction(tmp_path) ->
         day_steps.kernel_groups(tmp_path / "trace.json.gz", 2, "gpu")
 
 def write_run(folder: Path, losses: list[float], **result: object) -> Path:
-    """Write what `stages` and `match` read of a run."""
+    """Write the files that `stages` and `match` read of a run."""
     folder.mkdir()
     lines = [dict(type="header", config={}, attention="FA3 (x 1)", head="fp8", world_size=8)]
     lines += [dict(type="step", step=step, train_time_ms=30.0, train_loss=loss) for step, loss in enumerate(losses, 1)]

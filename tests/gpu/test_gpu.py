@@ -1,7 +1,6 @@
-"""What a GPU computes and keeps:  python -m pytest -m gpu -s tests/gpu
+"""Results and state on a GPU:  python -m pytest -m gpu -s tests/gpu
 
-The same tests run small on a CPU; -s shows the figures. Step `stages` of day.py shows what a run compiles, and its
-memory.
+The same tests run at small sizes on a CPU; -s prints the errors. Step `stages` of day.py checks recompiles and memory.
 """
 import functools
 import itertools
@@ -22,7 +21,7 @@ import train_gpt as tg
 def cached_lab(comm: tg.Communicator) -> gpu_cases.Lab:
     seed = 0
     if comm.on_cuda:
-        seed = torch.seed() % 2**31                           # fresh inputs, and printed
+        seed = torch.seed() % 2**31                           # new inputs every time, with the seed printed
         print(f"inputs of seed {seed}")
     return gpu_cases.Lab(comm, seed=seed)
 
@@ -38,7 +37,9 @@ RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
 def test_check__every_operation_against_f64(comm, name, sizes) -> None:
-    """Ragged: tiles that end at no edge; thousands of lines of one row, added in one order, to the same bits again."""
+    """Every operation, and ragged sizes: partial tiles, and thousands of positions of one row with bitwise repeatable
+    sums.
+    """
     lab = cached_lab(comm)
     if name not in lab.cases():
         pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm_v2")
@@ -54,7 +55,7 @@ def test_check__every_operation_against_f64(comm, name, sizes) -> None:
         assert all(x.equal(y) for x, y in zip(first, again))
 
 def test_add_rows__beyond_2_to_31_elements(gpu) -> None:
-    """Of a table of 8.6 GB only the last rows are looked at."""
+    """The table has 8.6 GB. Only its last rows are compared."""
     width = 768
     rows = 2**31 // width + 1000
     needs_memory(5 * rows * width)
@@ -67,7 +68,7 @@ def test_add_rows__beyond_2_to_31_elements(gpu) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_relu_sq__beyond_2_to_31_elements(gpu, dtype) -> None:
-    """Forward and backward; only the last rows are looked at."""
+    """Forward and backward. Only the last rows are compared."""
     columns, depth = 3072, 16
     count = 2**31 // columns + 200
     needs_memory(8 * count * columns)
@@ -81,18 +82,18 @@ def test_relu_sq__beyond_2_to_31_elements(gpu, dtype) -> None:
     assert relative(squares[last], product.clamp(min=0).square()) < 1e-2
     assert relative(tg.relu_sq(x, w, squares)[last], 2 * product * squares[last].double().sqrt()) < 1e-2
 
-DOCUMENTS = {                            # their ends in one flattened batch: ragged, pairs, empty ones, none cut
+DOCUMENTS = {  # ends of documents in one flattened batch: ragged, pairs, empty ones, not truncated
     "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "pairs": list(range(2, 257, 2)),
     "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
 }
-WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all
-HEADS = (6, 3)                           # of plain layers, of paired ones
+WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all keys
+HEADS = (6, 3)                           # plain layers, paired layers
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_choose_attention__against_the_reference(comm, name) -> None:
     lab = cached_lab(comm)
-    # A CPU has no other kernel than the reference, and gets shorter documents. Pairs stay pairs: in documents of one
-    # token the exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
+    # A CPU has only the reference kernel, and gets shorter documents. Pairs remain pairs: in documents of one token the
+    # exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
     smaller = 1 if comm.on_cuda or name == "pairs" else 8
     bounds = [0, *(end // smaller for end in DOCUMENTS[name])]
     for heads, window in itertools.product(HEADS, WINDOWS):
@@ -103,28 +104,29 @@ def test_choose_attention__against_the_reference(comm, name) -> None:
 
 @pytest.mark.parametrize("tokens, memory", gpu_cases.LARGE_HEADS.items())
 def test_HeadLoss__beyond_2_to_31_logits(gpu, tokens, memory) -> None:
-    """The micro-batch of a stage 3 with 8 ranks, and the one with 1 to 4 of them, whose logits exceed 2^32."""
+    """The micro-batch of stage 3 with 8 ranks, and with 1 to 4 ranks. The latter has more than 2^32 logits."""
     needs_memory(memory)
     lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=tokens))
     name = "head, fp8" if lab.has_fp8 else "head, plain"
     case = CASES[name](lab)
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
 
+# These gradients are sums over all positions, whose terms cancel.
 SUM_GRADIENTS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")
-MAX_ERRORS = {                           # relative errors of losses, gradients of matrices and of SUMS, which cancel:
-    F32: (1e-6, 1e-5, 1e-5),             # about five times what a CPU shows
+MAX_ERRORS = {                           # relative errors of losses, gradients of matrices and SUM_GRADIENTS
+    F32: (1e-6, 1e-5, 1e-5),             # about five times the errors on a CPU
     BF16: (1e-3, 0.1, 0.15)}
-WEIGHT_SCALE = 0.25                      # of weights: larger ones make more of a rounding
+WEIGHT_SCALE = 0.25                      # larger weights amplify rounding errors
 
 @torch.no_grad()
 def fill_with_bf16_values(model: tg.GPT) -> None:
-    """Random weights that bf16 can hold, so that they are the same in every dtype."""
+    """Fill with random weights that bf16 represents exactly, so that they are equal in every dtype."""
     fill_randomly(model)
     for p in model.parameters():
         p.copy_(WEIGHT_SCALE * p.bfloat16())
 
 def gradients_of_step(cfg: tg.Config, comm: tg.Communicator, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
-    """Losses and gradients of two slots of random documents."""
+    """Compute losses and gradients of two sequences of random documents."""
     kernel = tg.attention_reference
     if dtype == BF16:
         kernel, _ = gpu_cases.chosen_attention(comm, cfg.head_dim)
@@ -137,7 +139,7 @@ def gradients_of_step(cfg: tg.Config, comm: tg.Communicator, dtype: torch.dtype,
     return dict(grads, losses=losses)
 
 def test_forward_backward__bf16_and_f32_against_f64(comm) -> None:
-    """The full width with small tables; on a CPU all is small."""
+    """Full width with small tables; on a CPU all sizes are small."""
     cfg = preset("record", 4096, 4095, bigram_rows=8192, max_doc_len=256)
     tokens = 2048
     if not comm.on_cuda:
@@ -156,8 +158,9 @@ def test_forward_backward__bf16_and_f32_against_f64(comm) -> None:
         assert not wrong, dtype
 
 def touched_after_steps(comm: tg.Communicator, location: str) -> list[Tensor]:
-    """Rows with their state that six steps have touched, on the host. A GPU copies those of the host store on streams
-    of their own."""
+    """Return the rows that six steps touched, with their state, on the host. On a GPU the host store copies on side
+    streams.
+    """
     tables = (tg.NgramTable("trigram_embed", 3, 3001, location=location),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
@@ -184,7 +187,7 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path) -> None:
 
 @functools.cache
 def cached_run(comm: tg.Communicator) -> gpu_cases.Run:
-    """The record preset at full size, on a CPU tiny."""
+    """Return a Run of preset `record` at full size, or of `tiny` on a CPU."""
     try:
         return gpu_cases.Run(comm)
     except tg.RunError as error:
@@ -200,7 +203,7 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(comm) -> None:
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
 
 def test_main__bench_on_a_cpu(tmp_path, monkeypatch, capsys) -> None:
-    """All operations, and one that fails, after which the others are still checked."""
+    """All operations, and one that raises. The others are still checked."""
     def broken(_: gpu_cases.Lab) -> gpu_cases.Case:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
 
@@ -227,12 +230,12 @@ def wrong_gradient(*inputs: Tensor) -> list[Tensor]:
     return [out, grad_n, 1.03 * grad_up, grad_down]
 
 def with_next_row(x: Tensor) -> Tensor:
-    """With the row after the last, which is not its own."""
+    """Return a view with one more row, which belongs to other memory."""
     return torch.as_strided(x, (len(x) + 1, x.shape[1]), x.stride(), x.storage_offset())
 
 def reads_after(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
     tg.add_rows(sums, index, grad)
-    sums[0] += 0 * with_next_row(grad)[-1]                    # finite but for what lies there
+    sums[0] += 0 * with_next_row(grad)[-1]                    # changes the sums only if that memory is not finite
     return [sums]
 
 def writes_after(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
