@@ -1,10 +1,11 @@
-"""Measures what row plans and tables cost and move, at recipe A's sizes. Prints tables; asserts nothing.
+"""Measure the time and traffic of row plans and tables at the sizes of recipe A. Prints tables and checks nothing.
 
-    python tests/bench_rows.py bytes    rows and bytes at 8 ranks, how busy owners are, and the time of plans
-    python tests/bench_rows.py scale    10 million rows against 250 thousand on 4 gloo ranks, interleaved
-    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows against 10^6, interleaved
+    python tests/bench_rows.py bytes    rows and bytes at 8 ranks, load of owners, and time to plan
+    python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
+    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
 
-Tokens are the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), else the pocket preset's.
+Tokens are read from the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), otherwise from those
+of preset pocket.
 """
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ RANKS = 8
 WIDTH = 768
 ROW_BYTES = 2 * WIDTH                                                # bf16
 ID_BYTES = 4                                                         # i32
-STAGES = range(3)                                                    # the extension has the sizes of the third
+STAGES = range(3)                                                    # the extension has the sizes of the third stage
 
 def token_files() -> str:
     pattern = os.environ.get("DATA", str(ROOT / "../shared/data/measure_train_*.bin"))
@@ -52,15 +53,15 @@ def print_head(*names: str) -> None:
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
 def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, tg.RowPlan]], dict[str, list[float]]]:
-    """Plan a rank's cycles of two steps in a stage of the record preset, until the tokens end or `most` are planned.
+    """Plan a rank's cycles of two steps in a stage of preset record, until max_cycles or the end of the tokens.
 
-    Returns the plans of each cycle, and for each table the time to plan each cycle's rows, in ms. The ranks exchange no
+    Return the plans of each cycle, and for each table the ms to plan the rows of each cycle. The ranks exchange no
     requests.
     """
     headers = tg.read_shard_headers(token_files())
     cfg = tg.resolve_sizes(replace(tg.Config(), train_files=token_files(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
-    step_cfg = replace(schedule.at(schedule.stage_starts[stage]), tied=False)     # the embedding has rows of its own
+    step_cfg = replace(schedule.at(schedule.stage_starts[stage]), tied=False)  # the embedding is looked up as a table
     steps = [replace(step_cfg, step=step, begins_cycle=step % 2 == 0) for step in range(2 * max_cycles)]
     plans = []
     times_ms = defaultdict(list)
@@ -84,15 +85,15 @@ def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, 
     return plans[::2], times_ms
 
 class Traffic(NamedTuple):
-    """Means over cycles, of a table."""
-    rows: float                                                      # distinct ones that a rank asks for
-    megabytes: float                                                 # ids, rows and gradients that a rank sends
-    sparse: float                                                    # the same over what dense mode sends
-    busiest: float                                                   # the busiest owner over the mean owner
-    plan_ms: float                                                   # the time to plan them, without their hash
+    """Means of one table over all cycles."""
+    rows: float                                                      # unique rows that a rank looks up
+    megabytes: float                                                 # sent by a rank: ids, rows and gradients
+    sparse: float                                                    # relative to dense mode
+    busiest: float                                                   # load of the busiest owner, relative to the mean
+    plan_ms: float                                                   # without hashing
 
 def measure_traffic(stage: int, max_cycles: int) -> dict[str, Traffic]:
-    """Return what moves, by label of a table."""
+    """Measure the traffic of each table."""
     by_rank, times_ms = zip(*(plan_cycles(stage, rank, max_cycles) for rank in range(RANKS)))
     found = {}
     for label, plan in by_rank[0][0].items():
@@ -115,11 +116,12 @@ def print_bytes() -> None:
             print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in traffic))
 
 
-# ---- Large tables against small ones ---------------------------------------------------------------------------------
-ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
+# ---- Large tables compared with small ones
+# -------------------------------------------------------------------------------
+ROUNDS, DROPPED = 12, 2                                              # the first rounds touch memory for the first time
 
 class TimedTable:
-    """Cycles of one table, part by part."""
+    """Runs cycles of one table and times each phase."""
     phases = ("plan and exchange", "rows there", "gradients back", "update")
 
     def __init__(self, spec: tg.TableSpec, comm: tg.Communicator, width: int, max_lookups: int) -> None:
@@ -136,12 +138,12 @@ class TimedTable:
         self.update_num = 0
 
     def run_cycle(self, ids: np.ndarray) -> np.ndarray:
-        """Run one cycle. Returns ns per row of each part."""
+        """Run one cycle; return the ns per row of each phase."""
         table = self.table
         self.update_num += 1
         times = [time.perf_counter()]
         plan, _ = plan_of(self.spec, self.comm, [ids[None]], cycle=self.update_num)
-        if self.comm.world_size > 1:     # with one rank, `plan_of` does it
+        if self.comm.world_size > 1:     # otherwise `plan_of` does it
             tg.exchange_row_requests(self.comm, None, "float32", [self.spec], {self.spec.label: plan})
         table.prefetch(plan)
         times.append(time.perf_counter())
@@ -164,7 +166,7 @@ class TimedTable:
         return 1e9 * np.diff(times) / len(plan.rows_to_fetch)
 
 def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, int], width: int, ids: int) -> None:
-    """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
+    """Run cycles of two tables alternately. Each table looks up the same uniformly drawn rows in every second cycle."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -178,7 +180,7 @@ def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, 
     found = {rows: [] for rows in sizes}
     for round_idx in range(ROUNDS):
         for rows in sizes[::(-1) ** round_idx]:
-            comm.all_gather(rows)        # a barrier
+            comm.all_gather(rows)        # barrier
             found[rows].append(sides[rows].run_cycle(lookups[rows][round_idx % 2]))
     comm.all_gather(rank)
     if rank == 0:

@@ -1,13 +1,14 @@
-"""Says which of two trainers takes longer for a step, within a percent on a machine that is not quiet.
+"""Measure which of two trainers has slower steps, to within one percent on a machine that is not idle.
 
     python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
                                 [-- trainer flags]
 
-Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step: a
-machine that slows down slows both. A step lasts from the taking of its batch until optim_step and the loader's thread,
-which makes the next ones meanwhile, are through. A process keeps an advantage of a percent or two for as long as it
-lives, so each round starts both anew, in the other order, and counts once. Printed are the median steps, and by how
-much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
+Both trainers run at the same time with the same flags, plus those of --a or --b, each in a separate process. They
+alternate step by step, so that a machine that slows down affects both. A step lasts from taking its batch until
+optim_step has ended and the loader's thread has built the next batches. A process has an advantage of one or two
+percent for its whole life. Therefore each round starts both again, in reverse order, and counts once. The output has
+the median steps, and by how much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval
+by Student's t.
 """
 import argparse
 import concurrent.futures
@@ -27,10 +28,10 @@ import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.99
-WAIT_S = 600.0                           # for a step, or for a warm-up with its compilation
+WAIT_S = 600.0                           # for a step, or for a warm-up with compilation
 
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
-    """Train; from its first batch on, only while it is this side's turn."""
+    """Train. From the first batch on, run only when it is this side's turn."""
     spec = importlib.util.spec_from_file_location("trainer", path)
     trainer = sys.modules["trainer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
@@ -40,26 +41,26 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
     def step_in_turn(engine: Any, loader: Any, step_cfg: Any) -> Any:
         nonlocal step_seconds
         if step_seconds is not None:
-            turns.send(step_seconds)                          # what stood between two steps was a part of the turn
+            turns.send(step_seconds)                          # work between two steps belongs to the turn
         turns.recv()
         start = time.perf_counter()
         result = train_step(engine, loader, step_cfg)
-        wait_for_thread(loader)                               # else it works in the other's turn
+        wait_for_thread(loader)                               # otherwise it runs during the other side's turn
         step_seconds = time.perf_counter() - start
         return result
 
     trainer.train_step = step_in_turn
-    trainer.main(flags)                                       # does not return
+    trainer.main(flags)                                       # it does not return
 
 def wait_for_thread(loader: Any) -> None:
-    """Wait until the loader's thread has built the next cycle. Older trainers have a function for it."""
+    """Wait until the loader's thread has built the next cycle. Older trainers have a method for this."""
     if hasattr(loader, "wait"):
         loader.wait()
     else:
         concurrent.futures.wait([loader.next_cycle], WAIT_S)
 
 def timed_step(side: str, turns: Connection) -> float:
-    """Seconds of the step that a side takes now. Raises SystemExit if it ends or says nothing."""
+    """Let a side run one step; return its seconds. Raises SystemExit if the side ends or does not answer."""
     try:
         turns.send("go")
         if not turns.poll(WAIT_S):
@@ -70,7 +71,8 @@ def timed_step(side: str, turns: Connection) -> float:
                          "a step more") from None
 
 def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str, list[float]]:
-    """Seconds of `count` steps of each side, started anew and in turn. Of warm-up steps too: they are the first."""
+    """Start both sides and return the seconds of `count` alternating steps of each. The first ones are of the warm-up.
+    """
     context = multiprocessing.get_context("spawn")
     turns = {}
     processes = []
@@ -100,11 +102,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--skip", type=int, default=20, help="pairs of steps before them")
     parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
     parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
-    args, flags = parser.parse_known_args(argv)               # those after -- are left over
+    args, flags = parser.parse_known_args(argv)               # arguments after -- are not parsed
     if flags[:1] not in ([], ["--"]) or args.rounds < 3 or args.pairs < 1 or args.skip < 0:
         parser.error("flags of the trainer after --, at least 3 rounds of a pair and more")
 
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as the trainer sets it where it is the program
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as in the trainer's main program
     sides = {}
     for letter, path, side_flags in zip("AB", args.trainers, (args.a, args.b)):
         sides[" ".join([letter, str(path), *side_flags])] = path.resolve(), flags[1:] + side_flags

@@ -1,4 +1,4 @@
-"""What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
+"""Configuration of all tests: import train_gpt.py, use one thread, and skip slow tests without --all."""
 import os
 import signal
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch is imported, as in run.sh
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
-    signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
+    tg.PRESETS["tiny"].setdefault("adam_every", 2)  # the tests assume cycles of two steps, independent of the default
+    signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell ignores it in background jobs
     for mark in ("slow: long loops, run with --all only",
                  "recipe: must fail when the mathematics changes; forks leave it out",
                  "style: judges this repository's main, its size and its records, not a fork",
@@ -35,12 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Starts W ranks, and returns what each found: forked_ranks.py."""
+    """Run functions on several ranks; see forked_ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
 @pytest.fixture(scope="module")
 def small_pieces() -> Iterator[None]:
-    """Several files of each table and rank; and no warm-up, which leaves no trace."""
+    """Write several files per table and rank, and skip the warm-up, which does not change results."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "CHUNK_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
@@ -48,7 +48,7 @@ def small_pieces() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the rehearsal: what one walk has compiled, the next one finds."""
+    """Return a directory in which a walk of the dry run stores what it compiled, for the next walk."""
     return Path(os.environ.get("DRY_RUN_CACHE") or tmp_path_factory.mktemp("cache"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -59,11 +59,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
 def file_order(item: pytest.Item) -> int:
-    """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
+    """Return the position of the item's file. The longest files are first, so that no process ends late with one of
+    them.
+    """
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say aloud what a machine without GPUs has not shown."""
+    """Print how many tests did not run because there is no GPU."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ")
                       for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in reasons.items():

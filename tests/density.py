@@ -1,8 +1,8 @@
-"""Measures how much a statement carries, and how much of a file is read: python tests/density.py FILES
+"""Measure the size of statements, and the composition of a file: python tests/density.py FILES
 
-A statement is a simple one, or the head of a compound one (`if ...:`). Docstrings do not count, nor do literal tables:
-assignments at the level of a module or class, for facts as data are what one wants. Sizes are in tokens (names,
-operators, numbers, strings); packed constructs are counted per 1,000 statements.
+A statement is a simple statement or the head of a compound one (`if ...:`). Docstrings do not count. Literal tables,
+which are assignments at the level of a module or class, do not count either, because facts should be written as data.
+Sizes are in tokens (names, operators, numbers, strings). Packed constructs are counted per 1,000 statements.
 """
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CONSTRUCTS = ("pairs", "nested", "ternaries", "lambdas", "walrus", "logic")
 AIM = dict(mean=13.5, p90=26, pairs=20, nested=1, ternaries=45, lambdas=5, walrus=3, logic=15)
-FEW_STATEMENTS = 60                      # below that, mean and p90 say little
-ALWAYS_ALLOWED = 2                       # a small file may have two of anything
+FEW_STATEMENTS = 60                      # mean and p90 of fewer statements are not judged
+ALWAYS_ALLOWED = 2                       # constructs of each kind, in small files
 
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 
 def token_positions(source: str) -> list[tuple[int, int]]:
-    """Return (line, column) of each token that a reader reads, those of docstrings included."""
+    """Return (line, column) of each token except comments and layout, including docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
 
 def end_of_head(node: ast.stmt) -> tuple[int, int]:
-    """Return where a simple statement ends, or the body of a compound one begins, its decorators included."""
+    """Return the end of a simple statement, or the start of the body of a compound one, including its decorators."""
     body = getattr(node, "body", None)
     if not isinstance(body, list) or not body:
         return node.end_lineno, node.end_col_offset
@@ -68,12 +68,12 @@ def count_constructs(tree: ast.Module) -> Counter:
 
 class Density(NamedTuple):
     lines: int
-    tokens: int                          # neither comments nor docstrings
+    tokens: int                          # without comments and docstrings
     functions: int
-    packaging: float                     # share of lines that are heads of functions and classes, docstrings, blanks
-    comments: float                      # lines that are comments, for every 100
+    packaging: float                     # fraction of lines: heads of functions and classes, docstrings, blank lines
+    comments: float                      # comment lines per 100 lines
     statements: int
-    figures: dict[str, float]            # by the names of AIM: tokens, or constructs per 1,000 statements
+    figures: dict[str, float]            # keys as in AIM: tokens, or constructs per 1,000 statements
 
     def misses(self, slack: float = 1.0) -> list[str]:
         """Return the names of the figures above `slack` times the aim."""
@@ -89,7 +89,7 @@ class Density(NamedTuple):
                 f"tokens, {self.functions} functions, {self.statements} statements: {figures}")
 
 def density(source: str) -> Density:
-    """Measure the text of a module, or whole statements cut out of one."""
+    """Measure a module, or a sequence of whole statements."""
     tree = ast.parse(source)
     lines = source.splitlines()
     docstring_nodes = docstrings(tree)

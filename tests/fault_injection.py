@@ -1,10 +1,11 @@
-"""Ranks as real processes, with a fault in one of them.
+"""Run ranks as real processes, and inject a fault into one of them.
 
     ended = Job(folder, world=2, faults={1: "kill in forward"}).wait()
 
-A process of its own plays torchrun: it has the store in which the ranks meet, sets their environment and notes how
-each ended. A fault is an act at a place, "kill in forward": a function of the trainer is replaced before main; the
-trainer itself knows nothing of it. Run as a script, this file is a rank under the real torchrun, the fault in rank 1.
+A separate process replaces torchrun: it serves the store of the rendezvous, sets the environment of the ranks, and
+records how each of them ended. A fault is an action and a point, such as "kill in forward": a function of the trainer
+is replaced before main is called, and the trainer has no code for this. Run as a script, this file is a rank under the
+real torchrun, with the fault in rank 1.
 """
 from __future__ import annotations
 
@@ -24,29 +25,31 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo                                                          # a second once, not once for each rank
+import torch._dynamo  # import it once here, which takes a second, instead of in every rank
 import torch.distributed as dist
 from common import Forked, environment_of, free_port
 
 import train_gpt as tg
 
-COMM_TIMEOUT_S = 10                      # s, --comm_timeout of the ranks
-HANG_S = 90                              # s after which a rank counts as hanging: less than the timeouts
-                                         # that are in force while ranks compile or write files
-EXIT_TIMEOUT_SCALE = 3                   # times as long as a user's does an end wait for others, for a busy machine
-FAULT_STEP = 3                           # step of the race in which a fault comes
+COMM_TIMEOUT_S = 10                      # --comm_timeout of the ranks
+# A rank that has not ended after this time hangs. It is less than the timeouts that are in force while ranks compile or
+# write files (SLOW_TIMEOUT_FACTOR).
+HANG_S = 90
+# Timeouts of the exit are multiplied by this, because the machine may be busy.
+EXIT_TIMEOUT_SCALE = 3
+FAULT_STEP = 3                           # training step of the fault
 FLAGS = ("--preset=tiny", "--adam_every=2", f"--comm_timeout={COMM_TIMEOUT_S}", "--val_every=0", "--max_steps=8",
          "--sample_tokens=2")
 
 class JobResult(NamedTuple):
-    """How a job ended; lists by rank."""
-    status: list[int | str | None]       # minus the signal of a killed rank, None if it never ended, or "absent"
+    """How a job ended. Lists by rank."""
+    status: list[int | str | None]       # -signal if killed, None if it did not end, "absent" if not started
     out: list[str]
     err: list[str]
     run_dir: Path
 
 class Job:
-    """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
+    """A run of preset tiny with logs in folder/run. options: the arguments of `supervise`."""
     def __init__(self, folder: Path, *flags: str, **options: Any) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -60,26 +63,28 @@ class Job:
 def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, str] = {},
               extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), store: str = "launcher",
               ends: bool = False, folders: Sequence[Path] = (), nohup: bool = False) -> None:
-    """Fork the ranks, wait until all have ended or BOUND is over, and write how they did.
-    faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: in the "launcher", as under
-    torchrun, or in "rank 0"; where it should be, the "silent stranger" and the "silent launcher" listen and answer
-    nothing. ends: SIGTERM to all ranks after the first that fails, as torchrun does. folders: by rank, where it runs.
-    nohup: SIGHUP is ignored."""
+    """Fork the ranks, wait until all have ended or HANG_S is over, and write how they ended to result.json.
+
+    faults: by rank. extra: additional flags of a rank. absent: ranks that never start. store: in the "launcher", as
+    under torchrun, or in "rank 0"; with "silent stranger" and "silent launcher", a process listens at its address and
+    never answers. ends: send SIGTERM to all ranks after the first one fails, as torchrun does. folders: working
+    directory by rank. nohup: ignore SIGHUP.
+    """
     os.chdir(folder)
-    os.setpgid(0, 0)                                                          # what a terminal interrupts
+    os.setpgid(0, 0)  # the process group that a terminal interrupts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     port = free_port()
     deadline = time.monotonic() + HANG_S
-    store_processes = []                                                      # of the store
+    store_processes = []
     if "silent" in store:
-        listener = socket.create_server(("127.0.0.1", port))                  # noqa: F841 it listens as long as it is
+        listener = socket.create_server(("127.0.0.1", port))  # noqa: F841 it listens until it is garbage collected
     elif store == "launcher" and world > 1:
         store_processes = [Forked([], call=partial(serve_store, port))]
         while not os.path.exists("launcher"):
             time.sleep(0.01)
 
     def set_up_rank(rank: int) -> None:
-        """Be one rank: its place, its signals, its fault."""
+        """Set up one rank in its fork: working directory, signals, timeouts, fault."""
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
@@ -88,7 +93,7 @@ def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, s
         for timeout in ("STORE_TIMEOUT_S", "ALL_RANKS_TIMEOUT_S", "EXIT_TIMEOUT_S"):
             setattr(tg, timeout, EXIT_TIMEOUT_SCALE * getattr(tg, timeout))
         if faults and "warm-up" not in str(faults):
-            tg.warm_up = lambda *_: None                                      # half of the time, and nothing to see
+            tg.warm_up = lambda *_: None  # takes half of the time, and is not tested here
         if rank in faults:
             inject(faults[rank])
 
@@ -116,15 +121,15 @@ def supervise(folder: Path, argv: list[str], world: int = 1, faults: dict[int, s
     Path("result.json").write_text(json.dumps([*zip(*results)]))
 
 def serve_store(port: int, _: list[str]) -> None:
-    """Have the store, as a launcher has, and say in a file who has it."""
+    """Serve the store, as a launcher does, and write the process id to a file."""
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     Path("launcher.part").write_text(str(os.getpid()))
     os.rename("launcher.part", "launcher")
     time.sleep(3 * HANG_S)
     del store
 
-# Name -> a function of the trainer; and "once": at its first call, or in the race from FAULT_STEP on: "before" its
-# call, "after" it, or before it and in a "thread" of its own.
+# Name -> owner and name of a function of the trainer, and when the fault happens. "once": at the first call. Otherwise
+# from step FAULT_STEP of the training loop on: "before" the call, "after" it, or before it on another "thread".
 INJECTION_POINTS: dict[str, tuple[Any, str, str]] = {
     "the start": (tg, "load_config", "once"),
     "joining": (dist, "init_process_group", "once"),
@@ -144,7 +149,7 @@ INJECTION_POINTS: dict[str, tuple[Any, str, str]] = {
 }
 
 def inject(fault: str) -> None:
-    """Let an act, "kill in forward", happen once at its place in this process."""
+    """Make an action happen once, at a point of this process. fault: for example "kill in forward"."""
     action, point = fault.split(" in ")
     owner, name, when = INJECTION_POINTS[point]
     original = getattr(owner, name)
@@ -183,7 +188,7 @@ def kill(stopped_launcher: bool = False) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 def wait_in_c(*_: object) -> None:
-    """Wait as a collective or a compiler may: in C, where no signal is heard. A mutex is locked twice."""
+    """Block in C, where Python handles no signals, as in a collective or a compiler. Locks a mutex twice."""
     libc = ctypes.CDLL(None)
     mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
@@ -198,14 +203,14 @@ def bug_and_stuck_exit() -> None:
     fail()
 
 def bug_and_full_pipe() -> None:
-    """stderr is a pipe that nobody reads."""
+    """Fail while stderr is a full pipe."""
     _, writing = os.pipe()
     os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
     os.dup2(writing, 2)
     fail()
 
 def bug_and_late_signal() -> None:
-    """SIGTERM comes when the end has begun."""
+    """Send SIGTERM after the exit has begun."""
     describe_exit = tg.describe_exit
 
     def describe_late(error: BaseException) -> tuple[int, str]:
@@ -221,7 +226,7 @@ def break_weights() -> None:
     tg.relu_sq_mlp = lambda *args: mlp(*args) * float("nan")
 
 def change_plans(key: str, by: int, untied: bool = False) -> None:
-    """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
+    """Change the tag of this rank's row plans: another cycle, other tokens, or (untied) a head that is not tied."""
     plan_rows = tg.plan_rows
 
     def plan_changed_rows(table: tg.TableSpec, comm: tg.Communicator, tag: dict[str, Any], ids: list, tied: bool,
@@ -232,7 +237,7 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
     tg.plan_rows = plan_changed_rows
 
 def damage_shards(size: int | None) -> None:
-    """Cut, or remove, those that are not in memory yet: by FAULT_STEP the loader is at the third."""
+    """Truncate or remove the shards that are not yet in memory. At FAULT_STEP the loader reads the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
         if size is None:
             path.unlink()

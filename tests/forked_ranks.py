@@ -1,4 +1,4 @@
-"""The fixture `ranks` starts W ranks as forks of this process, and returns what each of them found."""
+"""The fixture `ranks` runs a function on W ranks, which are forks of this process, and returns the results."""
 from __future__ import annotations
 
 import faulthandler
@@ -18,16 +18,16 @@ from common import Forked, environment_of
 import train_gpt as tg
 
 COMM_TIMEOUT = 60                        # s
-TIMEOUT_S = 240                          # s for what the ranks of one call do; then each says where it is
+TIMEOUT_S = 240                          # for one call; then each rank prints its stack
 
 @dataclass(frozen=True)
 class Rank:
     rank: int
     world: int
-    folder: Path                         # of this call
+    folder: Path                         # for the files of the call
 
     def comm(self, cfg: tg.Config | None = None) -> tg.Communicator:
-        """As the trainer makes it, but that ranks meet in a file."""
+        """Create the communicator as the trainer does, with a file for the rendezvous."""
         meeting = dict(init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.world)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
@@ -42,20 +42,23 @@ class Rank:
         (self.folder / f"{self.rank}.found").write_bytes(found)
 
 class Ranks:
-    """The fixture `ranks`. One call is one world; an equal call is answered with what the first one found, the same
-    objects: do not change them."""
+    """Runs functions on several ranks. A repeated call returns the results of the first one: do not change these
+    objects.
+    """
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # what was asked -> folder, by rank what it found, why some found nothing
+        # world, function, arguments -> folder, results by rank, failures
         self.results: dict[tuple, tuple[Path, list[Any], list[str]]] = {}
 
     def __call__(self, world: int, run: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        """run(rank, **given) on each rank of a world; by rank, what it returned. Fails with the stack of every rank
-        that raised, or was there after PATIENCE seconds."""
+        """Run run(rank, **kwargs) on each rank; return the results by rank.
+
+        Fails with the stacks of all ranks that raised or did not end within TIMEOUT_S.
+        """
         return self.get_result(world, run, kwargs)[1]
 
     def folder_of(self, world: int, run: Callable[..., Any], **kwargs: Any) -> Path:
-        """Where the ranks of a call, made now or before, left their files."""
+        """Return the folder with the files of a call. Makes the call if it was not made before."""
         return self.get_result(world, run, kwargs)[0]
 
     def get_result(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any]]:
@@ -71,7 +74,7 @@ class Ranks:
         folder = self.folder / f"{len(self.results)}_{run.__name__}_w{world}"
         folder.mkdir()
         processes = []
-        for rank in range(world):        # the port is wanted, and not used: see fabric
+        for rank in range(world):        # a port must be set; `Rank.comm` does not use it
             work = functools.partial(Rank(rank, world, folder).work, run, kwargs)
             processes.append(Forked([], environment_of(rank, world, port=1), call=work))
         found, failures = [], []

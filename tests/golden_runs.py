@@ -1,11 +1,12 @@
-"""Golden runs: what a trainer computes, to the last bit, stored so that a changed trainer can be compared with it.
+"""Golden runs: store the bits that a trainer computes, and compare another trainer with them.
 
     python tests/golden_runs.py make TRAINER.py OUT.json [--only NAME,...]
     python tests/golden_runs.py compare TRAINER.py GOLDEN.json [--only NAME,...]
 
-A trainer is run by its command line and judged by its files, never imported: losses of all steps from log.jsonl, hashes
-of the weights that --save leaves, and hashes of the state in the newest checkpoint. `compare` prints a line for each
-case, and ends with status 1 if one differs. Bits depend on processor, torch and Python too: use one place for both.
+A trainer is run by its command line and judged by its files; it is never imported. Compared are the losses of all steps
+in log.jsonl, hashes of the weights that --save writes, and hashes of the state in the last checkpoint. `compare` prints
+one line per case and returns exit status 1 if a case differs. Bits also depend on processor, torch and Python: make and
+compare on one machine.
 """
 from __future__ import annotations
 
@@ -24,27 +25,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-RUN_TIMEOUT_S = 600                      # seconds for one run
-OPTIONAL_ROW_STATE = (".v", ".last")     # of a save, which had none before: compared where both sides have it
-LOSSES = dict(step="train_loss", val="val_loss")         # keys of log.jsonl, by type of line
+RUN_TIMEOUT_S = 600                      # for one run
+OPTIONAL_ROW_STATE = (".v", ".last")     # older saves have no such tensors; they are compared if both sides have them
+LOSSES = dict(step="train_loss", val="val_loss")         # type of a line in log.jsonl -> key of its loss
 TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_every=10, checkpoint_every=8,
             adam_every=2)
 POCKET = dict(num_scheduled_steps=15, num_extension_steps=5, val_every=10, checkpoint_every=8, adam_every=2)
 DTYPES = dict(f64="float64", fp32="float32", bf16="bfloat16")
 OLD_FLAGS = dict(micro_batch_size="slots_per_micro_batch")
-STOP_EARLY = dict(max_steps=18)          # untied at step 17, after the last checkpoint
-# N-gram tables. The columns of --tables: label order rows layer signs location update_every lr wd beta2.
+STOP_EARLY = dict(max_steps=18)          # the head is untied at step 17, after the last checkpoint
+# N-gram tables, with the columns of --tables: label order rows layer signs location update_every lr wd beta2.
 TWO_TABLES = "more_bigram_embed 2 200 stream 0 {0} {1}; trigram_embed 3 300 stream 1 {0} {1}"
-# Three tables that differ in every column. Most rows of the last one are never looked up.
+# Three tables that differ in every column. Most rows of the last table are never looked up.
 MIXED = dict(tables="more_bigram_embed 2 200 stream 0 host 4 30.0 4.0 0.9; "
              "trigram_embed 3 300 8 1 device 2 37.5 5.0 0.95; "
              "fourgram_embed 4 20000 3 1 host 2 50.0 2.0 0.97")
 
 class Case(NamedTuple):
-    """One run, or two runs of which the second resumes from the checkpoint of the first."""
+    """One run, or two runs of which the second one resumes from the checkpoint of the first."""
     world_size: int
     flags: dict[str, Any]
-    resume_world_size: int = 0           # 0: no second run
+    resume_world_size: int = 0           # 0: do not resume
 
 def tiny(dtype: str = "fp32", **flags: Any) -> dict[str, Any]:
     return TINY | dict(dtype=DTYPES[dtype]) | flags
@@ -90,7 +91,7 @@ def launch(trainer: Path, world_size: int, flags: dict[str, Any]) -> None:
     command = [sys.executable]
     if world_size > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}"]
-    if "    slots_per_micro_batch: " in trainer.read_text("utf-8"):               # a trainer of before 2026-11-26
+    if "    slots_per_micro_batch: " in trainer.read_text("utf-8"):               # a trainer from before 2026-11-26
         flags = {OLD_FLAGS.get(name, name): value for name, value in flags.items()}
     command += [str(trainer), *(f"--{name}={value}" for name, value in flags.items())]
     process = subprocess.Popen(command, env=os.environ | dict(OMP_NUM_THREADS="1"), stdout=subprocess.DEVNULL,
@@ -103,7 +104,7 @@ def launch(trainer: Path, world_size: int, flags: dict[str, Any]) -> None:
         raise RuntimeError(f"status {process.returncode}: {' '.join(stderr.split())[-400:]}")
 
 def digest(x: torch.Tensor) -> str:
-    """Hash type and bytes of a tensor, whatever its shape; integers of all widths are alike."""
+    """Hash type and bytes of a tensor, independent of its shape. Integers of all widths hash equally."""
     dtype = str(x.dtype).removeprefix("torch.")
     if not x.is_floating_point():
         x = x.long()
@@ -112,7 +113,7 @@ def digest(x: torch.Tensor) -> str:
     return f"{dtype} {hashlib.sha256(content).hexdigest()[:16]}"
 
 def hashes(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
-    """Hash each tensor, and the rows of tables in the folder, over all pieces, in ascending order of their ids."""
+    """Hash each tensor, and the table rows in the folder: all chunks together, in ascending order of ids."""
     columns = defaultdict(list)
     for path in sorted(folder.glob("rows-*.pt")):
         for name, x in torch.load(path, weights_only=True).items():
@@ -129,12 +130,12 @@ def read_run(run_dir: Path, result: dict[str, dict[str, str]]) -> None:
             result["losses"][f"{event['type']} {event['step']}"] = float(event[LOSSES[event["type"]]]).hex()
     newest = max((run_dir / "checkpoints").glob("step-*"))
     state = torch.load(newest / "run.pt", weights_only=True)["state"]
-    if "weights" in state:               # the layout of checkpoints until cf1861c
+    if "weights" in state:               # layout of checkpoints until commit cf1861c
         state = state["weights"] | state["moments"]
     result[f"state at {int(newest.name[5:])}"] = hashes(state, newest)
 
 def run_case(case: Case, trainer: Path, scratch: Path) -> dict[str, dict[str, str]]:
-    """Run a case and return all that is kept of it, by section and name; {"failed": why} if it fails."""
+    """Run a case; return losses and hashes by section and name, or {"failed": reason}."""
     scratch.mkdir()
     common = dict(device="cpu", sample_tokens=0)
     runs = [(case.world_size, common | case.flags | dict(run_dir=scratch / "run"))]
@@ -155,7 +156,7 @@ def run_case(case: Case, trainer: Path, scratch: Path) -> dict[str, dict[str, st
 
 # ---- Comparing
 def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
-    """Say what differs between two runs of a case: in bits, and apart from that in names."""
+    """Describe how two runs of a case differ: in bits, and in names."""
     found = []
     for section, before in stored.items():
         after = now.get(section, {})

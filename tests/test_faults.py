@@ -1,7 +1,7 @@
-"""Real processes in which something goes wrong: all end, the first cause is named once, and the log can be read.
+"""Faults in real processes: all ranks end, stderr names the first cause once, and the log is complete.
 
-Faults come from fault_injection.py; nothing in the trainer knows of them. No time is measured, because a machine may be
-busy: a rank that is there after BOUND seconds has no status of its own.
+fault_injection.py injects the faults; the trainer has no code for them. No time is measured, because the machine may be
+busy: a rank that has not ended after HANG_S seconds has no exit status.
 """
 import os
 import re
@@ -19,29 +19,29 @@ import train_gpt as tg
 
 CAUSE = re.compile(r"(?m)^(?:(?:ConfigError|DataError|OutOfData|RunError): |interrupted$|ended from outside|Traceback)")
 KILLED = -9
-TERMINATED = (1, 143)                    # by itself, or by the launcher
+TERMINATED = (1, 143)                    # ended itself, or ended by the launcher
 LOST = ("RunError: lost another rank", "dmesg")
 MEMORY = ("RunError: out of memory", "--micro_batch_size=1")
 DIFFER = ("RunError: row plans of ranks", "same flags")
 NAN_LOSS = ("RunError: training loss of step 3", "nan", "finite")
 NO_MEETING = ("ConfigError: waiting for all ranks", f"2 ranks in {COMM_TIMEOUT_S}")
 SPEED = ("ConfigError: --adam_lr", "'fast'")
-BUG = "ZeroDivisionError: a bug"         # the trace ends with it
+BUG = "ZeroDivisionError: a bug"         # end of the traceback
 
 class Case(NamedTuple):
     job_options: dict[str, Any]
-    status: tuple                        # by rank; a tuple: one of these
-    cause: tuple[str, ...]               # regular expressions of what all ranks together say, the first begins a line
-    log: int | str = 2                   # ends with `aborted` after this step or later; its last type; "": no folder
+    status: tuple                        # by rank; a tuple lists alternatives
+    cause: tuple[str, ...]  # regular expressions for all stderr together; the first one matches at the start of a line
+    log: int | str = 2  # log ends with `aborted` at this step or later; or type of its last line; "": no run directory
 
 def two_ranks(fault: str, status: tuple, *cause: str, log: int | str = 2, **job_options: Any) -> Case:
-    """A fault in rank 1; rank 0 may be a step behind it."""
+    """Build a case with a fault in rank 1. Rank 0 may be one step behind."""
     return Case(dict(world=2, faults={1: fault}) | job_options, status, cause, log)
 
 def one_process(status: int, *cause: str, log: int | str = 3) -> tuple:
     return (status,), cause, log
 
-TWO_RANK_FAULTS = {                      # status of both ranks, parts of the message
+TWO_RANK_FAULTS = {                      # exit status of both ranks, texts of the message
     **{f"kill in {place}": ((1, KILLED), *LOST) for place in (
         "the data check", "warm-up", "forward", "a reduction", "a gather", "the gradients' return", "the fetch",
         "the exchange", "the loader", "validation")},
@@ -58,7 +58,7 @@ LOG_ENDS = {"kill in the data check": "", "kill in warm-up": 0}
 TWO_RANK_CASES = {f"{fault}, of two": two_ranks(fault, *ending, log=LOG_ENDS.get(fault, 2))
                   for fault, ending in TWO_RANK_FAULTS.items()}
 ONE_PROCESS_FAULTS = {
-    "Ctrl-C when stuck in set-up": one_process(130, "interrupted", log=""),  # else the main thread may begin the log
+    "Ctrl-C when stuck in set-up": one_process(130, "interrupted", log=""),  # before the log begins
     "Ctrl-C in warm-up": one_process(130, "interrupted", log=0),
     "Ctrl-C in forward": one_process(130, "interrupted"),
     "Ctrl-C in the loader": one_process(130, "interrupted"),
@@ -72,7 +72,8 @@ ONE_PROCESS_FAULTS = {
     "removed shards in forward": one_process(2, "DataError: ", "train_", "No such file"),
     "bad data in the loader": one_process(2, "DataError: shard 7"),
     "bug and late SIGTERM in forward": one_process(1, BUG),
-    # In C no handler of Python's is called, a library may lose the exception, and the end may meet a dead disk.
+    # In C, Python's signal handlers do not run. A library may lose the exception, and the disk may fail during the
+    # exit.
     "SIGTERM when stuck in forward": one_process(143, "ended from outside .SIGTERM", log=2),
     "SIGHUP when stuck in the start": one_process(129, "ended from outside .SIGHUP", log=""),
     "Ctrl-C when stuck in warm-up": one_process(130, "interrupted", log=0),
@@ -91,9 +92,9 @@ QUICK = TWO_RANK_CASES | {
     **{fault: Case(dict(faults={0: fault}), *ending)
        for fault, ending in ONE_PROCESS_FAULTS.items() if "stuck" not in fault},
 }
-# They wait for the timeout, or for a signal that is not heard: all are started together.
+# These cases wait for a timeout, or for a signal that is not handled. All of them are started together.
 WAITING = {
-    # It wakes after 1.5 timeouts and finds the others gone. It may itself be the first to miss the plans.
+    # The rank wakes after 1.5 timeouts, when the others have ended. It may be the first one to miss the plans.
     **{f"nap in {place}": two_ranks(f"nap in {place}", (1, 1), "RunError: lost another rank")
        for place in ("forward", "the gradients' return", "the fetch")},
     "nap in the exchange": two_ranks("nap in the exchange", (1, 1),
@@ -104,8 +105,8 @@ WAITING = {
     **{f"no rank {rank}, store in {store}": Case(
         dict(world=2, absent=[rank], store=store), ("absent", 2) if rank == 0 else (2, "absent"), NO_MEETING, "")
        for rank in (0, 1) for store in ("launcher", "rank 0")},
-    # Rank 1 has nobody to tell but the launcher's store; torchrun ends all ranks 0.1 s after the first has failed, so
-    # that rank 0 may not be there yet to speak.
+    # Rank 1 can only report to the launcher's store. torchrun ends all ranks 0.1 s after the first one fails, so rank 0
+    # may not have printed yet.
     "bad flag": Case(dict(world=2, extra={1: ["--adam_lr=fast"]}, ends=True), ((1, 143, -15), 2), SPEED, ""),
     "bad flags, rank 0 late": Case(dict(world=2, extra=dict.fromkeys((0, 1), ["--adam_lr=fast"]), ends=True,
                                         faults={0: "nap in the start"}), ((143, -15), 2), SPEED, ""),
@@ -116,7 +117,7 @@ WAITING = {
     "silent launcher": Case(dict(world=2, absent=[0], store="silent launcher", extra={1: ["--seed=abc"]}),
                             ("absent", 2), ("ConfigError: --seed", "'abc'"), ""),
     "stopped launcher": two_ranks("kill with stopped launcher in forward", (1, KILLED), *LOST, log=3),
-    # The other rank sleeps and does not notice by itself; or it does, if it was not yet asleep.
+    # Rank 0 sleeps and does not notice the kill, unless it was not yet asleep.
     "killed, then SIGTERM": two_ranks("", (TERMINATED, KILLED), *LOST, ends=True,
                                    faults={0: "sleep in forward", 1: "kill in forward"}),
     "SIGHUP while ranks meet": Case(dict(world=2, absent=[1], faults={0: "SIGHUP in joining"}), (129, "absent"), (
@@ -125,7 +126,7 @@ WAITING = {
        for fault, ending in ONE_PROCESS_FAULTS.items() if "stuck" in fault},
 }
 CASES = QUICK | WAITING
-SLOW_CASES = {                           # only with --all
+SLOW_CASES = {                           # run with --all only
     *(f"{fault}, of two" for fault in (
         "kill in the data check", "kill in warm-up", "kill in a gather", "kill in validation",
         "another untying in the loader", "other tokens in the loader", "out of memory in forward",
@@ -134,7 +135,7 @@ SLOW_CASES = {                           # only with --all
     "bad data in the loader"}
 
 def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
-    """Write small shards, so that a run of 12 steps reads many; return their pattern."""
+    """Write small shards, so that a run of 12 steps reads many of them; return the flag with their pattern."""
     folder.mkdir(parents=True)
     for seed in range(count):
         write_shard(folder / f"train_{seed:02}.bin", tg.synthetic_tokens(seed, tokens, 512, 511), 512, 511)
@@ -147,7 +148,8 @@ def start_job(name: str, folder: Path) -> Job:
     return Job(folder, *flags, **CASES[name].job_options)
 
 def check_result(result: JobResult, case: Case) -> None:
-    """Every rank has ended by itself and as it should, and over all stderr there is one cause, as in the log."""
+    """Check that every rank ended with its status, and that all stderr together names one cause, which the log has too.
+    """
     text = "".join(result.err)
     for found, wanted in zip(result.status, case.status, strict=True):
         assert found == wanted or (isinstance(wanted, tuple) and found in wanted), (result.status, text)
@@ -157,7 +159,7 @@ def check_result(result: JobResult, case: Case) -> None:
     check_log(result.run_dir, case.log, case.cause[0])
 
 def check_log(run_dir: Path, log: int | str, cause: str) -> None:
-    """log.jsonl and log.txt are whole and end with the same `aborted`, if the run could write that."""
+    """Check that log.jsonl and log.txt are complete and end with the same `aborted`, if the run could write it."""
     assert run_dir.exists() == (log != ""), "nothing was begun"
     if log == "":
         return
@@ -171,7 +173,7 @@ def check_log(run_dir: Path, log: int | str, cause: str) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def waiting_jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Jobs of the cases of WAITING that were asked for, running from the first test on: they wait while others work."""
+    """Start the requested cases of WAITING before the first test, so that they wait while other tests run."""
     folder = tmp_path_factory.mktemp("waiting")
     requested = [item for item in request.session.items if item.originalname == test_end__all_ranks_in_time.__name__]
     names = [item.callspec.params["name"] for item in requested if not item.get_closest_marker("skip")]
@@ -184,7 +186,7 @@ def test_end__all_ranks_in_time(waiting_jobs, tmp_path, name) -> None:
     check_result(job.wait(), CASES[name])
 
 def test_end__within_5_s_after_the_timeout_in_force() -> None:
-    """What an end may wait for fits into the promise, and BOUND tells a --comm_timeout from the longer one."""
+    """The timeouts of an exit add up to less than 5 s, and HANG_S is between --comm_timeout and the longer timeout."""
     assert tg.STORE_TIMEOUT_S + 2 * tg.ALL_RANKS_TIMEOUT_S < tg.EXIT_TIMEOUT_S == 5
     longest_end = 2 * COMM_TIMEOUT_S + EXIT_TIMEOUT_SCALE * tg.EXIT_TIMEOUT_S
     assert longest_end < HANG_S < tg.SLOW_TIMEOUT_FACTOR * COMM_TIMEOUT_S
@@ -192,7 +194,7 @@ def test_end__within_5_s_after_the_timeout_in_force() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TWO_RANK_CASES)
 def test_end__again_and_again(tmp_path, name) -> None:
-    """Three at a time, so that they meet in different orders on a busy machine."""
+    """Three jobs at a time, so that the order of events varies on a busy machine."""
     for round_num in range(3):
         folders = [tmp_path / f"job_{round_num}_{i}" for i in range(3)]
         for folder, job in [(folder, start_job(name, folder)) for folder in folders]:
@@ -206,7 +208,7 @@ def test_end__a_full_stderr_pipe(tmp_path) -> None:
 
 @pytest.mark.parametrize("job_options", [dict(world=2), dict(faults={0: "SIGHUP in forward"}, nohup=True)], ids=str)
 def test_main__nothing_goes_wrong_without_a_fault(tmp_path, job_options) -> None:
-    """The launcher itself is no fault, nor a dropped connection under nohup; the console has no libraries' warnings."""
+    """Neither the launcher nor SIGHUP under nohup ends a run. Libraries print no warnings."""
     result = Job(tmp_path, **job_options).wait()
     assert set(result.status) == {0} and set(result.err) == {""}, result.err
     check_log(result.run_dir, "result", "")
@@ -216,7 +218,7 @@ def test_main__nothing_goes_wrong_without_a_fault(tmp_path, job_options) -> None
     ("a byte", (2, 2), ("ConfigError", "data_sha256", "rank 1")),
     ("no shards", (1, 2), ("DataError", "no such file", "of_1"))])
 def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause) -> None:
-    """A node with the same names and sizes and one byte of difference, or without the shards."""
+    """The shards of one node differ in one byte, with equal names and sizes, or are missing."""
     folders = [tmp_path / f"of_{rank}" for rank in range(2)]
     for folder in folders:
         write_shards(folder / "data")
@@ -227,12 +229,14 @@ def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause) -
         (changed_data / "train_09.bin").write_bytes(content)
     else:
         shutil.rmtree(changed_data)
-    same = "--train_files=data/train_*.bin"                                   # relative: the flags must not differ
+    same = "--train_files=data/train_*.bin"  # a relative path, because flags must not differ
     check_result(Job(tmp_path, same, world=2, folders=folders).wait(), Case({}, status, cause, ""))
 
 def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
-    """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
-    max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
+    """All ranks notice it one cycle ahead. The steps that have data are trained and logged.
+
+    Documents are truncated to max_doc_len, so 4,400 tokens are too few for 8 steps, which read at least 1,984.
+    """
     ended = Job(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
     cause = ("OutOfData: training data ended", "enough for 6 steps", "--max_steps")
     check_result(ended, Case({}, (2, 2), cause, "result"))
@@ -246,8 +250,11 @@ def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
     pytest.param(fault, marks=pytest.mark.slow)
     for fault in ("kill in warm-up", "sleep in forward", "bad data in the loader"))])
 def test_end__under_torchrun(tmp_path, fault) -> None:
-    """torchrun adds a trace and a summary of its own; the ranks still name the cause once. It looks every 0.1 s: if it
-    sees a killed rank before the others do, they are ended from outside; the cause is the killed rank all the same."""
+    """torchrun adds a traceback and a summary. The ranks still name the cause once.
+
+    torchrun polls every 0.1 s. If it notices a killed rank before the other ranks do, it ends them. The killed rank is
+    still the cause.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "tests/fault_injection.py", fault, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * HANG_S, cwd=tmp_path,

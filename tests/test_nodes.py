@@ -1,6 +1,6 @@
-"""Two nodes of two ranks each, by `torchrun --nnodes=2`, in network namespaces that a link joins.
+"""Two nodes of two ranks each, started by `torchrun --nnodes=2`, in network namespaces that a link connects.
 
-Only root may make these on Linux; elsewhere the tests are skipped.
+Only root can create namespaces, and only on Linux. Otherwise the tests are skipped.
 """
 import contextlib
 import os
@@ -15,16 +15,16 @@ import pytest
 from common import PATIENCE, ROOT, Run, launch, losses
 from fault_injection import COMM_TIMEOUT_S, HANG_S
 
-LINK = "link0"                           # the name of either end, in its node
+LINK = "link0"                           # name of both ends of the link
 SHORT_RUN = ("--max_steps=4", "--sample_tokens=0")
 
 def ip(*words: str) -> str:
-    """Return what the program ip says; in the test it must succeed."""
+    """Run the program ip and return its output. It must succeed, unless the fixture skips."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=60).stdout
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces, 10.9.8.1 and 10.9.8.2."""
+    """Create two network namespaces with the addresses 10.9.8.1 and 10.9.8.2; yield their names."""
     names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
@@ -41,13 +41,13 @@ def nodes() -> Iterator[tuple[str, str]]:
         yield names
 
 def remove(name: str) -> None:
-    """End all processes of a node, and the node."""
+    """Kill all processes of a node, and delete the node."""
     for pid in ip("netns", "pids", name).split():
         os.kill(int(pid), signal.SIGKILL)
     ip("netns", "delete", name)
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
-    """torchrun of a node with two ranks; what they say goes into a file."""
+    """Start torchrun with two ranks on a node; its output is written to a file."""
     command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
                "--nproc_per_node=2", f"--node_rank={node - 1}", "--master_addr=10.9.8.1", "--master_port=29500",
                ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]

@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, citations are of this repository, pictures follow from logs, none is too long."""
+"""Pages: links work, cited sections exist, the picture matches the logs, and pages are not too long."""
 import importlib.util
 import re
 from pathlib import Path
@@ -9,19 +9,19 @@ from common import ROOT
 PAGES = sorted(page for pattern in (
     "README.md", "data/*.md", "records/*.md", "records/guide/*.md", "records/ablations/*.md", "tests/*.md",
     "tests/*/README.md") for page in ROOT.glob(pattern))
-# Files that may cite nothing that is not here.
+# These files may cite only what is in this repository.
 CITING = [*PAGES, ROOT / "train_gpt.py", ROOT / "run.sh", *sorted(ROOT.glob("data/*.py")),
           *sorted(ROOT.glob("records/guide/*.py"))]
 FOREIGN = re.compile(r"\brecipe \d|\bshared/|\b(systems|house|style|design|tables|recipe|evidence|kernels)\.md")
 LINK = re.compile(r"\]\((?!https?:)([^()\s]+)\)")
-LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines of a page
+LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines
 
 def text_of(page: Path) -> str:
-    """Return a page without its code, in which brackets are no links."""
+    """Return a page without code, because brackets in code are not links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as web pages of repositories make them."""
+    """Return the anchors that repository hosts generate for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
