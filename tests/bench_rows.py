@@ -122,7 +122,7 @@ ROUNDS, DROPPED = 12, 2                                              # the first
 
 class TimedTable:
     """Runs cycles of one table and times each phase."""
-    phases = ("plan and exchange", "rows there", "gradients back", "update")
+    phases = ("plan and exchange", "wait for fetch", "reduce gradients", "update")
 
     def __init__(self, spec: tg.TableSpec, comm: tg.Communicator, width: int, max_lookups: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
@@ -184,9 +184,9 @@ def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, 
             found[rows].append(sides[rows].run_cycle(lookups[rows][round_idx % 2]))
     comm.all_gather(rank)
     if rank == 0:
-        print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
+        print(f"{world} ranks, width {width}, {ids:,} lookups per rank and cycle; medians of {ROUNDS - DROPPED} "
               f"interleaved rounds\n")
-        print_head("ns per row asked for", *TimedTable.phases, "all")
+        print_head("ns per fetched row", *TimedTable.phases, "all")
         medians = []
         for rows, times in found.items():
             times = times[DROPPED:]

@@ -64,11 +64,11 @@ def timed_step(side: str, turns: Connection) -> float:
     try:
         turns.send("go")
         if not turns.poll(WAIT_S):
-            raise SystemExit(f"{side} said nothing for {WAIT_S:.0f} s")
+            raise SystemExit(f"{side} did not answer for {WAIT_S:.0f} s")
         return turns.recv()
     except (EOFError, ConnectionError):
-        raise SystemExit(f"{side} ended: if nothing above says why, its schedule is too short for --skip, --pairs and "
-                         "a step more") from None
+        raise SystemExit(f"{side} ended. If no error is printed above, its schedule has fewer steps than "
+                         "--skip + --pairs + 1") from None
 
 def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str, list[float]]:
     """Start both sides and return the seconds of `count` alternating steps of each. The first ones are of the warm-up.
@@ -97,14 +97,17 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("trainers", metavar="A.py B.py", type=Path, nargs=2)
-    parser.add_argument("--rounds", type=int, default=10, help="at least 3")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round")
-    parser.add_argument("--skip", type=int, default=20, help="pairs of steps before them")
-    parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
-    parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
+    parser.add_argument("--rounds", type=int, default=10,
+                        help="fresh starts of both trainers, at least 3 [%(default)s]")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round [%(default)s]")
+    parser.add_argument("--skip", type=int, default=20,
+                        help="pairs of steps before them, which do not count [%(default)s]")
+    parser.add_argument("--a", action="append", default=[], metavar="FLAG", help="flag of A.py only")
+    parser.add_argument("--b", action="append", default=[], metavar="FLAG", help="flag of B.py only")
     args, flags = parser.parse_known_args(argv)               # arguments after -- are not parsed
     if flags[:1] not in ([], ["--"]) or args.rounds < 3 or args.pairs < 1 or args.skip < 0:
-        parser.error("flags of the trainer after --, at least 3 rounds of a pair and more")
+        parser.error("expected --rounds of at least 3, --pairs of at least 1, --skip of at least 0, and flags of the "
+                     "trainer after --")
 
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as in the trainer's main program
     sides = {}

@@ -20,14 +20,15 @@ LONGEST_FILES = ["test_dry_run.py", "test_ranks.py", "test_rows.py", "test_table
                  "test_faults.py", "test_main.py", "test_files.py"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
+    parser.addoption("--all", action="store_true",
+                     help="also run slow tests: repeated faults, more seeds, all stages of the dry run")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     tg.PRESETS["tiny"].setdefault("adam_every", 2)  # the tests assume cycles of two steps, independent of the default
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell ignores it in background jobs
-    for mark in ("slow: long loops, run with --all only",
-                 "recipe: must fail when the mathematics changes; forks leave it out",
+    for mark in ("slow: runs with --all only",
+                 "recipe: must fail when the mathematics changes; a fork may omit it",
                  "style: judges this repository's main, its size and its records, not a fork",
                  "gpu: needs a CUDA device; `pytest -m gpu` runs them all",
                  "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
@@ -56,7 +57,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=file_order)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--all"):
-            item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
+            item.add_marker(pytest.mark.skip(reason="slow: run with --all"))
 
 def file_order(item: pytest.Item) -> int:
     """Return the position of the item's file. The longest files are first, so that no process ends late with one of

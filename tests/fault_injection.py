@@ -259,7 +259,7 @@ ACTIONS: dict[str, Callable[[], object]] = {
     "bug and stuck end": bug_and_stuck_exit,
     "bug and full pipe": bug_and_full_pipe,
     "bug and late SIGTERM": bug_and_late_signal,
-    "bad data": partial(fail, tg.DataError("shard 7", "a hole", "no hole", "mend it")),
+    "bad data": partial(fail, tg.DataError("shard 7", "a bad token", "valid tokens", "replace it")),
     "disk error": partial(fail, OSError(errno.EIO, os.strerror(errno.EIO))),
     "out of memory": partial(fail, torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
     "out of host memory": partial(torch.empty, 10**15),

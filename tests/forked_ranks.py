@@ -67,7 +67,7 @@ class Ranks:
             self.results[key] = self.start(world, run, kwargs)
         folder, found, failures = self.results[key]
         if failures:
-            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *failures]), pytrace=False)
+            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: these failed", *failures]), pytrace=False)
         return folder, found
 
     def start(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:

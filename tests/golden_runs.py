@@ -181,7 +181,7 @@ def main() -> int:
     parser.add_argument("task", choices=("make", "compare"))
     parser.add_argument("trainer", type=Path)
     parser.add_argument("golden", type=Path)
-    parser.add_argument("--only", default="", help=f"with commas, of {', '.join(all_cases())}")
+    parser.add_argument("--only", default="", help=f"cases, separated by commas: {', '.join(all_cases())}")
     args = parser.parse_args()
 
     cases = all_cases()
@@ -190,7 +190,7 @@ def main() -> int:
     if args.task == "compare":
         golden = json.loads(args.golden.read_text("utf-8"))
         if golden["versions"] != versions():
-            print(f"note: stored by {golden['versions']}, these are {versions()}: bits may differ for that")
+            print(f"note: made with {golden['versions']}, compared with {versions()}: bits may differ for this reason")
 
     counts = Counter()
     results = {}

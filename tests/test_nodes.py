@@ -75,6 +75,6 @@ def test_two_nodes__a_cut_link_ends_both(nodes, tmp_path) -> None:
         time.sleep(0.2)
     ip("-n", nodes[0], "link", "set", LINK, "down")
 
-    assert all(launcher.wait(HANG_S) for launcher in launchers), "both end, by an error"
+    assert all(launcher.wait(HANG_S) for launcher in launchers), "both must end with an error"
     aborted, = Run(tmp_path / "run", 1, "", "").of("aborted")
     assert "lost another rank" in aborted["cause"], aborted

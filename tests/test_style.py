@@ -82,12 +82,12 @@ def test_density__of_every_file(capsys) -> None:
         found.append(f"  {section}: {of_section}")
     with capsys.disabled():
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
-    assert not missed, "denser than the aim: one thought a statement"
+    assert not missed, "denser than the aim: split statements"
 
 def test_size__of_tracked_files() -> None:
     """The sizes of all files that `git ls-files` lists add up to less than the limit."""
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: which files are tracked is not known")
+        pytest.skip("not a git checkout")
     try:
         listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, timeout=60)
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def test_size__of_tracked_files() -> None:
     sizes = {path: path.lstat().st_size for path in paths if os.path.lexists(path)}
     assert len(sizes) > 100
     largest = sorted(sizes, key=sizes.get, reverse=True)[:5]
-    assert sum(sizes.values()) <= MAX_TREE_BYTES, f"compress logs and ledgers; the largest: {[*map(str, largest)]}"
+    assert sum(sizes.values()) <= MAX_TREE_BYTES, f"compress logs; the largest files: {[*map(str, largest)]}"
 
 PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ternaries="a = x if y else z",
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")
@@ -147,7 +147,7 @@ def test_sections__in_order_with_banner_plan_and_tests() -> None:
     numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
     assert [BANNER.match(line).groups() for line in banners] == numbered
     assert {len(line) for line in banners} == {MAX_COLUMNS}
-    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered, "the floor plan"
+    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered
     assert not [section for section in SECTIONS if not (ROOT / f"tests/test_{section.lower()}.py").exists()]
 
 def names_used(table: symtable.SymbolTable) -> set[str]:
@@ -170,9 +170,9 @@ def test_sections__use_only_names_that_are_defined_above() -> None:
                 defined.setdefault(symbol.get_name(), first)
     assert len(defined) > 100 and section_number(defined["StepConfig"]) == 2 and section_number(defined["np"]) == 0
     known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
-    assert not set().union(*(used for _, used in uses)) - known, "names that are defined nowhere"
+    assert not set().union(*(used for _, used in uses)) - known, "undefined names"
     below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
-    assert not below, "lines that use a name, and the line below them that defines it"
+    assert not below, "line of the use, name, line of the definition"
 
 def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
     """A training step is visible in one place, and the functions that outline a run define no inner functions."""
@@ -250,7 +250,7 @@ def test_sections__no_code_calls_a_later_section(ranks, world) -> None:
             ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"),
             ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
-    assert seen <= named, "what the runs are traced for"
+    assert seen <= named, "the traced runs must contain these calls"
     downward = sorted(call for call in calls if call[3] > call[1])
     assert not downward, downward
 

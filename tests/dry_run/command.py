@@ -33,18 +33,18 @@ LOG_TAIL_LINES = 30                      # printed when a walk fails
 def unsupported_reason() -> str:
     """Return why the dry run cannot run here; "" if it can."""
     if sys.platform != "linux":
-        return f"made for Linux, not {sys.platform}"
+        return f"it needs Linux, not {sys.platform}"
     if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
-        return "no C++ compiler: install g++, or name one in CXX"
+        return "no C++ compiler: install g++, or set CXX"
     for package, supported in (("torch", TORCH_VERSION), ("triton", TRITON_VERSION)):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return f"no {package}: pip install {package}=={supported}"
         if found.partition("+")[0] != supported:
-            return f"{package} {found}: its internals are known of {supported} only"
+            return f"{package} {found}: fake_cuda.py supports only {supported}, whose internals it replaces"
         if package == "torch" and not found.endswith("+cpu"):
-            return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
+            return "torch is a CUDA build, which has its own CUDA hooks: install the CPU wheel"
     return ""
 
 
@@ -65,10 +65,10 @@ def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     status = process.wait()
     last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LOG_TAIL_LINES:])
     if status != 0:
-        return dict(error=f"the walk ended with status {status}:\n{last_lines}")
+        return dict(error=f"the walk failed with exit status {status}:\n{last_lines}")
     walk = json.loads(path.with_suffix(".json").read_text())
     if "ended_by" in walk:
-        print(f"The walk ended before its end:\n{last_lines}")
+        print(f"The walk did not finish:\n{last_lines}")
     return walk
 
 def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
@@ -123,24 +123,28 @@ def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], time
 # ---- The command
 def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("dry_run.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", default="8,1", type=parse_numbers, help="numbers of GPUs [%(default)s]")
-    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
+    parser.add_argument("--gpus", default="8,1", type=parse_numbers, help="world sizes [%(default)s]")
+    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]),
+                        help="GPU to compile for [%(default)s]")
     parser.add_argument("--stages", default=[], type=parse_numbers,
-                        help="lower the graphs of these only, such as 1,2 [all]")
-    parser.add_argument("--quick", action="store_true", help="the first stage on eight GPUs, compared with nothing")
-    parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
-    parser.add_argument("--ledger", default=str(price.EXPECTED_COSTS), help="to compare with, and to update")
-    parser.add_argument("--out", default="", help="file for all timelines, of which price.py and records make prices")
-    parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
+                        help="lower only the graphs of these stages, for example 1,2 [all]")
+    parser.add_argument("--quick", action="store_true",
+                        help="check the first stage on eight GPUs, without a comparison")
+    parser.add_argument("--update", action="store_true", help="write the expected costs and print the differences")
+    parser.add_argument("--ledger", default=str(price.EXPECTED_COSTS), metavar="FILE",
+                        help="expected costs to compare with, and to update")
+    parser.add_argument("--out", default="", metavar="FILE",
+                        help="write all timelines here, for price.py and for records")
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     args = parser.parse_args(argv)
     if args.quick and (args.update or args.stages):
-        parser.error("--quick walks the first stage and no more")
+        parser.error("--quick runs only the first stage; omit --update and --stages")
     return args
 
 def parse_numbers(text: str) -> list[str]:
     numbers = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
+        raise argparse.ArgumentTypeError(f"{text!r}; expected positive integers, for example 8,1")
     return numbers
 
 def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
@@ -161,7 +165,7 @@ def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
 def main(argv: Sequence[str]) -> int:
     reason = unsupported_reason()
     if reason:
-        print(f"the rehearsal is not run: {reason}")
+        print(f"the dry run cannot run here: {reason}")
         return 2
     args = parse_args(argv)
     path = Path(args.ledger)
@@ -174,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         differs = (args.card, args.flags, args.stages) != (before["card"], before["flags"], [])
         if differs or not set(before["worlds"]) <= set(args.gpus):
             stored = f"{before['card']}, W = {' and '.join(before['worlds'])}, all stages, flags {before['flags']}"
-            print(f"--update would lose what the ledger has: it is of {stored}; another --ledger=FILE holds others")
+            print(f"--update would lose costs that {path.name} has: {stored}; give another --ledger=FILE for others")
             return INVALID_INPUT
     if before is not None and before["card"] != args.card:
         before = None
@@ -189,7 +193,9 @@ def main(argv: Sequence[str]) -> int:
     failures = find_failures(costs)
     growth = growth_beyond_limit(before, costs) if before else []
     if not args.quick:
-        print(report_text if before else f"compared with nothing: {path.name} has no {args.card}\n{report_text}")
+        if not before:
+            print(f"nothing to compare with: {path.name} has no costs of {args.card}")
+        print(report_text)
     if args.update and not failures:
         print("\n".join(growth))
         price.compressed.write_bytes(path, format_json(compact(costs)).encode() + b"\n")

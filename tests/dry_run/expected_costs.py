@@ -27,9 +27,9 @@ MAX_LINES, MAX_BUFFERS = 8, 3            # per phase, in the file
 MAX_GROWTH = 0.02
 MAX_NAMED = 3
 ALLOWED_WAITS = {                        # in the timed loop, by line, with the reason
-    "Clock.start: self.comm.synchronize()": "the clock starts and stops after what the device has done",
-    "Clock.stop: self.comm.synchronize()": "the same",
-    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle back, which is there",
+    "Clock.start: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
+    "Clock.stop: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
+    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle earlier, which is already computed",
 }
 
 
@@ -158,8 +158,9 @@ def load_expected_costs(path: Path) -> dict[str, Any] | None:
         return None
     costs = load(path)
     if costs.get("format") != FORMAT:
-        raise PriceError(f"{path}", f"format {costs.get('format')}", f"a ledger of format {FORMAT}",
-                         "name another; --update makes one where there is none")
+        raise PriceError(f"{path}", found=f"format {costs.get('format')}",
+                         expected=f"expected costs of format {FORMAT}",
+                         hint="give another file; --update creates one that does not exist")
     return costs
 
 
@@ -184,7 +185,7 @@ def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[s
                     print(change)
         titles = [title for title, graph in world["graphs"].items() if world_before["graphs"].get(title) != graph]
         if titles:
-            print(f"W = {world_size}: other graphs: {'; '.join(titles)}")
+            print(f"W = {world_size}: changed graphs: {'; '.join(titles)}")
     return too_much
 
 def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
@@ -199,7 +200,7 @@ def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], me
     if growth[OTHERS] > 0:
         unnamed = Counter({name: size for name, size in after.items() if name not in before})
         largest = ", ".join(name for name, _ in unnamed.most_common(MAX_NAMED))
-        named.append(f"({OTHERS}: no lines of the ledger; their largest are now {largest})")
+        named.append(f"({OTHERS}: lines that the file does not name; the largest are now {largest})")
     return named
 
 def format_amount(amount: float, measure: str) -> str:

@@ -34,7 +34,7 @@ CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json")
 
 def load_shim(folder: Path) -> None:
     """Build fake_cuda.cpp into the folder and load it. This must be done before torch is imported."""
-    assert "torch" not in sys.modules, "fake_cuda.py wants to be imported before torch"
+    assert "torch" not in sys.modules, "import fake_cuda before torch"
     torch = Path(importlib.util.find_spec("torch").origin).parent
     source = HERE / "fake_cuda.cpp"
     digest = hashlib.sha256(source.read_bytes() + str(torch).encode()).hexdigest()[:16]

@@ -48,10 +48,10 @@ def load(path: Path) -> dict[str, Any]:
         content = json.loads(compressed.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PriceError(f"{path}", found=error, expected="a JSON file",
-                         hint="name another; python tests/dry_run.py --update makes a ledger") from None
+                         hint="give another file; python tests/dry_run.py --update writes expected costs") from None
     if not isinstance(content, dict):
         raise PriceError(f"{path}", found=f"a {type(content).__name__}", expected="a JSON object",
-                         hint="name another file")
+                         hint="give another file")
     return content
 
 
@@ -61,7 +61,7 @@ class Card:
     def __init__(self, rates: dict[str, Any], name: str) -> None:
         if name not in rates["cards"]:
             known = ", ".join(rates["cards"])
-            raise PriceError("card", found=name, expected=f"one of {known}",
+            raise PriceError("unknown card", found=name, expected=f"one of {known}",
                              hint="add it to tests/dry_run/rates.json")
         self.name = name
         self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
@@ -76,9 +76,9 @@ class Card:
         if not amount:
             return 0.0
         if kind not in self.rates:
-            raise PriceError(f"rate of {kind!r} on {self.name}", found="none in the table of rates",
-                             expected="a rate for all that the ledger does",
-                             hint=f"rehearse for this card: python tests/dry_run.py --card={self.name}")
+            raise PriceError(f"rate of {kind!r} on {self.name}", found="not in tests/dry_run/rates.json",
+                             expected="a rate for everything in the timelines",
+                             hint=f"make timelines for this card: python tests/dry_run.py --card={self.name}")
         return amount / self.rates[kind]
 
 def resource_seconds(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
@@ -216,8 +216,8 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 def price(timelines: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """Predict by world size and kind of attention the time of each stage (ms per step) and of the run (s)."""
     if timelines.get("format") != FORMAT:
-        raise PriceError("ledger", found=f"format {timelines.get('format')}", expected=FORMAT,
-                         hint="python tests/dry_run.py --out makes one")
+        raise PriceError("timelines", found=f"format {timelines.get('format')}", expected=FORMAT,
+                         hint="python tests/dry_run.py --out=FILE writes them")
     card = Card(rates, timelines["card"])
     return build_prediction(timelines, card.attention, functools.partial(price_steps, timelines, card))
 
@@ -320,7 +320,7 @@ def format_cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 def format_prediction(prediction: dict[str, Any]) -> str:
-    pages = [f"Prediction for {prediction['card']}, from the ledger and the table of rates: no GPU has run anything."]
+    pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: no GPU has run anything."]
     for world_size, by_attention in prediction["worlds"].items():
         first, *_ = by_attention
         columns = " | ".join([*by_attention[first]["stages"], "s per run"])
@@ -343,7 +343,7 @@ def format_prediction(prediction: dict[str, Any]) -> str:
         for line in by_attention[first]["most_expensive"]:
             times = [line["ms"].get(stage) for stage in by_attention[first]["stages"]]
             rows.append([line["name"], line["part"], *times, line["s"]])
-        pages += [f"The {SHOWN_LINES} dearest lines with {first}, predicted:",
+        pages += [f"The {SHOWN_LINES} most expensive lines with {first}, predicted:",
                   format_table(f"line | part | {columns}", rows)]
     return "\n\n".join(pages) + "\n"
 
@@ -414,8 +414,8 @@ def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str,
         spans = [range(*pair) for pair in zip(ends, ends[1:])]
     if len(spans) != len(counts):
         raise PriceError(f"stages of {path}", found=f"{len(spans)} in {run.total} steps",
-                         expected=f"{len(counts)}, as the ledger's run has",
-                         hint="name the log.jsonl of such a run, or rehearse with the flags of this one")
+                         expected=f"{len(counts)}, as in the dry run",
+                         hint="give the log.jsonl of such a run, or repeat the dry run with the flags of this one")
     world_size = f"{run.facts.get('world_size')}"
     if world_size not in prediction["worlds"]:
         raise PriceError(f"world size of {path}", found=world_size,
@@ -434,7 +434,7 @@ def format_measured_run(path: Path, costs: dict[str, Any], prediction: dict[str,
         rows.append([attention, f"{run.total} steps, s", run_ms / 1000, run.seconds])
     for row in rows:
         row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
-    title = f"World size {world_size}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
+    title = f"World size {world_size}, a measured run (attention: {run.facts.get('attention')}) next to the prediction:"
     if run.void:
         title += f" its times do not count ({run.void})"
     return f"{title}\n\n{format_table('with | of | predicted | measured | measured / predicted', rows)}\n"
@@ -466,7 +466,8 @@ def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("price", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", type=Path, default=EXPECTED_COSTS)
+    parser.add_argument("file", nargs="?", type=Path, default=EXPECTED_COSTS,
+                        help="expected costs, or timelines [the committed expected costs]")
     parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
     args = parser.parse_args(argv)
     try:

@@ -18,7 +18,7 @@ from dry_run import command, expected_costs, price
 
 REASON = command.unsupported_reason()
 TIMEOUT_S = 3600                         # for walks on a busy machine
-needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
+needs_tool = pytest.mark.skipif(bool(REASON), reason=f"dry run: {REASON}")
 EXPECTED_COSTS = json.loads(price.EXPECTED_COSTS.read_text())
 
 def start(folder: Path, compile_cache: Path, *arguments: str) -> subprocess.Popen:
@@ -138,7 +138,7 @@ def test_walk__a_mistake_in_the_trainer_is_reported(tmp_path, compile_cache, nam
     for kind, where in expected:
         assert any(f"{kind}: " in line and where in line for line in messages), (kind, where, messages)
     kinds = {kind for kind, _ in expected}
-    assert all(any(f"{kind}: " in line for kind in kinds) for line in messages), "something else is said"
+    assert all(any(f"{kind}: " in line for kind in kinds) for line in messages), "unexpected message"
 
 @pytest.mark.style
 def test_find_failures__none_in_the_expected_costs_whose_prices_have_the_present_rates() -> None:
@@ -205,4 +205,4 @@ def test_find_failures__update_does_not_accept_them(run_dry_run, tmp_path, kind)
         assert status == 1 and output.count("FAILED") == len(world_sizes)
         assert all(f"FAILED  W = {world_size}: {kind}: " in output for world_size in world_sizes)
     assert (tmp_path / "expected_costs.json").read_text() == before
-    assert run_dry_run(make_walk(launches=99), "--quick")[0] == 0, "growth is not the quick part's business"
+    assert run_dry_run(make_walk(launches=99), "--quick")[0] == 0, "--quick does not check growth"

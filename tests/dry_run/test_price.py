@@ -140,7 +140,7 @@ def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     page = price.format_measured_run(tmp_path, stored, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in page
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
-    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as the ledger's run"):
+    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as in the dry run"):
         price.format_measured_run(tmp_path, stored, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 

@@ -182,9 +182,9 @@ def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: li
         where = next((describe(x) for x in inputs if isinstance(x, Tensor) and x.dim() > 0), "")
     title = f"{name} {part}, {where}"
     if tally.in_train_loop:
-        reasons = tally.recompile_reasons or ["a graph that the warm-up had not"]
+        reasons = tally.recompile_reasons or ["the warm-up did not compile this graph"]
         tally.fail("recompile", title, reasons[-1])
-        raise RuntimeError(f"{title} is compiled again")      # otherwise it would recompile at every following step
+        raise RuntimeError(f"{title} was compiled again")      # otherwise it would recompile at every following step
     while title in tally.graphs:
         title += " again"
     nodes = tally.graphs[title] = len(module.graph.nodes)
@@ -242,13 +242,14 @@ def english_like(count: int, seed: int) -> np.ndarray:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk")
-    parser.add_argument("--world", dest="world_size", type=int, default=8)
-    parser.add_argument("--card", default="H100")
-    parser.add_argument("--graphs", choices=("lower", "none"), default="lower")
-    parser.add_argument("--out", default="/dev/stdout")
-    parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
-    parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
-    parser.add_argument("flags", nargs="*")
+    parser.add_argument("--world", dest="world_size", type=int, default=8, help="world size [%(default)s]")
+    parser.add_argument("--card", default="H100", help="GPU to compile for [%(default)s]")
+    parser.add_argument("--graphs", choices=("lower", "none"), default="lower",
+                        help="lower graphs and compile kernels, or run eagerly [%(default)s]")
+    parser.add_argument("--out", default="/dev/stdout", help="JSON file for the result [stdout]")
+    parser.add_argument("--first-stage", action="store_true", help="run only the steps of the first stage")
+    parser.add_argument("--stages", default="", help="lower only the graphs of these stages, for example 1,2 [all]")
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
     return parser.parse_args(argv)
 
 def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
@@ -306,8 +307,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             cfg = tg.load_config(["--preset=record", *options.flags])
             last = len(cfg.stages)
             if any(int(stage) > last for stage in options.stages.split(",") if stage):
-                raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of 1 to {last}",
-                                     "leave the others out")
+                raise tg.ConfigError("--stages of the dry run", options.stages, f"numbers from 1 to {last}",
+                                     "omit other numbers")
             flags = make_flags(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
@@ -337,7 +338,7 @@ def find_cause(error: Exception) -> tuple[str, str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     # A line that was being traced is deeper than the line that was called.
     traced_frames = getattr(error, "real_stack", None) or ()
-    lines = ["outside of the trainer"]
+    lines = ["outside the trainer"]
     lines += [f"{frame.name}: {frame.line}" for frame in (*frames, *traced_frames) if frame.filename == tg.__file__]
     message = str(error).strip().splitlines() or [""]
     return kind, lines[-1], message[0]

@@ -90,7 +90,7 @@ def large_head(lab: gpu_cases.Lab) -> gpu_cases.Lab | str:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < most:
-        return f"the head at {tokens:,} tokens takes {most / 1e9:.0f} GB; {free / 1e9:.0f} GB are free"
+        return f"the head at {tokens:,} tokens needs {most / 1e9:.0f} GB; {free / 1e9:.0f} GB are free"
     return gpu_cases.Lab(lab.comm, gpu_cases.RECORD._replace(T=tokens))
 
 def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
@@ -123,11 +123,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     out = ROOT / f"logs/bench-gpu-{time.strftime('%Y%m%d-%H%M%S')}"
     parser = argparse.ArgumentParser("bench_gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=out, help="[logs/bench-gpu-TIME]")
-    parser.add_argument("--rounds", type=int, default=15, help="timings of an operation [%(default)s]")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"), help="[a new one]")
-    parser.add_argument("--backend", default="", help="of torch.compile [inductor; on a CPU nothing compiles]")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="[%(default)s]")
+    parser.add_argument("--out", type=Path, default=out, help="directory for bench.json [logs/bench-gpu-TIME]")
+    parser.add_argument("--rounds", type=int, default=15, help="timings per operation [%(default)s]")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"),
+                        help="seed of the inputs [random]")
+    parser.add_argument("--backend", default="", help="backend of torch.compile [inductor; on a CPU: none, eager]")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds: at least 1")
@@ -136,9 +137,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.device == "cuda" and not torch.cuda.device_count():
-        print(f"bench_gpu\n  found:    torch {torch.__version__}, which sees no CUDA device\n"
-              "  expected: an NVIDIA GPU and torch for CUDA\n"
-              "  hint:     --device=cpu runs the same lines at tiny sizes, which measures nothing", file=sys.stderr)
+        print(f"--device=cuda\n  found:    no CUDA device (torch {torch.__version__})\n"
+              "  expected: an NVIDIA GPU and a CUDA build of torch\n"
+              "  hint:     --device=cpu runs the same code at tiny sizes; its times mean nothing", file=sys.stderr)
         return 2
     comm = tg.Communicator(torch.device(args.device, 0))
     comm.set_thread_device()

@@ -8,7 +8,7 @@ import train_gpt as tg
 
 CUDA = pytest.param("cuda", marks=[
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: nothing of this is known here")])
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: not tested on a GPU")])
 
 @functools.cache
 def comm_of(device: str) -> tg.Communicator:

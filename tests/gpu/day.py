@@ -42,7 +42,7 @@ import day_steps
 import numpy as np
 from day_steps import HERE, ROOT, Facts, Verdict
 
-EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}  # from worst to best
+EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "dry run": 0, "not required": 0}  # from worst to best
 CPU_LIMIT_S = 300                        # for any step, because a dry run may share its cores
 GRACE_S = 5                              # between SIGTERM and SIGKILL
 GPT2_SIZES = 50_257, 50_256              # vocabulary size, BOS id
@@ -204,7 +204,7 @@ def run_step(day: Day, name: str) -> Facts:
             reason = "; ".join(step.judge(day, figures))
             verdict = "yellow" if reason else "green"
             if day.cpu:
-                verdict = "rehearsed"
+                verdict = "dry run"
         except Verdict as error:
             verdict, reason = error.args
         # Results may be unreadable, or the disk full. The day continues.
@@ -226,12 +226,14 @@ def earlier_steps(path: Path, same_run: Facts) -> dict[str, Facts]:
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="cpu: a dry run at tiny sizes [%(default)s]")
     parser.add_argument("--out", type=Path, default=ROOT / f"logs/day-{time.strftime('%Y%m%d-%H%M%S')}",
-                        help="[logs/day-TIME]")
-    parser.add_argument("--parts", default=",".join(STEPS), help="[%(default)s]")
-    parser.add_argument("--limit", type=float, default=0.0, help="s for all steps together; 0: none [%(default)s]")
-    parser.add_argument("--full", action="store_true", help="also the whole run, and a record of it")
+                        help="directory for all results [logs/day-TIME]")
+    parser.add_argument("--parts", default=",".join(STEPS), help="steps to run [%(default)s]")
+    parser.add_argument("--limit", type=float, default=0.0,
+                        help="seconds for all steps together; 0: no limit [%(default)s]")
+    parser.add_argument("--full", action="store_true", help="also train the whole run, and create a record of it")
     args = parser.parse_args(argv)
     args.out = args.out.expanduser().resolve()
     args.parts = ["preflight", *args.parts.split(",")]

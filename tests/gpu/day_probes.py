@@ -61,11 +61,11 @@ def missing_compilers() -> list[str]:
     """List what torch.compile and Triton need but cannot find, with remedies."""
     missing = []
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        missing.append("no Python.h, which Triton compiles with: apt install python3-dev")
+        missing.append("no Python.h, which Triton needs: apt install python3-dev")
     if not any(map(shutil.which, os.environ.get("CC", "cc gcc clang").split())):
-        missing.append("no C compiler, which Triton calls: apt install gcc")
+        missing.append("no C compiler, which Triton needs: apt install gcc")
     if not any(map(shutil.which, os.environ.get("CXX", "g++ gcc clang").split())):
-        missing.append("no C++ compiler, which torch.compile calls: apt install g++")
+        missing.append("no C++ compiler, which torch.compile needs: apt install g++")
     return missing
 
 def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
@@ -75,8 +75,8 @@ def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         problems.append(f"torch {torch.__version__} finds no GPU: {first_line(error)}; driver {driver}: "
-                        "install a torch for CUDA that this driver runs, or a newer driver (580 for CUDA 13); on a CPU "
-                        "--device=cpu rehearses")
+                        "install a CUDA build of torch that this driver supports, or a newer driver (580 for CUDA 13); "
+                        "for a dry run on a CPU: --device=cpu")
         return {}
     count = torch.cuda.device_count()
     first = torch.cuda.get_device_properties(0)
@@ -254,8 +254,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("probe", choices=PROBES)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kernel", default="auto", help="of attention [%(default)s]")
-    parser.add_argument("--files", default="", help="shards to train on [a formula]")
+    parser.add_argument("--kernel", default="auto", help="attention kernel [%(default)s]")
+    parser.add_argument("--files", default="", help="training shards [synthetic tokens]")
     args = parser.parse_args(argv)
     found = PROBES[args.probe](args)
     if found.get("rank", 0) == 0:

@@ -35,7 +35,7 @@ UNIFORM_LOSS = math.log(50_257)          # nats per token
 ATTENTION_LIMIT = 60                     # s for one kernel, including compilation
 MEASURED_RATES = "rates_measured.json"
 RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # kernel -> its rate in rates.json
-INSTALL_HINT = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
+INSTALL_HINT = "run pip install -r requirements-gpu.txt for faster attention, and repeat this step"
 # Pattern of a kernel's name -> its group, and the part of the price that contains it. The first match counts.
 GROUPS = {
     r"nccl": ("communication", "exposed communication"),
@@ -104,7 +104,7 @@ def attention(day: Day, figures: Facts) -> list[str]:
     chosen = next(iter(ms))
     fastest = min(ms, key=ms.__getitem__)
     if fastest != chosen:
-        remarks.append(f"the trainer takes {chosen}, {ms[chosen]:.2f} ms; {fastest} takes {ms[fastest]:.2f}: "
+        remarks.append(f"the trainer chooses {chosen} ({ms[chosen]:.2f} ms), but {fastest} takes {ms[fastest]:.2f} ms: "
                        f"--attention={fastest}")
     return remarks + slow_attention(day, figures[chosen]["kernel"])
 
@@ -216,7 +216,7 @@ def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures
             excess[part_of_group[group]] += ms
         excess.subtract(predicted["stage 4"])
         part, ms = excess.most_common(1)[0]
-        remarks.append(f"most of it in {part}: {ms:+.1f} ms in a profiled step of the extension")
+        remarks.append(f"largest excess: {part}, {ms:+.1f} ms in a profiled step of the extension")
     return remarks
 
 def stages(day: Day, figures: Facts) -> list[str]:
@@ -239,11 +239,13 @@ def stages(day: Day, figures: Facts) -> list[str]:
     predicted = predicted_parts(day, header["attention"])
     remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
     if figures["recompiles"]:
-        raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
+        raise Verdict("red",
+                      f"{figures['recompiles']} graphs were compiled after the warm-up; its output has the reasons")
     if not day.cpu and not 0.4 * mib < peak < mib / USABLE_MEMORY:
         raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
     if not result["val_loss"] < UNIFORM_LOSS:
-        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {UNIFORM_LOSS:.3f}")
+        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, "
+                             f"uniform guess {UNIFORM_LOSS:.3f}")
     if not predicted and not day.cpu:
         remarks.append(f"times are not judged: no prediction for {day.world_size()} x {day.facts['card']}")
     return remarks
@@ -267,7 +269,7 @@ def ranks(day: Day, figures: Facts) -> list[str]:
     """Do several GPUs compute the losses of one, and do all ranks have the same weights?"""
     world_size = 2 if day.cpu else day.world_size()
     if world_size < 2:
-        raise Verdict("not required", "one GPU: equal ranks take two or more")
+        raise Verdict("not required", "one GPU: a comparison of ranks needs two")
     files = f"--files={day.out}/text_train.bin"
     one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world_size))
     differences = [abs(a / b - 1) for a, b in zip(several["losses"], one["losses"], strict=True)]
@@ -295,7 +297,8 @@ def check_loss(folder: Path, step: int, figures: Facts) -> None:
 def loss(day: Day, figures: Facts) -> list[str]:
     """Does the real run have the published loss at step 250?"""
     if not has_fineweb() and not day.cpu:
-        raise Verdict("not required", "no FineWeb here: python data/cached_fineweb10B.py 1, with a network")
+        raise Verdict("not required",
+                      "no FineWeb shards: run python data/cached_fineweb10B.py 1, which needs a network")
     step = 5 if day.cpu else 250
     check_loss(day.train("loss", f"--max_steps={step + 1}", f"--val_every={step}"), step, figures)
     return []
@@ -303,14 +306,14 @@ def loss(day: Day, figures: Facts) -> list[str]:
 def tests(day: Day, figures: Facts) -> list[str]:
     """Do the tests that need a GPU pass?"""
     if not day.facts["pytest"]:
-        raise Verdict("skipped", "no pytest here: pip install pytest")
+        raise Verdict("skipped", "pytest is not installed: pip install pytest")
     chosen = ["tests/gpu", "-m", "gpu or gpus2"]
     if day.cpu:
         chosen = ["tests/gpu/test_gpu.py", "-k", "cpu and snapshot"]
     pytest = ("-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider")
     figures["summary"] = day.call("tests", *pytest, *chosen)
     if not re.search(r"\b[1-9]\d* passed", figures["summary"]):
-        raise Verdict("red", f"no test has passed: {figures['summary']}")
+        raise Verdict("red", f"no test passed: {figures['summary']}")
     return []
 
 def race(day: Day, figures: Facts) -> list[str]:
@@ -318,7 +321,7 @@ def race(day: Day, figures: Facts) -> list[str]:
     if not day.full:
         raise Verdict("not required", "--full is not given")
     if not has_fineweb() and not day.cpu:
-        raise Verdict("skipped", "no FineWeb here: python data/cached_fineweb10B.py 9, with a network")
+        raise Verdict("skipped", "no FineWeb shards: run python data/cached_fineweb10B.py 9, which needs a network")
     folder = day.train("race", "--runs=3" if day.world_size() == 8 else "--runs=1")
     runs = sorted(folder.glob("seed_*")) or [folder]
     for run in runs:

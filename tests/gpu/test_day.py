@@ -39,7 +39,7 @@ def test_main__one_step_on_a_cpu(tmp_path) -> None:
     (out / "day.json").write_text(json.dumps(dict(device="cpu", source_sha256=source, steps=[earlier])))
     status, lines, found = run_day(out, "--parts=ceilings")
     assert status == 1 and [step["name"] for step in found["steps"]] == ["preflight", "ceilings", "operations"]
-    assert [step["verdict"] for step in found["steps"]] == ["rehearsed", "rehearsed", "red"]
+    assert [step["verdict"] for step in found["steps"]] == ["dry run", "dry run", "red"]
     assert lines[-1] == f"day: RED, 3 of 10 steps: operations red; {out}/day.json" and len(lines) == 3
     assert (out / "ceilings.txt").read_text() == "mine"
     rates = price.load(out / "rates_measured.json")
@@ -49,8 +49,8 @@ def test_main__one_step_on_a_cpu(tmp_path) -> None:
 def test_main__all_steps_on_a_cpu(tmp_path) -> None:
     status, lines, found = run_day(tmp_path, "--full", limit=900)
     assert status == 0, lines
-    assert [(step["name"], step["verdict"]) for step in found["steps"]] == [(name, "rehearsed") for name in day.STEPS]
-    assert found["verdict"] == "rehearsed" and all(step["figures"] for step in found["steps"])
+    assert [(step["name"], step["verdict"]) for step in found["steps"]] == [(name, "dry run") for name in day.STEPS]
+    assert found["verdict"] == "dry run" and all(step["figures"] for step in found["steps"])
     assert list((tmp_path / "records").glob("*_Day/result.json"))
 
 @pytest.mark.slow
@@ -142,8 +142,8 @@ def test_run_step__each_verdict(judge_steps, judge, verdict, status, reason) -> 
     assert last["verdict"] == "green" and last["figures"]["seen"]["verdict"] == "unfinished"
     assert last["figures"]["seen"]["steps"][1] == step
     on_cpu, (step, last) = judge_steps(Step(judge, 0, 60), Step(after, 0, 60), device="cpu")
-    assert (on_cpu, step["verdict"]) == ((0, "rehearsed") if judge is is_slow else (status, verdict))
-    assert last["verdict"] == "rehearsed"
+    assert (on_cpu, step["verdict"]) == ((0, "dry run") if judge is is_slow else (status, verdict))
+    assert last["verdict"] == "dry run"
 
 def is_gone(pid: int) -> bool:
     try:
@@ -307,7 +307,7 @@ def test_compare_stages__names_the_part_that_exceeds_the_prediction(tmp_path) ->
     predicted = {"stage 1": fast, "stage 2": slow, "stage 3": fast, "stage 4": slow}
     remarks = day_steps.compare_stages(tmp_path, predicted, figures := dict(kernels=kernels))
     assert remarks == ["stage 2: 30.0 ms a step, 1.50 of the predicted 20.0",
-                       "most of it in attention: +5.0 ms in a profiled step of the extension"]
+                       "largest excess: attention, +5.0 ms in a profiled step of the extension"]
     assert figures["stage 1"] == dict(ms=pytest.approx(30.0), predicted_ms=28.0)
     with pytest.raises(Verdict, match="no events of category gpu"):
         day_steps.kernel_groups(tmp_path / "trace.json.gz", 2, "gpu")
@@ -352,7 +352,7 @@ def test_tests__red_if_all_are_skipped(summary, is_right) -> None:
     gpu_day.facts["pytest"] = "9"
     gpu_day.call = returning(summary)
     found = red_reason(day_steps.tests, gpu_day, {})
-    assert found == "" if is_right else "no test has passed" in found
+    assert found == "" if is_right else "no test passed" in found
 
 @pytest.mark.parametrize("preset, steps", [("record", 1507), ("record", 61), ("tiny", 9), ("race", 191)])
 def test_stage_spans__as_the_schedule_has_them(preset, steps) -> None:

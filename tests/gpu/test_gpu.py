@@ -29,7 +29,7 @@ def needs_memory(num_bytes: float) -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < num_bytes:
-        pytest.skip(f"this CUDA device has {free / 1e9:.0f} GB of free memory, the test takes {num_bytes / 1e9:.0f} GB")
+        pytest.skip(f"this CUDA device has {free / 1e9:.0f} GB of free memory, the test needs {num_bytes / 1e9:.0f} GB")
 
 RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
           ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
@@ -173,7 +173,7 @@ def touched_after_steps(comm: tg.Communicator, location: str) -> list[Tensor]:
 def test_HostRowStore__has_the_bits_of_the_device_store(comm) -> None:
     device, again, host = (touched_after_steps(comm, location) for location in ("device", "device", "host"))
     assert len(device[0]) > 300
-    assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: stores cannot be compared"
+    assert all(x.equal(y) for x, y in zip(device, again)), "two equal runs differ, so that stores cannot be compared"
     assert all(x.equal(y) for x, y in zip(device, host))
 
 def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path) -> None:
@@ -200,7 +200,7 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(comm) -> None:
     for _ in range(2):
         losses.append(torch.cat([x.seq_sums for x in run.steps(2, 1)]))
         restore()
-    assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
+    assert relative(*losses) < 1e-3, "equal to rounding, because sums on a GPU have no fixed order"
 
 def test_main__bench_on_a_cpu(tmp_path, monkeypatch, capsys) -> None:
     """All operations, and one that raises. The others are still checked."""
@@ -215,7 +215,7 @@ def test_main__bench_on_a_cpu(tmp_path, monkeypatch, capsys) -> None:
     *rows, large = (row["name"] for row in found["kernels"])
     assert rows == CPU_LAB.cases() and large.startswith("head, ") and large.endswith(" tokens")
     if not torch.cuda.device_count():
-        assert bench_gpu.main(flags[1:]) == 2 and "sees no CUDA device" in capsys.readouterr().err
+        assert bench_gpu.main(flags[1:]) == 2 and "no CUDA device" in capsys.readouterr().err
 
 CPU_LAB = gpu_cases.Lab(tg.Communicator(torch.device("cpu")))
 

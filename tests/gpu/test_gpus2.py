@@ -20,7 +20,7 @@ def devices(*cpu_marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
     params = [pytest.param("cpu", 2, marks=cpu_marks)]
     num_gpus = torch.cuda.device_count()
     for world in (2, 4, 8):
-        reason = f"{num_gpus} CUDA devices, {world} wanted: nothing of this is known here"
+        reason = f"{num_gpus} CUDA devices, {world} needed: not tested on several GPUs"
         if world <= max(num_gpus, 2):
             marks = [pytest.mark.gpus2, pytest.mark.skipif(num_gpus < world, reason=reason)]
             params.append(pytest.param("cuda", world, marks=marks))
