@@ -60,8 +60,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="slow: run with --all"))
 
 def file_order(item: pytest.Item) -> int:
-    """Return the position of the item's file. The longest files are first, so that no process ends late with one of
-    them.
+    """Return the position of the file of a test.
+
+    The longest files are first, so that no process ends late with one of them.
     """
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 

@@ -42,8 +42,9 @@ class Rank:
         (self.folder / f"{self.rank}.found").write_bytes(found)
 
 class Ranks:
-    """Runs functions on several ranks. A repeated call returns the results of the first one: do not change these
-    objects.
+    """Runs functions on several ranks, once per distinct call.
+
+    A repeated call returns the objects of the first one: do not change them.
     """
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -151,8 +151,8 @@ def check_result(result: JobResult, case: Case) -> None:
     """Check that every rank ended with its status, and that all stderr together names one cause, which the log has too.
     """
     text = "".join(result.err)
-    for found, wanted in zip(result.status, case.status, strict=True):
-        assert found == wanted or (isinstance(wanted, tuple) and found in wanted), (result.status, text)
+    for found, expected in zip(result.status, case.status, strict=True):
+        assert found == expected or (isinstance(expected, tuple) and found in expected), (result.status, text)
     assert len(CAUSE.findall(text)) == 1, f"not exactly one cause: {text or 'no output'}"
     missing = [part for part in ("(?m)^" + case.cause[0], *case.cause[1:]) if not re.search(part, text)]
     assert not missing, f"{missing} not in {text}"

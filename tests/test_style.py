@@ -1,6 +1,4 @@
-"""Style of the trainer: size, density, sections in order, calls to earlier sections only, and no side effects on
-import.
-"""
+"""Style of the trainer: size, density, order of sections, calls to earlier sections only, no side effects on import."""
 import ast
 import builtins
 import os
@@ -63,8 +61,9 @@ def test_size__statements_functions_and_tokens_of_a_statement() -> None:
         assert node.end_lineno - node.lineno < limit, node.name
 
 def test_density__of_every_file(capsys) -> None:
-    """Checks trainer, tools and, with slack, tests. Prints the density of all files, so that the cost of a change is
-    visible.
+    """Checks the density of trainer and tools, and, with slack, of tests.
+
+    Prints it for all files, so that the cost of a change is visible.
     """
     found = []
     missed = {}
@@ -113,8 +112,9 @@ def test_density__each_packed_construct(construct) -> None:
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
 def test_source__one_statement_a_line_and_no_hidden_state() -> None:
-    """No semicolon, no body after a colon, no global, no assert without a message. Only the last section reads the
-    environment.
+    """No semicolon, no body after a colon, no global, and no assert without a message.
+
+    Only the last section reads the environment.
     """
     statements = [node for node in NODES if isinstance(node, ast.stmt)]
     assert not [node.lineno for node in statements if LINES[node.lineno - 1][:node.col_offset].strip()]

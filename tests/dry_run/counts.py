@@ -54,8 +54,9 @@ def short_digest(text: str) -> str:
 
 # ---- Bytes and flops
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
-    """Return the compulsory traffic of an ATen operation: everything read and written once; of indexed rows only those
-    in the index.
+    """Return the compulsory traffic of an ATen operation, in bytes: everything read or written once.
+
+    Of indexed tensors only the rows in the index count.
     """
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)

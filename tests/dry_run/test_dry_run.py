@@ -54,8 +54,9 @@ def test_Tally__counts_agree_with_independent_counts(compile_cache, quick) -> No
 
 @needs_tool
 def test_dry_run__quick_finds_no_failure(quick) -> None:
-    """No graph break, recompile, spill or wait, no f32 buffer of (tokens, vocabulary), and no gradient next to its
-    main_grad.
+    """No graph breaks or recompiles, no kernel spills, and the host does not wait.
+
+    No f32 buffer of (tokens, vocabulary) exists, and no gradient next to its main_grad.
     """
     output, _ = quick.communicate(timeout=TIMEOUT_S)
     assert quick.returncode == 0 and "stage 1 odd step" in output and " 0 spill" in output, output

@@ -105,9 +105,9 @@ def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
 
 def test_load__compressed_or_not(tmp_path) -> None:
     """Timelines in records are compressed. A file that is not a JSON object raises PriceError in both forms."""
-    stored = timelines(even=[launch("move")], odd=[launch("move")])
-    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(stored).encode()))
-    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == stored
+    example = timelines(even=[launch("move")], odd=[launch("move")])
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(example).encode()))
+    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == example
     published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
     assert "no GPU has run anything" in price.format_prediction(price.price(published, price.load(price.RATES)))
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
@@ -128,20 +128,20 @@ def write_log(folder: Path, config: dict, times: list[float]) -> None:
 
 def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     """The steps at the ends of a stage take 10 times as long and must not count."""
-    stored = timelines(even=[launch("move")], odd=[launch("move")])
-    stored["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
+    example = timelines(even=[launch("move")], odd=[launch("move")])
+    example["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
     write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
-    prediction = price.price(stored, RATES)
-    page = price.format_measured_run(tmp_path, stored, prediction)
+    prediction = price.price(example, RATES)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
 
     write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
-    page = price.format_measured_run(tmp_path, stored, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in page
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
     with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as in the dry run"):
-        price.format_measured_run(tmp_path, stored, prediction)
+        price.format_measured_run(tmp_path, example, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 
 def test_format_measured_run__of_a_short_run(tmp_path) -> None:
@@ -151,16 +151,16 @@ def test_format_measured_run__of_a_short_run(tmp_path) -> None:
     measured time.
     """
     one, two = [launch("move")], [launch("move", 2)]
-    stored = timelines(even=one, odd=one, even_2=two, odd_2=two)
-    stored["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
-    prediction = price.price(stored, RATES)
+    example = timelines(even=one, odd=one, even_2=two, odd_2=two)
+    example["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
+    prediction = price.price(example, RATES)
     config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
     write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
-    page = price.format_measured_run(tmp_path, stored, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
     assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
     assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
 
     write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
-    page = price.format_measured_run(tmp_path, stored, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page

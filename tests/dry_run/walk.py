@@ -271,8 +271,9 @@ def install(card: str, recorder: Tally, world_size: int) -> fake_cuda.Card:
     return mode
 
 class SynchronousRowStore(tg.HostRowStore):
-    """A row store whose worker runs its jobs in order when their results are needed, because only one thread uses the
-    fakes.
+    """A row store whose worker runs its jobs when their results are needed, in order.
+
+    Only one thread can use fake tensors.
     """
     def __init__(self, *args: Any) -> None:
         self.jobs: list[tuple[Future, Callable, tuple]] = []

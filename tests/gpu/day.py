@@ -172,9 +172,7 @@ class Day:
         return folder
 
     def world_size(self) -> int:
-        """Return the largest of 1, 2, 4 and 8 that is at most the number of GPUs: it must divide the 8 sequences of a
-        step.
-        """
+        """Return the number of ranks: at most one per GPU, and a divisor of the 8 sequences of a step."""
         return max(world_size for world_size in (1, 2, 4, 8) if world_size <= max(1, self.facts["gpus"]))
 
 def write_text(path: Path, kind: str) -> None:

@@ -173,8 +173,9 @@ class Lab:
         return torch.compile(function, backend=self.backend, dynamic=False, fullgraph=True)
 
     def ways(self, function: Callable, wrap: Callable[[Callable], Call]) -> dict[str, Call]:
-        """Return the ways of a function that the trainer compiles: compiled and plain. wrap: converts a function to a
-        way.
+        """Return the ways of a function that the trainer compiles: compiled and plain.
+
+        wrap: converts a function to a way.
         """
         found = {PLAIN: wrap(function)}
         if self.backend:
@@ -182,8 +183,9 @@ class Lab:
         return found
 
     def document_bounds(self) -> list[int]:
-        """Draw cu_seqlens of one sequence: lengths from 1 to max_doc_len, mostly short, and an empty document at the
-        end.
+        """Draw cu_seqlens of one sequence.
+
+        Lengths are from 1 to max_doc_len, most of them short. The last document is empty.
         """
         bounds = [0]
         while bounds[-1] < self.sizes.T:
@@ -191,15 +193,15 @@ class Lab:
             bounds.append(min(self.sizes.T, bounds[-1] + length))
         return [*bounds, self.sizes.T]
 
-def and_gradients(function: Callable, wanted: int) -> Call:
-    """Return a function that computes the output and the gradients of the first `wanted` inputs.
+def and_gradients(function: Callable, num_grads: int) -> Call:
+    """Return a function that computes the output and the gradients of the first `num_grads` inputs.
 
     The last input is the gradient of the output.
     """
     def call(*inputs: Tensor) -> list[Tensor]:
         *read, seed = inputs
-        leaves = [x.detach().requires_grad_() for x in read[:wanted]]
-        out = function(*leaves, *read[wanted:])
+        leaves = [x.detach().requires_grad_() for x in read[:num_grads]]
+        out = function(*leaves, *read[num_grads:])
         return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
     return call
 
@@ -213,12 +215,13 @@ def mlp(lab: Lab) -> Case:
     def relu_sq(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return tg.relu_sq_mlp(n, tg.as_matrix(up), tg.as_matrix(down))
 
-    ways = lab.ways(relu_sq, partial(and_gradients, wanted=3))
+    ways = lab.ways(relu_sq, partial(and_gradients, num_grads=3))
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
-    """Build a case of one layer. window: "short" or "long". fold: 2 for paired heads (half as many, twice the
-    positions).
+    """Build a case of one attention layer.
+
+    window: "short" or "long". fold: 2 for paired heads, which are half as many on twice the positions.
     """
     bounds = [fold * bound for bound in lab.document_bounds()]
     return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
@@ -262,7 +265,7 @@ def head(lab: Lab, precision: str) -> Case:
     bounds = 4e-3, 2e-2, 2e-2
     if precision == "fp8":
         bounds = 4e-3, 6e-2, 6e-2                             # the gradient of the logits has 2 mantissa bits
-    return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
+    return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, num_grads=2)), exact, bounds)
 
 def evaluation_head(lab: Lab) -> Case:
     s = lab.sizes

@@ -37,8 +37,10 @@ RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
 def test_check__every_operation_against_f64(comm, name, sizes) -> None:
-    """Every operation, and ragged sizes: partial tiles, and thousands of positions of one row with bitwise repeatable
-    sums.
+    """Every operation at the sizes of the device, and at ragged sizes.
+
+    Ragged sizes have partial tiles, and thousands of positions of one row, which are added in one order: a second call
+    returns the same bits.
     """
     lab = cached_lab(comm)
     if name not in lab.cases():
@@ -158,8 +160,9 @@ def test_forward_backward__bf16_and_f32_against_f64(comm) -> None:
         assert not wrong, dtype
 
 def touched_after_steps(comm: tg.Communicator, location: str) -> list[Tensor]:
-    """Return the rows that six steps touched, with their state, on the host. On a GPU the host store copies on side
-    streams.
+    """Return the rows that six steps touched, with their state, on the host.
+
+    On a GPU, the host row store copies them on side streams.
     """
     tables = (tg.NgramTable("trigram_embed", 3, 3001, location=location),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
