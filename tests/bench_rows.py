@@ -1,10 +1,11 @@
-"""Measures what row plans and tables cost and move, at recipe A's sizes. Prints tables; asserts nothing.
+"""Measure the time and traffic of row plans and tables at the sizes of recipe A. Prints tables and checks nothing.
 
-    python tests/bench_rows.py bytes    rows and bytes at 8 ranks, how busy owners are, and the time of plans
-    python tests/bench_rows.py scale    10 million rows against 250 thousand on 4 gloo ranks, interleaved
-    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows against 10^6, interleaved
+    python tests/bench_rows.py bytes    rows and bytes at 8 ranks, load of owners, and time to plan
+    python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
+    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
 
-Tokens are the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), else the pocket preset's.
+Tokens are read from the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), otherwise from those
+of preset pocket.
 """
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ RANKS = 8
 WIDTH = 768
 ROW_BYTES = 2 * WIDTH                                                # bf16
 ID_BYTES = 4                                                         # i32
-STAGES = range(3)                                                    # the extension has the sizes of the third
+STAGES = range(3)                                                    # the extension has the sizes of the third stage
 
-def tokens() -> str:
+def token_files() -> str:
     pattern = os.environ.get("DATA", str(ROOT / "../shared/data/measure_train_*.bin"))
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
@@ -51,17 +52,17 @@ def print_head(*names: str) -> None:
 
 
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
-def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.RowPlan]], dict[str, list[float]]]:
-    """Plan a rank's cycles of two steps in a stage of the record preset, until the tokens end or `most` are planned.
+def plan_cycles(stage: int, rank: int, max_cycles: int) -> tuple[list[dict[str, tg.RowPlan]], dict[str, list[float]]]:
+    """Plan a rank's cycles of two steps in a stage of preset record, until max_cycles or the end of the tokens.
 
-    Returns the plans of each cycle, and for each table the time to plan each cycle's rows, in ms. The ranks exchange no
+    Return the plans of each cycle, and for each table the ms to plan the rows of each cycle. The ranks exchange no
     requests.
     """
-    headers = tg.read_shard_headers(tokens())
-    cfg = tg.resolve_sizes(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
+    headers = tg.read_shard_headers(token_files())
+    cfg = tg.resolve_sizes(replace(tg.Config(), train_files=token_files(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
-    values = replace(schedule.at(schedule.stage_starts[stage]), tied=False)       # the embedding has rows of its own
-    steps = [replace(values, step=step, begins_cycle=step % 2 == 0) for step in range(2 * most)]
+    step_cfg = replace(schedule.at(schedule.stage_starts[stage]), tied=False)  # the embedding is looked up as a table
+    steps = [replace(step_cfg, step=step, begins_cycle=step % 2 == 0) for step in range(2 * max_cycles)]
     plans = []
     times_ms = defaultdict(list)
 
@@ -83,44 +84,45 @@ def plans_of(stage: int, rank: int, most: int) -> tuple[list[dict[str, tg.RowPla
                 plans.append(batch.plans)
     return plans[::2], times_ms
 
-class Moved(NamedTuple):
-    """Means over cycles, of a table."""
-    rows: float                                                      # distinct ones that a rank asks for
-    megabytes: float                                                 # ids, rows and gradients that a rank sends
-    sparse: float                                                    # the same over what dense mode sends
-    busiest: float                                                   # the busiest owner over the mean owner
-    plan_ms: float                                                   # the time to plan them, without their hash
+class Traffic(NamedTuple):
+    """Means of one table over all cycles."""
+    rows: float                                                      # unique rows that a rank looks up
+    megabytes: float                                                 # sent by a rank: ids, rows and gradients
+    sparse: float                                                    # relative to dense mode
+    busiest: float                                                   # load of the busiest owner, relative to the mean
+    plan_ms: float                                                   # without hashing
 
-def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
-    """Return what moves, by label of a table."""
-    by_rank, times_ms = zip(*(plans_of(stage, rank, most_cycles) for rank in range(RANKS)))
+def measure_traffic(stage: int, max_cycles: int) -> dict[str, Traffic]:
+    """Measure the traffic of each table."""
+    by_rank, times_ms = zip(*(plan_cycles(stage, rank, max_cycles) for rank in range(RANKS)))
     found = {}
     for label, plan in by_rank[0][0].items():
-        counts = np.array([[plans[label].fetch_counts for plans in of_rank] for of_rank in by_rank])
+        counts = np.array([[plans[label].fetch_counts for plans in plans_of_rank] for plans_of_rank in by_rank])
         counts = counts.swapaxes(0, 1)                               # (cycle, reader, owner)
-        travelling = counts * (1 - np.eye(RANKS, dtype=int))
-        sent = travelling.sum(2) * (ID_BYTES + ROW_BYTES) + travelling.sum(1) * ROW_BYTES
+        between_ranks = counts * (1 - np.eye(RANKS, dtype=int))
+        sent = between_ranks.sum(2) * (ID_BYTES + ROW_BYTES) + between_ranks.sum(1) * ROW_BYTES
         dense = 2 * (RANKS - 1) * plan.shard_rows * ROW_BYTES
-        of_owner = counts.sum(1)
+        served = counts.sum(1)
         plan_ms = np.median(times_ms[0][label])
-        found[label] = Moved(counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense,
-                             (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
+        found[label] = Traffic(counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense,
+                               (served.max(1) / served.mean(1)).mean(), plan_ms)
     return found
 
 def print_bytes() -> None:
-    print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; means over all cycles, dense = 1\n")
+    print(f"{token_files()}\n{RANKS} ranks, rows of {WIDTH} bf16; means over all cycles, dense = 1\n")
     print_head("table", "stage", "rows of a rank", "MB sent per rank", "sparse", "busiest owner", "plan ms")
     for stage in STAGES:
-        for label, x in moved(stage, most_cycles=1000).items():
-            print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in x))
+        for label, traffic in measure_traffic(stage, max_cycles=1000).items():
+            print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in traffic))
 
 
-# ---- Large tables against small ones ---------------------------------------------------------------------------------
-ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
+# ---- Large tables compared with small ones
+# -------------------------------------------------------------------------------
+ROUNDS, DROPPED = 12, 2                                              # the first rounds touch memory for the first time
 
-class Timed:
-    """Cycles of one table, part by part."""
-    parts = ("plan and exchange", "rows there", "gradients back", "update")
+class TimedTable:
+    """Runs cycles of one table and times each phase."""
+    phases = ("plan and exchange", "wait for fetch", "reduce gradients", "update")
 
     def __init__(self, spec: tg.TableSpec, comm: tg.Communicator, width: int, max_lookups: int) -> None:
         cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
@@ -133,15 +135,15 @@ class Timed:
             shard = torch.zeros(spec.shard_rows(comm.world_size), width)
             self.table = tg.ExchangedTable(spec, cfg, comm, shard, max_lookups, head=None)
             self.moments = [torch.zeros_like(shard), torch.zeros_like(shard)]
-        self.number = 0
+        self.update_num = 0
 
-    def cycle(self, ids: np.ndarray) -> np.ndarray:
-        """Run one cycle. Returns ns per row of each part."""
+    def run_cycle(self, ids: np.ndarray) -> np.ndarray:
+        """Run one cycle; return the ns per row of each phase."""
         table = self.table
-        self.number += 1
+        self.update_num += 1
         times = [time.perf_counter()]
-        plan, _ = plan_of(self.spec, self.comm, [ids[None]], cycle=self.number)
-        if self.comm.world_size > 1:     # with one rank, `plan_of` does it
+        plan, _ = plan_of(self.spec, self.comm, [ids[None]], cycle=self.update_num)
+        if self.comm.world_size > 1:     # otherwise `plan_of` does it
             tg.exchange_row_requests(self.comm, None, "float32", [self.spec], {self.spec.label: plan})
         table.prefetch(plan)
         times.append(time.perf_counter())
@@ -155,42 +157,42 @@ class Timed:
         if table.store is None:
             tg.adam_update(table.shard, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
         else:
-            number = torch.tensor(self.number, dtype=torch.int32)
-            tg.rowwise_update(*table.active, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay)
+            update_num = torch.tensor(self.update_num, dtype=torch.int32)
+            tg.rowwise_update(*table.active, grad, 1 / 8, update_num, 0.95, 1e-10, step_size, decay)
             table.store.write_back(plan, table.active)
             table.store.wait_for_writes()
         times.append(time.perf_counter())
         table.zero_grad()
         return 1e9 * np.diff(times) / len(plan.rows_to_fetch)
 
-def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
-    """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
+def compare(rank: int, world: int, store: str, location: str, sizes: tuple[int, int], width: int, ids: int) -> None:
+    """Run cycles of two tables alternately. Each table looks up the same uniformly drawn rows in every second cycle."""
     torch.set_num_threads(1)
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     comm = tg.Communicator(torch.device("cpu"), rank, world)
     sides = {}
-    reads = {}
+    lookups = {}
     for rows in sizes:
-        spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=bool(home), location=home or "device")
-        sides[rows] = Timed(spec, comm, width, ids)
-        reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
+        spec = tg.TableSpec("a_embed", rows, 1, None, rowwise=bool(location), location=location or "device")
+        sides[rows] = TimedTable(spec, comm, width, ids)
+        lookups[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
     found = {rows: [] for rows in sizes}
-    for turn in range(ROUNDS):
-        for rows in sizes[::(-1) ** turn]:
-            comm.all_gather(rows)        # a barrier
-            found[rows].append(sides[rows].cycle_steps(reads[rows][turn % 2]))
+    for round_idx in range(ROUNDS):
+        for rows in sizes[::(-1) ** round_idx]:
+            comm.all_gather(rows)        # barrier
+            found[rows].append(sides[rows].run_cycle(lookups[rows][round_idx % 2]))
     comm.all_gather(rank)
     if rank == 0:
-        print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
+        print(f"{world} ranks, width {width}, {ids:,} lookups per rank and cycle; medians of {ROUNDS - DROPPED} "
               f"interleaved rounds\n")
-        print_head("ns per row asked for", *Timed.parts, "all")
-        middle = []
+        print_head("ns per fetched row", *TimedTable.phases, "all")
+        medians = []
         for rows, times in found.items():
             times = times[DROPPED:]
-            middle.append(np.append(np.median(times, axis=0), np.median(np.sum(times, axis=1))))
-            print_row(f"{rows:,} rows", *(f"{x:,.0f}" for x in middle[-1]))
-        print_row("ratio", *(f"{x:.2f}" for x in middle[1] / middle[0]))
+            medians.append(np.append(np.median(times, axis=0), np.median(np.sum(times, axis=1))))
+            print_row(f"{rows:,} rows", *(f"{x:,.0f}" for x in medians[-1]))
+        print_row("ratio", *(f"{x:.2f}" for x in medians[1] / medians[0]))
     if world > 1:
         dist.destroy_process_group()
 

@@ -1,13 +1,14 @@
-"""Says which of two trainers takes longer for a step, within a percent on a machine that is not quiet.
+"""Measure which of two trainers has slower steps, to within one percent on a machine that is not idle.
 
     python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
                                 [-- trainer flags]
 
-Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step: a
-machine that slows down slows both. A step lasts from the taking of its batch until optim_step and the loader's thread,
-which makes the next ones meanwhile, are through. A process keeps an advantage of a percent or two for as long as it
-lives, so each round starts both anew, in the other order, and counts once. Printed are the median steps, and by how
-much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
+Both trainers run at the same time with the same flags, plus those of --a or --b, each in a separate process. They
+alternate step by step, so that a machine that slows down affects both. A step lasts from taking its batch until
+optim_step has ended and the loader's thread has built the next batches. A process has an advantage of one or two
+percent for its whole life. Therefore each round starts both again, in reverse order, and counts once. The output has
+the median steps, and by how much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval
+by Student's t.
 """
 import argparse
 import concurrent.futures
@@ -21,55 +22,57 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
 CONFIDENCE = 0.99
-WAIT_S = 600.0                           # for a step, or for a warm-up with its compilation
+WAIT_S = 600.0                           # for a step, or for a warm-up with compilation
 
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
-    """Train; from its first batch on, only while it is this side's turn."""
+    """Train. From the first batch on, run only when it is this side's turn."""
     spec = importlib.util.spec_from_file_location("trainer", path)
     trainer = sys.modules["trainer"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(trainer)
     train_step = trainer.train_step
-    lasted = None
+    step_seconds = None
 
-    def step_in_turn(engine, loader, values):
-        nonlocal lasted
-        if lasted is not None:
-            turns.send(lasted)                                # what stood between two steps was a part of the turn
+    def step_in_turn(engine: Any, loader: Any, step_cfg: Any) -> Any:
+        nonlocal step_seconds
+        if step_seconds is not None:
+            turns.send(step_seconds)                          # work between two steps belongs to the turn
         turns.recv()
-        began = time.perf_counter()
-        result = train_step(engine, loader, values)
-        wait_for_thread(loader)                               # else it works in the other's turn
-        lasted = time.perf_counter() - began
+        start = time.perf_counter()
+        result = train_step(engine, loader, step_cfg)
+        wait_for_thread(loader)                               # otherwise it runs during the other side's turn
+        step_seconds = time.perf_counter() - start
         return result
 
     trainer.train_step = step_in_turn
-    trainer.main(flags)                                       # does not return
+    trainer.main(flags)                                       # it does not return
 
-def wait_for_thread(loader) -> None:
-    """Wait until the loader's thread has built the next cycle. Older trainers have a function for it."""
+def wait_for_thread(loader: Any) -> None:
+    """Wait until the loader's thread has built the next cycle. Older trainers have a method for this."""
     if hasattr(loader, "wait"):
         loader.wait()
     else:
         concurrent.futures.wait([loader.next_cycle], WAIT_S)
 
 def timed_step(side: str, turns: Connection) -> float:
-    """Seconds of the step that a side takes now. Raises SystemExit if it ends or says nothing."""
+    """Let a side run one step; return its seconds. Raises SystemExit if the side ends or does not answer."""
     try:
         turns.send("go")
         if not turns.poll(WAIT_S):
-            raise SystemExit(f"{side} said nothing for {WAIT_S:.0f} s")
+            raise SystemExit(f"{side} did not answer for {WAIT_S:.0f} s")
         return turns.recv()
     except (EOFError, ConnectionError):
-        raise SystemExit(f"{side} ended: if nothing above says why, its schedule is too short for --skip, --pairs and "
-                         "a step more") from None
+        raise SystemExit(f"{side} ended. If no error is printed above, its schedule has fewer steps than "
+                         "--skip + --pairs + 1") from None
 
 def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str, list[float]]:
-    """Seconds of `count` steps of each side, started anew and in turn. Of warm-up steps too: they are the first."""
+    """Start both sides and return the seconds of `count` alternating steps of each. The first ones are of the warm-up.
+    """
     context = multiprocessing.get_context("spawn")
     turns = {}
     processes = []
@@ -77,11 +80,11 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         try:
             for number, (name, (path, flags)) in enumerate(sides.items()):
-                turns[name], theirs = context.Pipe()
-                given = path, [*flags, f"--run_dir={folder}/{number}"], theirs
-                processes.append(context.Process(target=run_in_turns, args=given, daemon=True))
+                turns[name], child_end = context.Pipe()
+                process_args = path, [*flags, f"--run_dir={folder}/{number}"], child_end
+                processes.append(context.Process(target=run_in_turns, args=process_args, daemon=True))
                 processes[-1].start()
-                theirs.close()
+                child_end.close()
             for _ in range(count):
                 for name in sides:
                     times[name].append(timed_step(name, turns[name]))
@@ -94,36 +97,40 @@ def step_times(sides: dict[str, tuple[Path, list[str]]], count: int) -> dict[str
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("trainers", metavar="A.py B.py", type=Path, nargs=2)
-    parser.add_argument("--rounds", type=int, default=10, help="at least 3")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round")
-    parser.add_argument("--skip", type=int, default=20, help="pairs of steps before them")
-    parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
-    parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
-    asked, flags = parser.parse_known_args(argv)              # those after -- are left over
-    if flags[:1] not in ([], ["--"]) or asked.rounds < 3 or asked.pairs < 1 or asked.skip < 0:
-        parser.error("flags of the trainer after --, at least 3 rounds of a pair and more")
+    parser.add_argument("--rounds", type=int, default=10,
+                        help="fresh starts of both trainers, at least 3 [%(default)s]")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round [%(default)s]")
+    parser.add_argument("--skip", type=int, default=20,
+                        help="pairs of steps before them, which do not count [%(default)s]")
+    parser.add_argument("--a", action="append", default=[], metavar="FLAG", help="flag of A.py only")
+    parser.add_argument("--b", action="append", default=[], metavar="FLAG", help="flag of B.py only")
+    args, flags = parser.parse_known_args(argv)               # arguments after -- are not parsed
+    if flags[:1] not in ([], ["--"]) or args.rounds < 3 or args.pairs < 1 or args.skip < 0:
+        parser.error("expected --rounds of at least 3, --pairs of at least 1, --skip of at least 0, and flags of the "
+                     "trainer after --")
 
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as the trainer sets it where it is the program
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as in the trainer's main program
     sides = {}
-    for letter, path, own in zip("AB", asked.trainers, (asked.a, asked.b)):
-        sides[" ".join([letter, str(path), *own])] = path.resolve(), flags[1:] + own
+    for letter, path, side_flags in zip("AB", args.trainers, (args.a, args.b)):
+        sides[" ".join([letter, str(path), *side_flags])] = path.resolve(), flags[1:] + side_flags
     order = list(sides)
     rounds = []
-    for _ in range(asked.rounds):
-        times = step_times({name: sides[name] for name in order}, asked.skip + asked.pairs)
-        rounds.append([times[name][asked.skip:] for name in sides])
+    for _ in range(args.rounds):
+        times = step_times({name: sides[name] for name in order}, args.skip + args.pairs)
+        rounds.append([times[name][args.skip:] for name in sides])
         order.reverse()
 
     seconds = np.array(rounds)                                # (rounds, sides, pairs)
     for name, median in zip(sides, np.median(seconds, axis=(0, 2))):
         print(f"{name}: median step {1e3 * median:.1f} ms")
     by_round = np.log(seconds[:, 1] / seconds[:, 0]).mean(axis=1)
-    half = stats.t.ppf((1 + CONFIDENCE) / 2, asked.rounds - 1) * statistics.stdev(by_round) / math.sqrt(asked.rounds)
+    t = stats.t.ppf((1 + CONFIDENCE) / 2, args.rounds - 1)
+    half_width = t * statistics.stdev(by_round) / math.sqrt(args.rounds)
     mean = by_round.mean()
-    low, middle, high = 100 * np.expm1([mean - half, mean, mean + half])
+    low, middle, high = 100 * np.expm1([mean - half_width, mean, mean + half_width])
     print(f"by round: {', '.join(f'{100 * x:+.2f} %' for x in np.expm1(by_round))}")
-    print(f"B takes {middle:+.2f} % [{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval, {asked.rounds} rounds of "
-          f"{asked.pairs} pairs of steps")
+    print(f"B takes {middle:+.2f} % [{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval, {args.rounds} rounds of "
+          f"{args.pairs} pairs of steps")
 
 
 if __name__ == "__main__":

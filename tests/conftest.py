@@ -1,4 +1,4 @@
-"""What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
+"""Configuration of all tests: import train_gpt.py, use one thread, and skip slow tests without --all."""
 import os
 import signal
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch, as run.sh does
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")       # before torch is imported, as in run.sh
 
 import pytest
 import torch
@@ -20,14 +20,15 @@ LONGEST_FILES = ["test_dry_run.py", "test_ranks.py", "test_rows.py", "test_table
                  "test_faults.py", "test_main.py", "test_files.py"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
+    parser.addoption("--all", action="store_true",
+                     help="also run slow tests: repeated faults, more seeds, all stages of the dry run")
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
-    signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
-    for mark in ("slow: long loops, run with --all only",
-                 "recipe: must fail when the mathematics changes; forks leave it out",
+    tg.PRESETS["tiny"].setdefault("adam_every", 2)  # the tests assume cycles of two steps, independent of the default
+    signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell ignores it in background jobs
+    for mark in ("slow: runs with --all only",
+                 "recipe: must fail when the mathematics changes; a fork may omit it",
                  "style: judges this repository's main, its size and its records, not a fork",
                  "gpu: needs a CUDA device; `pytest -m gpu` runs them all",
                  "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
@@ -35,35 +36,38 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    """Starts W ranks, and returns what each found: forked_ranks.py."""
+    """Run functions on several ranks; see forked_ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
 @pytest.fixture(scope="module")
 def small_pieces() -> Iterator[None]:
-    """Several files of each table and rank; and no warm-up, which leaves no trace."""
+    """Write several files per table and rank, and skip the warm-up, which does not change results."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "CHUNK_ROWS", 64)
         patch.setattr(tg, "warm_up", noop)
         yield
 
 @pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the rehearsal: what one walk has compiled, the next one finds."""
+def compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a directory in which a walk of the dry run stores what it compiled, for the next walk."""
     return Path(os.environ.get("DRY_RUN_CACHE") or tmp_path_factory.mktemp("cache"))
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
-        items.sort(key=parse_layer)
+        items.sort(key=file_order)
     for item in items:
         if item.get_closest_marker("slow") and not config.getoption("--all"):
-            item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
+            item.add_marker(pytest.mark.skip(reason="slow: run with --all"))
 
-def parse_layer(item: pytest.Item) -> int:
-    """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
+def file_order(item: pytest.Item) -> int:
+    """Return the position of the file of a test.
+
+    The longest files are first, so that no process ends late with one of them.
+    """
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say aloud what a machine without GPUs has not shown."""
+    """Print how many tests did not run because there is no GPU."""
     reasons = Counter(report.longrepr[2].removeprefix("Skipped: ")
                       for report in terminalreporter.stats.get("skipped", ()))
     for reason, count in reasons.items():

@@ -1,8 +1,8 @@
-"""Measures how much a statement carries, and how much of a file is read: python tests/density.py FILES
+"""Measure the size of statements, and the composition of a file: python tests/density.py FILES
 
-A statement is a simple one, or the head of a compound one (`if ...:`). Docstrings do not count, nor do literal tables:
-assignments at the level of a module or class, for facts as data are what one wants. Sizes are in tokens (names,
-operators, numbers, strings); packed constructs are counted per 1,000 statements.
+A statement is a simple statement or the head of a compound one (`if ...:`). Docstrings do not count. Literal tables,
+which are assignments at the level of a module or class, do not count either, because facts should be written as data.
+Sizes are in tokens (names, operators, numbers, strings). Packed constructs are counted per 1,000 statements.
 """
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from typing import NamedTuple
 COUNTED = {tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING}
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 CONSTRUCTS = ("pairs", "nested", "ternaries", "lambdas", "walrus", "logic")
-AIM = dict(mean=13.5, p90=26, pairs=20, nested=1, ternaries=45, lambdas=5, walrus=3, logic=15)
-FEW_STATEMENTS = 60                      # below that, mean and p90 say little
-FREE = 2                                 # a small file may have two of anything
+AIM = dict(mean=13.5, p90=25, pairs=20, nested=1, ternaries=45, lambdas=5, walrus=3, logic=15)
+FEW_STATEMENTS = 60                      # mean and p90 of fewer statements are not judged
+ALWAYS_ALLOWED = 2                       # constructs of each kind, in small files
 
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 
-def token_places(source: str) -> list[tuple[int, int]]:
-    """Return (line, column) of each token that a reader reads, those of docstrings included."""
+def token_positions(source: str) -> list[tuple[int, int]]:
+    """Return (line, column) of each token except comments and layout, including docstrings."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
 
 def end_of_head(node: ast.stmt) -> tuple[int, int]:
-    """Return where a simple statement ends, or the body of a compound one begins, its decorators included."""
+    """Return the end of a simple statement, or the start of the body of a compound one, including its decorators."""
     body = getattr(node, "body", None)
     if not isinstance(body, list) or not body:
         return node.end_lineno, node.end_col_offset
@@ -40,15 +40,15 @@ def end_of_head(node: ast.stmt) -> tuple[int, int]:
     decorators = [(decorator.lineno, 0) for decorator in getattr(first, "decorator_list", [])]
     return min([*decorators, (first.lineno, first.col_offset)])
 
-def statement_sizes(tree: ast.Module, places: list[tuple[int, int]]) -> list[int]:
-    left_out = set(docstrings(tree))
+def statement_sizes(tree: ast.Module, positions: list[tuple[int, int]]) -> list[int]:
+    excluded = set(docstrings(tree))
     for holder in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
-        left_out |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
+        excluded |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
     sizes = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.stmt) and node not in left_out:
-            first = bisect.bisect_left(places, (node.lineno, node.col_offset))
-            sizes.append(bisect.bisect_left(places, end_of_head(node)) - first)
+        if isinstance(node, ast.stmt) and node not in excluded:
+            first = bisect.bisect_left(positions, (node.lineno, node.col_offset))
+            sizes.append(bisect.bisect_left(positions, end_of_head(node)) - first)
     return sorted(sizes)
 
 def count_constructs(tree: ast.Module) -> Counter:
@@ -68,20 +68,20 @@ def count_constructs(tree: ast.Module) -> Counter:
 
 class Density(NamedTuple):
     lines: int
-    tokens: int                          # neither comments nor docstrings
+    tokens: int                          # without comments and docstrings
     functions: int
-    packaging: float                     # share of lines that are heads of functions and classes, docstrings, blanks
-    comments: float                      # lines that are comments, for every 100
+    packaging: float                     # fraction of lines: heads of functions and classes, docstrings, blank lines
+    comments: float                      # comment lines per 100 lines
     statements: int
-    figures: dict[str, float]            # by the names of AIM: tokens, or constructs per 1,000 statements
+    figures: dict[str, float]            # keys as in AIM: tokens, or constructs per 1,000 statements
 
     def misses(self, slack: float = 1.0) -> list[str]:
         """Return the names of the figures above `slack` times the aim."""
         allowed = {name: slack * most for name, most in AIM.items()}
         for name in CONSTRUCTS:
-            allowed[name] = max(allowed[name], 1000 * FREE / self.statements)
-        held = AIM if self.statements >= FEW_STATEMENTS else CONSTRUCTS
-        return [name for name in held if self.figures[name] > allowed[name]]
+            allowed[name] = max(allowed[name], 1000 * ALWAYS_ALLOWED / self.statements)
+        judged = AIM if self.statements >= FEW_STATEMENTS else CONSTRUCTS
+        return [name for name in judged if self.figures[name] > allowed[name]]
 
     def __str__(self) -> str:
         figures = ", ".join(f"{name} {figure:.3g}" for name, figure in self.figures.items())
@@ -89,26 +89,26 @@ class Density(NamedTuple):
                 f"tokens, {self.functions} functions, {self.statements} statements: {figures}")
 
 def density(source: str) -> Density:
-    """Measure the text of a module, or whole statements cut out of one."""
+    """Measure a module, or a sequence of whole statements."""
     tree = ast.parse(source)
     lines = source.splitlines()
-    prose = docstrings(tree)
-    places = token_places(source)
+    docstring_nodes = docstrings(tree)
+    positions = token_positions(source)
     functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    packed = sum(not line.strip() for line in lines)
-    packed += sum(node.end_lineno - node.lineno + 1 for node in prose)
+    packaging_lines = sum(not line.strip() for line in lines)
+    packaging_lines += sum(node.end_lineno - node.lineno + 1 for node in docstring_nodes)
     for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        packed += node.body[0].lineno - first
+        packaging_lines += node.body[0].lineno - first
     comments = sum(line.lstrip().startswith("#") for line in lines)
 
-    sizes = statement_sizes(tree, places) or [0]
+    sizes = statement_sizes(tree, positions) or [0]
     total = len(sizes)
     counts = count_constructs(tree)
     figures = dict(mean=sum(sizes) / total, p90=sizes[int(total * 0.9)])
     figures |= {name: 1000 * counts[name] / total for name in CONSTRUCTS}
-    return Density(len(lines), len(places) - len(prose), len(functions), packed / max(1, len(lines)),
-                   100 * comments / max(1, len(lines)), total, figures)
+    return Density(len(lines), len(positions) - len(docstring_nodes), len(functions),
+                   packaging_lines / max(1, len(lines)), 100 * comments / max(1, len(lines)), total, figures)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rehearse a run on GPUs that are not there: dry_run/README.md says how, dry_run/command.py does it."""
+"""Dry run: run the trainer on fake CUDA tensors; see dry_run/README.md and dry_run/command.py."""
 import sys
 
 from dry_run.command import main

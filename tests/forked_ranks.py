@@ -1,4 +1,4 @@
-"""The fixture `ranks` starts W ranks as forks of this process, and returns what each of them found."""
+"""The fixture `ranks` runs a function on W ranks, which are forks of this process, and returns the results."""
 from __future__ import annotations
 
 import faulthandler
@@ -18,67 +18,72 @@ from common import Forked, environment_of
 import train_gpt as tg
 
 COMM_TIMEOUT = 60                        # s
-PATIENCE = 240                           # s for what the ranks of one call do; then each says where it is
+TIMEOUT_S = 240                          # for one call; then each rank prints its stack
 
 @dataclass(frozen=True)
 class Rank:
     rank: int
     world: int
-    folder: Path                         # of this call
+    folder: Path                         # for the files of the call
 
     def comm(self, cfg: tg.Config | None = None) -> tg.Communicator:
-        """As the trainer makes it, but that ranks meet in a file."""
+        """Create the communicator as the trainer does, with a file for the rendezvous."""
         meeting = dict(init_method=f"file://{self.folder}/store", rank=self.rank, world_size=self.world)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
             default = tg.Config(device="cpu", seqs_per_step=self.world, comm_timeout=COMM_TIMEOUT)
             return tg.init_distributed(cfg or default)
 
-    def work(self, run: Callable, given: dict[str, Any], _: object) -> None:
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+    def work(self, run: Callable, kwargs: dict[str, Any], _: object) -> None:
+        faulthandler.dump_traceback_later(TIMEOUT_S, exit=True)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-        found = pickle.dumps(run(self, **given))
+        found = pickle.dumps(run(self, **kwargs))
         (self.folder / f"{self.rank}.found").write_bytes(found)
 
 class Ranks:
-    """The fixture `ranks`. One call is one world; an equal call is answered with what the first one found, the same
-    objects: do not change them."""
-    def __init__(self, folder: Path):
+    """Runs functions on several ranks, once per distinct call.
+
+    A repeated call returns the objects of the first one: do not change them.
+    """
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.answers = {}                # what was asked -> folder, by rank what it found, why some found nothing
+        # world, function, arguments -> folder, results by rank, failures
+        self.results: dict[tuple, tuple[Path, list[Any], list[str]]] = {}
 
-    def __call__(self, world: int, run: Callable[..., Any], **given: Any) -> list[Any]:
-        """run(rank, **given) on each rank of a world; by rank, what it returned. Fails with the stack of every rank
-        that raised, or was there after PATIENCE seconds."""
-        return self.answer(world, run, given)[1]
+    def __call__(self, world: int, run: Callable[..., Any], **kwargs: Any) -> list[Any]:
+        """Run run(rank, **kwargs) on each rank; return the results by rank.
 
-    def folder_of(self, world: int, run: Callable[..., Any], **given: Any) -> Path:
-        """Where the ranks of a call, made now or before, left their files."""
-        return self.answer(world, run, given)[0]
+        Fails with the stacks of all ranks that raised or did not end within TIMEOUT_S.
+        """
+        return self.get_result(world, run, kwargs)[1]
 
-    def answer(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any]]:
-        asked = world, run, repr(sorted(given.items()))
-        if asked not in self.answers:
-            self.answers[asked] = self.start(world, run, given)
-        folder, found, silent = self.answers[asked]
-        if silent:
-            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *silent]), pytrace=False)
+    def folder_of(self, world: int, run: Callable[..., Any], **kwargs: Any) -> Path:
+        """Return the folder with the files of a call. Makes the call if it was not made before."""
+        return self.get_result(world, run, kwargs)[0]
+
+    def get_result(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any]]:
+        key = world, run, repr(sorted(kwargs.items()))
+        if key not in self.results:
+            self.results[key] = self.start(world, run, kwargs)
+        folder, found, failures = self.results[key]
+        if failures:
+            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: these failed", *failures]), pytrace=False)
         return folder, found
 
-    def start(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:
-        folder = self.folder / f"{len(self.answers)}_{run.__name__}_w{world}"
+    def start(self, world: int, run: Callable, kwargs: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:
+        folder = self.folder / f"{len(self.results)}_{run.__name__}_w{world}"
         folder.mkdir()
         processes = []
-        for rank in range(world):        # the port is wanted, and not used: see fabric
-            work = functools.partial(Rank(rank, world, folder).work, run, given)
+        for rank in range(world):        # a port must be set; `Rank.comm` does not use it
+            work = functools.partial(Rank(rank, world, folder).work, run, kwargs)
             processes.append(Forked([], environment_of(rank, world, port=1), call=work))
-        found, silent = [], []
+        found, failures = [], []
         for rank, process in enumerate(processes):
-            status = process.wait(PATIENCE + COMM_TIMEOUT)
+            status = process.wait(TIMEOUT_S + COMM_TIMEOUT)
             text = process.texts()[1]
             if status == 0:
                 found.append(pickle.loads((folder / f"{rank}.found").read_bytes()))
             else:
-                silent.append(f"rank {rank}, status {status}:\n{text}")
-        return folder, found, silent
+                failures.append(f"rank {rank}, status {status}:\n{text}")
+        return folder, found, failures

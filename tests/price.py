@@ -1,4 +1,4 @@
-"""Print predicted times of the rehearsed run, or set measured ones beside them: dry_run/price.py does it."""
+"""Print the predicted times of the dry run, or compare them with measured times; see dry_run/price.py."""
 import sys
 
 from dry_run.price import main

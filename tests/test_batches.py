@@ -53,11 +53,11 @@ def read_all(folder: Path, *args: int, **changes: Any) -> list[tg.Batch]:
 
 
 # ---- The stream of batches -------------------------------------------------------------------------------------------
-Spans = list[tuple[int, int]]            # (start, end) of each document of a sequence, in the shard
+DocRanges = list[tuple[int, int]]            # (start, end) of each document of a sequence, in the shard
 PackedTokens = tuple[list[int], list[int]]   # T + 1 tokens, document bounds in the inputs
 
 def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len: int,
-                max_doc_len: int) -> tuple[list[Spans], int] | None:
+                max_doc_len: int) -> tuple[list[DocRanges], int] | None:
     """Pack a batch by RECIPE 5.2, word by word.
 
     Returns the documents of each sequence and the index of the next document, or None if the shard has too few
@@ -66,26 +66,26 @@ def naive_batch(tokens: list[int], bos_id: int, doc: int, num_seqs: int, seq_len
     starts = [i for i, token in enumerate(tokens) if token == bos_id]
     seqs = []
     for _ in range(num_seqs):
-        spans = []
+        doc_ranges = []
         num_tokens = 0
         while num_tokens <= seq_len:
             if doc == len(starts):
                 return None
             next_start = starts[doc + 1] if doc + 1 < len(starts) else len(tokens)
             end = min(next_start, starts[doc] + max_doc_len, starts[doc] + seq_len - num_tokens + 1)
-            spans.append((starts[doc], end))
+            doc_ranges.append((starts[doc], end))
             num_tokens += end - starts[doc]
             doc += 1
-        seqs.append(spans)
+        seqs.append(doc_ranges)
     return seqs, doc
 
-def naive_sequence(tokens: list[int], spans: Spans) -> PackedTokens:
+def naive_sequence(tokens: list[int], doc_ranges: DocRanges) -> PackedTokens:
     """Return the T + 1 tokens of a sequence, and the bounds of its documents in the inputs."""
     bounds = [0]
-    for start, end in spans:
+    for start, end in doc_ranges:
         bounds.append(bounds[-1] + end - start)
     bounds[-1] -= 1
-    return [token for start, end in spans for token in tokens[start:end]], bounds
+    return [token for start, end in doc_ranges for token in tokens[start:end]], bounds
 
 def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig],
                  num_seqs: int = 8) -> list[list[PackedTokens]]:
@@ -98,7 +98,7 @@ def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig],
             shard += 1
             doc = 0
         seqs, doc = packed
-        seqs_by_step.append([naive_sequence(streams[shard], spans) for spans in seqs])
+        seqs_by_step.append([naive_sequence(streams[shard], doc_ranges) for doc_ranges in seqs])
     return seqs_by_step
 
 def check_batches(batches: list[tg.Batch], seqs_by_step: list[list[PackedTokens]]) -> None:

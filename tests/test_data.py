@@ -1,6 +1,6 @@
-"""Section 3: shards, packing and manifests against plain loops; bad data are named. Section 5: hashes and row plans.
+"""Data: shards, packing and manifests against plain loops, and errors that name bad data. Rows: hashes and row plans.
 
-The loader and the validation set, which use both, are in test_batches.py, the rows of several ranks in test_rows.py.
+test_batches.py tests the loader and the validation set, which use both; test_rows.py tests the rows of several ranks.
 """
 import errno
 import hashlib
@@ -8,9 +8,12 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,67 +25,73 @@ import train_gpt as tg
 
 MOST_ROWS = 2**31 - 1
 
-# ---- packing and validation slots -----------------------------------------------------------------------------------
+# ---- packing and validation sequences -------------------------------------------------------------------------------
 @pytest.mark.recipe
-@pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
-def test_validation_sequences__equal_a_plain_loop(sizes, slots, length):
-    """A block needs its tokens, one more as the last target, and by the peer's rule another one; else: next shard."""
+@pytest.mark.parametrize("sizes, num_seqs, seq_len", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
+def test_validation_sequences__equal_a_plain_loop(sizes, num_seqs, seq_len) -> None:
+    """A batch needs its tokens, one more for the last target, and one more by modded-nanogpt's rule.
+
+    A shard that has fewer tokens left is followed by the next shard.
+    """
     streams = [random_stream(seed, count, 20, 3) for seed, count in enumerate(sizes)]
     want = []
     for stream in streams:
         position = 0
-        while len(stream) - position >= slots * length + 2:
-            for s in range(slots):
-                tokens = stream[position + s * length:position + (s + 1) * length + 1].tolist()
-                borders = [at for at, token in enumerate(tokens[:-1]) if token == 3]
-                want.append((tokens, [0, *borders, length]))
-            position += slots * length
+        while len(stream) - position >= num_seqs * seq_len + 2:
+            for s in range(num_seqs):
+                tokens = stream[position + s * seq_len:position + (s + 1) * seq_len + 1].tolist()
+                bounds = [at for at, token in enumerate(tokens[:-1]) if token == 3]
+                want.append((tokens, [0, *bounds, seq_len]))
+            position += num_seqs * seq_len
     shards = [tg.TokenShard(stream.astype(np.uint16), 3) for stream in streams]
-    seqs = tg.validation_sequences(shards, slots, length, 3)
+    seqs = tg.validation_sequences(shards, num_seqs, seq_len, 3)
     got = [(seq.tokens.tolist(), seq.cu_seqlens.tolist()) for seq in seqs]
     assert got == want
 
 @pytest.mark.recipe
-def test_synthetic_tokens__are_the_same_everywhere_and_full_of_documents():
+def test_synthetic_tokens__are_reproducible_and_contain_documents() -> None:
     tokens = tg.synthetic_tokens(1, 40_000, 512, 511)
     assert tokens.dtype == np.uint16 and tokens.max() == 511 and tokens[0] == 511
     assert tokens[:8].tolist() == tg.synthetic_tokens(1, 8, 512, 511).tolist()
     assert not np.array_equal(tokens, tg.synthetic_tokens(2, 40_000, 512, 511))
-    assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
+    assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # expected: 32 tokens per document
     assert len(np.unique(tokens)) > 256
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------
 GOOD = [3, 1, 2, 3, 4, 5] * 20
-BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
+BAD_FILES = {                                # case -> (arguments of write_shard, bytes cut off, *words in the message)
     "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
     "cut": (dict(), 10, f"{1024 + 240 - 10:,} bytes", "120", "download or write it again"),
     "longer": (dict(count=100), 0, f"{1024 + 240:,} bytes", "20240520, 1, 100"),
     "no header": (dict(), 500, "764 bytes", "1,024 bytes"),
     "no tokens": (dict(count=0), 0, "20240520, 1, 0"),
-    "a token too high": (dict(vocab_size=5), 0, "ids up to 5", "below the vocabulary size 5"),
-    "no document start": (dict(vocab_size=9, bos_id=8), 0, "0 BOS tokens", "token 8"),
-    "GPT-2 that is none": (dict(vocab_size=0, bos_id=0), 0, "0 BOS tokens", "50256"),
+    "a token id too high": (dict(vocab_size=5), 0, "ids up to 5", "below the vocabulary size 5"),
+    "no BOS": (dict(vocab_size=9, bos_id=8), 0, "0 BOS tokens", "token 8"),
+    "not GPT-2 tokens": (dict(vocab_size=0, bos_id=0), 0, "0 BOS tokens", "50256"),
 }
 
-@pytest.mark.parametrize("kind", BAD_FILES)
-def test_verify_shards__a_damaged_one(tmp_path, kind):
-    header, cut, *parts = BAD_FILES[kind]
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_verify_shards__a_damaged_shard(tmp_path, case) -> None:
+    header, cut, *parts = BAD_FILES[case]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, bos_id=3) | header)
     os.truncate(path, path.stat().st_size - cut)
     with expect_error(tg.DataError, "b.bin", *parts):
         tg.verify_shards(tg.read_shard_headers(f"{tmp_path}/*.bin"))
 
-def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
+def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path) -> None:
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     header, = tg.read_shard_headers(str(path))
     os.truncate(path, path.stat().st_size - 20)
     with expect_error(tg.DataError, "a.bin", "110 tokens", "120"):
         tg.load_shard(header)
 
-def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch):
-    """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
+def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) -> None:
+    """Words 3 and 4 are vocabulary size and BOS id, where 0 means GPT-2. Shards are sorted by name.
+
+    A file system may list names in any order.
+    """
     first = str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3))
     second = str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: [second, first])
@@ -93,16 +102,16 @@ def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch):
     ("{}/pipe", ("data shard", "pipe", "no regular file")),
     ("{}/none_*.bin", ("none_*.bin", "no regular file", "cached_fineweb10B.py", "--train_files")),
     ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"))])
-def test_read_shard_headers__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
-    """A broken link passed over in silence would be training on less than was asked for."""
+def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) -> None:
+    """A broken link or a pipe is an error: skipping it silently means training on less data than requested."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
     with expect_error(tg.DataError, *parts):
         tg.read_shard_headers(name.format(tmp_path))
 
-def test_read_shard_headers__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
-    """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
+def test_read_shard_headers__brackets_in_a_directory_name_are_literal(tmp_path, monkeypatch) -> None:
+    """Brackets are literal if the directory exists. Otherwise they are part of the pattern."""
     odd = tmp_path / "my [data] *"
     odd.mkdir()
     for path in (odd / "train_0.bin", odd / "train_[1].bin", tmp_path / "train_3.bin"):
@@ -112,88 +121,88 @@ def test_read_shard_headers__brackets_in_a_folders_name_mean_themselves(tmp_path
                            (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]), ("train_[1-5].bin", ["train_3.bin"])):
         assert [header.name for header in tg.read_shard_headers(pattern)] == names
 
-def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
-    return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
+def shard_headers(*sizes: int, vocab: tuple[int, int] = (512, 511)) -> list[tg.ShardHeader]:
+    return [tg.ShardHeader(f"shard_{i}.bin", size, *vocab) for i, size in enumerate(sizes)]
 
-def test_resolve_sizes__the_header_decides_the_sizes():
-    gpt2 = shards(1, vocab=(50_257, 50_256))
+def test_resolve_sizes__the_header_decides_the_sizes() -> None:
+    gpt2 = shard_headers(1, vocab=(50_257, 50_256))
     cfg = tg.resolve_sizes(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
     assert (cfg.vocab_size, cfg.bos_id, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
 
-@pytest.mark.parametrize("changes, val_vocab, kind, parts", [
+@pytest.mark.parametrize("changes, val_vocab, error, parts", [
     (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "omit --vocab")),
     (dict(bos_id=0), (512, 511), tg.ConfigError, ("--bos_id", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
     (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
-def test_resolve_sizes__contradictions(changes, val_vocab, kind, parts):
+def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None:
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
-    other = shards(10, vocab=val_vocab)
-    with expect_error(kind, *parts):
-        tg.resolve_sizes(cfg, shards(10), other)
-    if kind == tg.DataError:
-        with expect_error(kind, *parts):
-            tg.resolve_sizes(cfg, shards(10) + other, shards(10))
+    other = shard_headers(10, vocab=val_vocab)
+    with expect_error(error, *parts):
+        tg.resolve_sizes(cfg, shard_headers(10), other)
+    if error == tg.DataError:
+        with expect_error(error, *parts):
+            tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
-def test_check_enough_data__training_tokens():
-    """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
+def test_check_enough_data__training_tokens() -> None:
+    """A step reads the tokens of its sequences, and one more for each. A shard must contain the largest step used."""
     cfg = preset()
-    values = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
-    steps = [cfg.seqs_per_step * (v.seq_len + 1) for v in values]
-    need = sum(steps)
+    step_cfgs = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
+    steps = [cfg.seqs_per_step * (v.seq_len + 1) for v in step_cfgs]
+    needed = sum(steps)
     largest = max(steps)
 
-    def check(*have: int, **changes) -> None:
+    def check(*have: int, **changes: Any) -> None:
         changed = replace(cfg, **changes)
-        tg.check_enough_data(changed, tg.Schedule(changed), shards(*have), shards(10**9))
+        tg.check_enough_data(changed, tg.Schedule(changed), shard_headers(*have), shard_headers(10**9))
 
-    check(need)
-    check(need // 4 + 1, need // 4 + 1, epochs=2)
+    check(needed)
+    check(needed // 4 + 1, needed // 4 + 1, epochs=2)
     check(largest, epochs=0)
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
-    for have, epochs in ((need - 1, 1), (need // 4 - 1, 4), (1, 1)):
+    for have, epochs in ((needed - 1, 1), (needed // 4 - 1, 4), (1, 1)):
         with expect_error(tg.DataError, "too few training tokens", "--epochs=0",
                           f"{have * epochs:,} tokens in 1 shards",
-                          f"{need:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
+                          f"{needed:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
             check(have, epochs=epochs)
     fits = (largest - 1 - cfg.seqs_per_step) // 128 * 128
     with expect_error(tg.DataError, "too small", f"{largest:,} tokens in one shard", f"at most {fits}"):
         check(largest - 1, epochs=0)
 
-def test_check_enough_data__validation_tokens(tmp_path):
+def test_check_enough_data__validation_tokens(tmp_path) -> None:
     path = write_shard(tmp_path / "v.bin", random_stream(0, 200, 50, 3), 50, 3)
     cfg = preset(val_files=str(path), vocab_size=50, bos_id=3, val_batch_tokens=128, val_tokens=256)
     headers = tg.read_shard_headers(cfg.val_files)
     with expect_error(tg.DataError, "too few validation tokens", "128", "256",
                       "--val_tokens=128 --val_batch_tokens=128"):
-        tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers)
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(10**9), headers)
     short = replace(cfg, val_tokens=1024, val_batch_tokens=512)
     with expect_error(tg.DataError, "--val_tokens=384 --val_batch_tokens=384", "at least 130 tokens"):
-        tg.check_enough_data(short, tg.Schedule(short), shards(10**9), shards(100, 400, 258))
+        tg.check_enough_data(short, tg.Schedule(short), shard_headers(10**9), shard_headers(100, 400, 258))
 
-@pytest.mark.parametrize("text, said", [
+@pytest.mark.parametrize("text, num_tokens", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
     ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
-def test_read_token_bytes__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
-    """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
+def test_read_token_bytes__every_id_except_bos_needs_bytes(tmp_path, text, num_tokens) -> None:
+    """Of 5 tokens, all except BOS (3) need bytes: a missing token is otherwise counted as 0 bytes."""
     cfg = preset(vocab_size=5, bos_id=3)
     assert tg.read_token_bytes(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
-    with expect_error(tg.DataError, "vocab.txt", f"{said} tokens before", "each of the 5", "BOS (3)",
-                      "remove the file"):
+    before = f"{num_tokens} tokens before"
+    with expect_error(tg.DataError, "vocab.txt", before, "each of the 5", "BOS (3)", "remove the file"):
         tg.read_token_bytes(tmp_path, cfg)
 
 
-# ---- scan and manifest ----------------------------------------------------------------------------------------------
-def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
-    """Write one as a data tool does, that claims these contents."""
+# ---- verification and manifest --------------------------------------------------------------------------------------
+def write_manifest(directory: Path, shard: bytes, vocab: bytes) -> None:
+    """Write a manifest for these contents, as the data tools do."""
     entries = {}
     for name, content in (("a.bin", shard), ("vocab.txt", vocab)):
         entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-    (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
+    (directory / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
 
-def test_verify_shards__the_hash_is_that_of_names_and_contents(tmp_path):
-    """Every byte of every shard counts, in order; names may be any bytes."""
+def test_verify_shards__hashes_names_and_contents(tmp_path) -> None:
+    """The hash covers every byte of every shard, in order, and the names, which may be any bytes."""
     names = b"a.bin", b"b.bin", b"\xff.bin"
     want = hashlib.sha256()
     for name in names:
@@ -203,19 +212,19 @@ def test_verify_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     headers = [tg.read_shard_header(tmp_path / os.fsdecode(name)) for name in names]
     assert tg.verify_shards(headers + tg.read_shard_headers("formula:6:3:100:1")) == want.hexdigest()
 
-def test_check_manifest__a_file_has_to_match_it(tmp_path):
+def test_check_manifest__a_file_must_match_it(tmp_path) -> None:
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     headers = tg.read_shard_headers(str(path))
-    pieces = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
-    (tmp_path / "vocab.txt").write_bytes(pieces)
-    write_manifest(tmp_path, path.read_bytes(), pieces)
+    vocab = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
+    (tmp_path / "vocab.txt").write_bytes(vocab)
+    write_manifest(tmp_path, path.read_bytes(), vocab)
     write_shard(tmp_path / "own.bin", GOOD, 6, 3)
-    own = tg.read_shard_headers(f"{tmp_path}/own.bin")
-    assert tg.verify_shards(headers + own), "files that it does not name are fine"
+    unlisted = tg.read_shard_headers(f"{tmp_path}/own.bin")
+    assert tg.verify_shards(headers + unlisted), "files that it does not name are fine"
     cfg = preset(vocab_size=6, bos_id=3)
     assert len(tg.read_token_bytes(tmp_path, cfg)) == 6
 
-    write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
+    write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", vocab[:-1])
     with expect_error(tg.DataError, "a.bin: content", "manifest.json", "belongs to another"):
         tg.verify_shards(headers)
     with expect_error(tg.DataError, "vocab.txt: content", "manifest.json", "belongs to another"):
@@ -225,30 +234,30 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
         tg.verify_shards(headers)
 
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
-def test_read_manifest__any_content_ends_in_words(tmp_path, text):
+def test_read_manifest__invalid_content_is_a_data_error(tmp_path, text) -> None:
     (tmp_path / "manifest.json").write_text(text)
     with expect_error(tg.DataError, f"manifest {tmp_path}/manifest.json", "format 1", "remove this"):
         tg.read_manifest(tmp_path)
 
-def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
+def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, capsys) -> None:
     for name in "ab":
         write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
-    for cfg, said in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
+    for cfg, warning in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
         tg.open_data(cfg, make_comm(), b"source")
         out = capsys.readouterr().out
-        assert said in out and bool(said) == bool(out)
+        assert warning in out and bool(warning) == bool(out)
 
 
 # ---- section 5: hashes ----------------------------------------------------------------------------------------------
 RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
-RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
+RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # with 251,520 rows (RECIPE 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
 
 @pytest.mark.recipe
-def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
-    def hashed(tokens, rows: int) -> list[int]:
+def test_bigram_hash__is_32_bit_arithmetic_that_wraps() -> None:
+    def hashed(tokens: Sequence[int], rows: int) -> list[int]:
         return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
     assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
     assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
@@ -258,10 +267,10 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
 
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
-def test_table_specs__rows_and_signs_of_ngrams(order, rows):
-    """Also where a product passes 32 bits, and where the xor is negative."""
-    line = tg.NgramTable("a_embed", order, rows, signs=1, location="host", update_every=4)
-    cfg = preset(tables=(line,), adam_every=1)
+def test_table_specs__rows_and_signs_of_ngrams(order, rows) -> None:
+    """The hashes are right also where a product exceeds 32 bits, and where the xor is negative."""
+    ngram_table = tg.NgramTable("a_embed", order, rows, signs=1, location="host", update_every=4)
+    cfg = preset(tables=(ngram_table,), adam_every=1)
     *recipe, table = tg.table_specs(cfg)
     assert [(x.label, x.rowwise, x.update_every) for x in recipe] == [(label, False, 1) for label in tg.BUILTIN_TABLES]
     assert [x.tied_to_head for x in recipe] == [False, False, True]
@@ -269,19 +278,20 @@ def test_table_specs__rows_and_signs_of_ngrams(order, rows):
     assert [x.lookups_per_token for x in recipe] == [1, tg.NUM_VALUE_EMBEDS, 1]
     assert (table.num_rows, table.lookups_per_token, table.tied_to_head, table.rowwise) == (rows, 1, False, True)
     assert (table.location, table.update_every) == ("host", 4)
-    assert tg.table_specs(preset(tables=(replace(line, signs=0),)))[-1].sign_ids is None
+    assert tg.table_specs(preset(tables=(replace(ngram_table, signs=0),)))[-1].sign_ids is None
 
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
     factors, sign_factors = tg.NGRAM_FACTORS[order]
     cases = (table.row_ids, factors, rows), (table.sign_ids, sign_factors, tg.NUM_SIGN_VECTORS + 1)
     for call, constants, count in cases:
         found = call(tokens)
-        np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
+        np.testing.assert_array_equal(found, [ngram_rows(seq, constants, count) for seq in tokens])
         assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
 
-def test_NGRAM_FACTORS__none_is_shared():
-    """Signs by the hash of the row would be alike for n-grams that share a row."""
-    factors = [factor for of_rows, of_signs in tg.NGRAM_FACTORS.values() for factor in (*of_rows, *of_signs)]
+def test_NGRAM_FACTORS__all_are_different() -> None:
+    """With the factors of the row hash, signs could not distinguish n-grams that have the same row."""
+    factors = [factor for row_factors, sign_factors in tg.NGRAM_FACTORS.values()
+               for factor in (*row_factors, *sign_factors)]
     assert len(set(factors)) == len(factors)
 
 
@@ -289,73 +299,81 @@ def test_NGRAM_FACTORS__none_is_shared():
 @pytest.mark.parametrize("ids", [
     [], [7], [2**32 - 1, 0, 2**32 - 1], [5] * 9, np.random.default_rng(0).integers(0, 40, 300),
     np.random.default_rng(1).integers(0, 2**32, 300)], ids=["none", "one", "ends", "repeated", "few", "many"])
-def test_unique_with_inverse__is_numpys(ids):
+def test_unique_with_inverse__equals_numpy(ids) -> None:
     ids = np.array(ids, np.int64)
     for found, want in zip(tg.unique_with_inverse(ids), np.unique(ids, return_inverse=True), strict=True):
         assert found.tolist() == want.tolist() and found.dtype == np.int64
 
-def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[int]]:
-    """(rows by owner, how many of each owner): row r is local row r div W of rank r mod W, shards are equally long."""
-    size = math.ceil(count / world)
-    owners = [sorted(row for row in rows if row % world == owner) for owner in range(world)]
+def plain_plan(rows: set[int], num_rows: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Return the rows, numbered by owner, and the number of rows of each owner.
+
+    Row r is local row r // W of rank r % W. All shards have the same length.
+    """
+    shard_rows = math.ceil(num_rows / world_size)
+    owners = [sorted(row for row in rows if row % world_size == owner) for owner in range(world_size)]
     by_owner = []
-    for owner, mine in enumerate(owners):
-        by_owner += [owner * size + row // world for row in mine]
+    for owner, owned in enumerate(owners):
+        by_owner += [owner * shard_rows + row // world_size for row in owned]
     return by_owner, list(map(len, owners))
 
-def patterns(R: int) -> list[list[np.ndarray]]:
-    """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
+def row_patterns(R: int) -> list[list[np.ndarray]]:
+    """Build the rows that the steps of a cycle look up, by case: none, the ends, one owner's, some, all but one.
+
+    R: rows of the table.
+    """
     rng = np.random.default_rng(R)
-    found = [
+    patterns = [
         [np.zeros((0, 4))],
         [np.zeros((2, 7)), np.array([[R - 1, 0]])],
         [np.arange(max(0, R - 20), R)[None]],
         [rng.integers(0, -(-R // 24), (2, 11)) * 24],
     ]
-    found.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
+    patterns.append([rng.integers(0, R, size) for size in ((3, 2, 5), (3, 8))])
     if R < 1000:
-        found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
-    return [[rows.astype(np.int32) for rows in steps] for steps in found]
+        patterns.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
+    return [[rows.astype(np.int32) for rows in steps] for steps in patterns]
 
 @pytest.mark.parametrize("fetch_all", [False, True], ids=["rows looked up", "all rows"])
-@pytest.mark.parametrize("world", [1, 2, 7, 8])
-@pytest.mark.parametrize("count", [3, 7, 101, 640, MOST_ROWS])
-def test_plan_rows__equals_plain_sets(count, world, fetch_all):
-    """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose rows by owner pass 2^31."""
-    if fetch_all and count == MOST_ROWS:                             # no plan lists all of them
+@pytest.mark.parametrize("world_size", [1, 2, 7, 8])
+@pytest.mark.parametrize("num_rows", [3, 7, 101, 640, MOST_ROWS])
+def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
+    """Table sizes: multiples of W and others, less than W, and the largest one, whose rows by owner exceed 2^31."""
+    # A plan with all rows of the largest table is too large.
+    if fetch_all and num_rows == MOST_ROWS:
         return
-    size = math.ceil(count / world)
-    table = tg.TableSpec("bigram_embed", count, 1, None, rowwise=not fetch_all)
+    shard_rows = math.ceil(num_rows / world_size)
+    table = tg.TableSpec("bigram_embed", num_rows, 1, None, rowwise=not fetch_all)
     for tied in (False, True):
-        for rows in patterns(count):
-            plan, found = plan_of(table, make_comm(world - 1, world), rows, tied, fetch_all)
-            read = np.concatenate([x.ravel() for x in rows]).astype(int)
-            ids, counts = slow_plan(set(read.tolist()), count, world)
+        for rows in row_patterns(num_rows):
+            plan, found = plan_of(table, make_comm(world_size - 1, world_size), rows, tied, fetch_all)
+            lookups = np.concatenate([x.ravel() for x in rows]).astype(int)
+            ids, counts = plain_plan(set(lookups.tolist()), num_rows, world_size)
             if fetch_all:
-                ids = list(range(world * size))
-                counts = [size] * world
+                ids = list(range(world_size * shard_rows))
+                counts = [shard_rows] * world_size
             assert plan.rows_to_fetch.tolist() == plan.rows_to_serve.tolist() == ids == sorted(set(ids))
             assert plan.fetch_counts == plan.serve_counts == counts and plan.rows_to_fetch.dtype == torch.int64
-            assert (plan.shard_rows, plan.tied) == (size, tied)
+            assert (plan.shard_rows, plan.tied) == (shard_rows, tied)
             if tied:
-                assert plan.head_columns.tolist() == [row % size * world + row // size for row in ids]
+                assert plan.head_columns.tolist() == [row % shard_rows * world_size + row // shard_rows for row in ids]
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, np.dtype(np.int32)) for x in rows]
             index = np.concatenate([x.ravel() for x in found])
-            assert plan.rows_to_fetch[index].tolist() == (read % world * size + read // world).tolist()
-            if world == 1 and table.rowwise:
-                assert plan.rows_to_update.tolist() == sorted(set(read.tolist()))
+            rows_by_owner = lookups % world_size * shard_rows + lookups // world_size
+            assert plan.rows_to_fetch[index].tolist() == rows_by_owner.tolist()
+            if world_size == 1 and table.rowwise:
+                assert plan.rows_to_update.tolist() == sorted(set(lookups.tolist()))
                 assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)
 
 @pytest.mark.parametrize("purpose, sent, received", [("train", 50, 10), ("validation", 0, 0)])
-def test_count_bytes__without_what_a_rank_sends_to_itself(purpose, sent, received):
-    """Rank 0 sends 5 items of 10 bytes to rank 1, and receives 1. Only training is counted."""
+def test_count_bytes__excludes_what_a_rank_sends_to_itself(purpose, sent, received) -> None:
+    """Rank 0 sends 5 items of 10 bytes to rank 1 and receives 1. Only training is counted."""
     table = object.__new__(tg.ExchangedTable)
     table.comm, table.byte_totals = make_comm(0, 2), Counter()
     plan = SimpleNamespace(tag=dict(purpose=purpose))
     table._count_bytes(plan, 10, recv_counts=[3, 1], send_counts=[3, 5])
     assert (table.byte_totals["bytes_sent"], table.byte_totals["bytes_received"]) == (sent, received)
 
-def test_result_with_timeout__its_own_timeout_and_that_of_the_work():
+def test_result_with_timeout__its_timeout_and_one_raised_by_the_work() -> None:
     with expect_error(tg.RunError, "waiting", "no result after 0.1 s", "--comm_timeout"):
         tg.result_with_timeout(Future(), 0.1, "waiting")
     failed = Future()

@@ -1,6 +1,6 @@
-"""What the trainer decides from the device: attention that must prove itself, memory counted before it is used.
+"""Decisions that depend on the device: attention kernels are checked before they are used, and memory is estimated.
 
-Everything here runs on a CPU; what needs a GPU is in gpu/test_gpu.py.
+These tests run on a CPU. Tests that need a GPU are in gpu/test_gpu.py.
 """
 import functools
 import json
@@ -8,45 +8,53 @@ import platform
 import resource
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from common import PROCESS_TIMEOUT_S, ROOT, SimulatedTime, expect_error, make_comm, make_engine, preset
+from torch import Tensor
 
 import train_gpt as tg
 
 WIDE = dict(dtype="bfloat16", head_dim=128, model_dim=256)
+Kernel = Callable[..., Tensor]           # attention
 
 
 # ------ Attention -----------------------------------------------------------------------------------------------------
-class Cards:
-    """A rank with a card that calls itself CUDA; of other ranks, what they would say in the place of what it says."""
+class FakeCudaComm:
+    """A communicator of rank 0 that claims to be on CUDA, and records what is printed.
+
+    other_answers: for each other rank, the fact that it contributes to all_gather, by the fact of rank 0. For a fact
+    that is not listed, the other rank has the same one.
+    """
     on_cuda = True
     device = torch.device("cpu")
     rank = 0
-    returns = True                                   # a kernel that was launched
+    kernel_finishes = True
 
-    def __init__(self, others: tuple[dict, ...] = ()) -> None:
-        self.said: list[str] = []
-        self.others = others
-        self.world_size = 1 + len(others)
+    def __init__(self, other_answers: tuple[dict, ...] = ()) -> None:
+        self.printed: list[str] = []
+        self.other_answers = other_answers
+        self.world_size = 1 + len(other_answers)
 
     def print0(self, text: str) -> None:
-        self.said.append(text)
+        self.printed.append(text)
 
     def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(query=functools.partial(bool, self.returns))
+        return SimpleNamespace(query=functools.partial(bool, self.kernel_finishes))
 
-    def all_gather(self, fact) -> list:
-        return [fact, *(answers.get(fact, fact) for answers in self.others)]
+    def all_gather(self, fact: object) -> list:
+        return [fact, *(answers.get(fact, fact) for answers in self.other_answers)]
 
-class Registry:
-    """torch's own of flash attentions, and packages that are there: what is called, by name."""
-    def __init__(self, monkeypatch, capability: int = 9, **kernels) -> None:
-        self.kernels = kernels                       # by name; "varlen" is torch's own
+class FakeKernels:
+    """Replaces torch's registry of flash attentions by these kernels, of packages that seem to be installed."""
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: int = 9, **kernels: Kernel) -> None:
+        self.kernels = kernels                       # by name; torch itself includes "varlen"
         self.active: list[str] = []
         monkeypatch.setattr(tg, "attention_varlen", self.call)
         monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
@@ -64,239 +72,249 @@ class Registry:
             raise ModuleNotFoundError(f"No module of {name}")
         self.active.append(name)
 
-    def call(self, *args):
+    def call(self, *args: Any) -> Tensor:
         return self.kernels[self.current() or "varlen"](*args)
 
-def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
-    """Return the kernel chosen on a card with this one as torch's own and no packages, and what was said."""
-    registry = Registry(monkeypatch, varlen=kernel)
-    cards = Cards()
-    _, title = tg.choose_attention(preset(**WIDE | changes), cards)
-    assert not registry.active
-    return title.partition(" ")[0], cards.said
+def choose_kernel(monkeypatch: pytest.MonkeyPatch, kernel: Kernel, **changes: Any) -> tuple[str, list[str]]:
+    """Choose a kernel with `kernel` as torch's varlen and no packages; return its name, and the printed lines."""
+    fake_kernels = FakeKernels(monkeypatch, varlen=kernel)
+    fake_comm = FakeCudaComm()
+    _, title = tg.choose_attention(preset(**WIDE | changes), fake_comm)
+    assert not fake_kernels.active
+    return title.partition(" ")[0], fake_comm.printed
 
-def faithful(q, k, v, cu_seqlens, span):
-    """A kernel as good as bf16 allows: exact inside, rounded at its end."""
-    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, span).to(q.dtype)
+def faithful(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    """A kernel that is as accurate as bf16 allows: it computes in f32 and rounds the result."""
+    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, attn_args).to(q.dtype)
 
-def changed(at: int | None = None, by: float = 1.1):
-    """The faithful kernel with its output, or the gradient of an input alone, times this."""
-    def kernel(*args):
-        if at is None:
+def scaled(input_idx: int | None = None, by: float = 1.1) -> Kernel:
+    """Build the faithful kernel with its output multiplied by `by`, or only the gradient of one input."""
+    def kernel(*args: Any) -> Tensor:
+        if input_idx is None:
             return by * faithful(*args)
         inputs = list(args)
-        inputs[at] = inputs[at].clone()
-        inputs[at].register_hook(lambda grad: by * grad)
+        inputs[input_idx] = inputs[input_idx].clone()
+        inputs[input_idx].register_hook(lambda grad: by * grad)
         return faithful(*inputs)
     return kernel
 
-def no_backward(*args):
+def no_backward(*args: Any) -> Tensor:
     out = faithful(*args)
-    out.register_hook(raising(NotImplementedError("no backward here")))
+    out.register_hook(make_raiser(NotImplementedError("no backward here")))
     return out
 
-def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads: int = 0):
-    """The faithful kernel with other windows: all, in the place of `at`, or of the layers with so many heads."""
-    def kernel(q, k, v, cu_seqlens, span):
-        window = span.window
-        if at in (0, window) and heads in (0, q.shape[1]):
-            window = min(max(window + add, least), most)
-        return faithful(q, k, v, cu_seqlens, replace(span, window=window))
+def wrong_window(add: int = 0, only_window: int = 0, lo: int = 0, hi: int = 10**6, only_heads: int = 0) -> Kernel:
+    """Build the faithful kernel with wrong windows: all, only this window, or only in layers with so many heads."""
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+        window = attn_args.window
+        if only_window in (0, window) and only_heads in (0, q.shape[1]):
+            window = min(max(window + add, lo), hi)
+        return faithful(q, k, v, cu_seqlens, replace(attn_args, window=window))
     return kernel
 
-def one_document(q, k, v, cu_seqlens, span):
-    return faithful(q, k, v, cu_seqlens[[0, -1]], span)
+def one_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    return faithful(q, k, v, cu_seqlens[[0, -1]], attn_args)
 
-def own_scale(q, k, v, cu_seqlens, span):
-    return faithful(q, k, v, cu_seqlens, replace(span, scale=2 * span.scale))
+def wrong_scale(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    return faithful(q, k, v, cu_seqlens, replace(attn_args, scale=2 * attn_args.scale))
 
-def future(q, k, v, *_):
+def no_causal_mask(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     qkv = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
-def packed(q, k, v, cu_seqlens, span):
-    """Values are read as if they were no part of a larger tensor."""
-    return faithful(q, k, v.as_strided(v.shape, q.stride()), cu_seqlens, span)
+def contiguous_values(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    """The faithful kernel, but it assumes that the values are contiguous."""
+    return faithful(q, k, v.as_strided(v.shape, q.stride()), cu_seqlens, attn_args)
 
-def raising(error: Exception):
-    def kernel(*_):
+def make_raiser(error: Exception) -> Kernel:
+    def kernel(*_: object) -> Tensor:
         raise error
     return kernel
 
-WINDOW_MORE = windows(add=1)
-LIES = "off by more than"
-BAD_KERNELS = {                          # kernel -> what is said of it
-    "refuses": (raising(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
-    "is not there": (raising(ImportError("no module")), "no module"),
-    "fails without a word": (raising(NotImplementedError()), "NotImplementedError"),
+ONE_KEY_MORE = wrong_window(add=1)
+INACCURATE = "off by more than"
+BAD_KERNELS = {                          # case -> (kernel, words in the message)
+    "refuses": (make_raiser(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
+    "is missing": (make_raiser(ImportError("no module")), "no module"),
+    "fails without a message": (make_raiser(NotImplementedError()), "NotImplementedError"),
     "fails backward": (no_backward, "no backward here"),
-    "gives NaN": (changed(by=float("nan")), LIES),
-    "is 10 % off": (changed(), LIES),
-    "sees one key more": (WINDOW_MORE, LIES),
-    "sees one key less": (windows(add=-1), LIES),
-    "sees other documents": (one_document, LIES),
-    "has its own scale": (own_scale, LIES),
-    "sees the future": (future, LIES),
-    "one key more, in a wide window": (windows(add=1, at=300), LIES),
-    "a window that ends with its tile": (windows(least=127), LIES),
-    "a span beyond documents is cut": (windows(most=256), LIES),
-    "wrong in paired layers": (windows(add=1, heads=1), LIES),              # half the heads
-    "takes values for contiguous": (packed, LIES),
-    "wrong in plain layers": (windows(add=1, heads=2), LIES),
-    **{f"gradient of {name}": (changed(at), LIES) for at, name in enumerate("qkv")},
+    "gives NaN": (scaled(by=float("nan")), INACCURATE),
+    "is 10 % off": (scaled(), INACCURATE),
+    "sees one key more": (ONE_KEY_MORE, INACCURATE),
+    "sees one key less": (wrong_window(add=-1), INACCURATE),
+    "sees other documents": (one_document, INACCURATE),
+    "has another scale": (wrong_scale, INACCURATE),
+    "sees the future": (no_causal_mask, INACCURATE),
+    "one key more, in a wide window": (wrong_window(add=1, only_window=300), INACCURATE),
+    "a window that ends with its tile": (wrong_window(lo=127), INACCURATE),
+    "a window beyond documents is cut": (wrong_window(hi=256), INACCURATE),
+    "wrong in paired layers": (wrong_window(add=1, only_heads=1), INACCURATE),              # they have half the heads
+    "assumes contiguous values": (contiguous_values, INACCURATE),
+    "wrong in plain layers": (wrong_window(add=1, only_heads=2), INACCURATE),
+    **{f"gradient of {name}": (scaled(at), INACCURATE) for at, name in enumerate("qkv")},
 }
 
 @pytest.mark.parametrize("name", BAD_KERNELS)
-def test_check_attention__a_kernel_that_fails_or_lies(monkeypatch, name):
-    kernel, word = BAD_KERNELS[name]
-    found, said = chosen(monkeypatch, kernel)
+def test_check_attention__a_kernel_that_fails_or_is_wrong(monkeypatch, name) -> None:
+    kernel, message = BAD_KERNELS[name]
+    found, printed = choose_kernel(monkeypatch, kernel)
     assert found == "reference"
-    assert any("varlen does not work" in line and word in line for line in said), said
+    assert any("varlen does not work" in line and message in line for line in printed), printed
 
-def tiled(q, k, v, cu_seqlens, span):
-    """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
-    at = torch.arange(len(q))
-    document = torch.searchsorted(cu_seqlens.long(), at, right=True)
-    back = at[:, None] - at
-    seen = (back >= 0) & (back <= span.window) & (document[:, None] == document)
-    logits = torch.einsum("qhe,khe->hqk", q.float(), k.float()) * span.scale
+def tiled(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+    """A kernel that rounds where flash attention does: the weights, and the gradients of the logits, before matmuls."""
+    positions = torch.arange(len(q))
+    document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    distance = positions[:, None] - positions
+    visible = (distance >= 0) & (distance <= attn_args.window) & (document[:, None] == document)
+    logits = torch.einsum("qhe,khe->hqk", q.float(), k.float()) * attn_args.scale
     logits.register_hook(lambda grad: grad.bfloat16().float())
-    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16().float()
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).bfloat16().float()
     return torch.einsum("hqk,khe->qhe", weights, v.float()).bfloat16()
 
 @pytest.mark.parametrize("kernel", [faithful, tiled])
 @pytest.mark.parametrize("head_dim", [16, 128])
-def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
-    found, said = chosen(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
+def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel) -> None:
+    found, printed = choose_kernel(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
     assert found == "varlen"
-    assert [line.partition(":")[2][:12] for line in said] == [" FA3 does no", " FA4 does no"]
+    assert [line.partition(":")[2][:12] for line in printed] == [" FA3 does no", " FA4 does no"]
 
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
-CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
+CHOICES = [                              # kernels, capability, --attention, chosen kernel, words in each printed line
     (ALL, 9, "auto", "FA3", []),
     (ALL, 10, "auto", "FA4", []),
-    (dict(FA4=faithful, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "FA4", [LIES]),
-    (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", [LIES, LIES]),
+    (dict(FA4=faithful, FA3=ONE_KEY_MORE, varlen=faithful), 9, "auto", "FA4", [INACCURATE]),
+    (dict(FA4=ONE_KEY_MORE, FA3=ONE_KEY_MORE, varlen=faithful), 9, "auto", "varlen", [INACCURATE, INACCURATE]),
     (dict(varlen=faithful), 10, "auto", "varlen", ["FA4 does not work"]),
-    (dict(varlen=raising(RuntimeError("no kernel image"))), 8, "auto", "reference", ["no kernel", "no fast attention"]),
+    (dict(varlen=make_raiser(RuntimeError("no kernel image"))), 8, "auto", "reference",
+     ["no kernel", "no fast attention"]),
     *((ALL, 9, name, name, []) for name in ("FA4", "reference")),
 ]
 
-@pytest.mark.parametrize("kernels, capability, asked, taken, words", CHOICES)
-def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeypatch, kernels, capability, asked, taken,
-                                                                         words):
-    registry = Registry(monkeypatch, capability, **kernels)
-    cards = Cards()
-    kernel, title = tg.choose_attention(preset(attention=asked, **WIDE), cards)
-    assert title.partition(" ")[0] == taken and len(cards.said) == len(words)
-    assert all(word in line for word, line in zip(words, cards.said)), cards.said
-    active = registry.current() or "varlen"
-    assert (kernel, active) in ((tg.attention_varlen, taken), (tg.attention_reference, "varlen"))
-    assert taken != "varlen" or title == f"varlen (torch {tg.package_version('torch')})"
+@pytest.mark.parametrize("kernels, capability, requested, expected, words", CHOICES)
+def test_choose_attention__packages_first_and_wrong_kernels_deactivated(monkeypatch, kernels, capability, requested,
+                                                                        expected, words) -> None:
+    fake_kernels = FakeKernels(monkeypatch, capability, **kernels)
+    fake_comm = FakeCudaComm()
+    kernel, title = tg.choose_attention(preset(attention=requested, **WIDE), fake_comm)
+    assert title.partition(" ")[0] == expected and len(fake_comm.printed) == len(words)
+    assert all(word in line for word, line in zip(words, fake_comm.printed)), fake_comm.printed
+    active = fake_kernels.current() or "varlen"
+    assert (kernel, active) in ((tg.attention_varlen, expected), (tg.attention_reference, "varlen"))
+    assert expected != "varlen" or title == f"varlen (torch {tg.package_version('torch')})"
 
-def test_choose_attention__right_on_every_rank(monkeypatch):
-    cards = Cards(others=({}, {"": "RuntimeError no kernel image"}))
-    Registry(monkeypatch, **ALL)
-    assert tg.choose_attention(preset(**WIDE), cards) == (tg.attention_reference, "reference")
-    assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
+def test_choose_attention__must_work_on_every_rank(monkeypatch) -> None:
+    fake_comm = FakeCudaComm(other_answers=({}, {"": "RuntimeError no kernel image"}))
+    FakeKernels(monkeypatch, **ALL)
+    assert tg.choose_attention(preset(**WIDE), fake_comm) == (tg.attention_reference, "reference")
+    assert sum("no kernel image (rank 2)" in line for line in fake_comm.printed) == 3, fake_comm.printed
 
 @pytest.mark.parametrize("kernels, other", [(ALL, "varlen"), (dict(varlen=faithful), "reference")])
-def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch, kernels, other):
-    """No other one can be tried on that device. By a simulated clock."""
-    Registry(monkeypatch, **kernels)
-    cards = Cards()
-    cards.returns = False
+def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch, kernels, other) -> None:
+    """No other kernel can be tried on that device, so the run ends. The clock is simulated."""
+    FakeKernels(monkeypatch, **kernels)
+    fake_comm = FakeCudaComm()
+    fake_comm.kernel_finishes = False
     clock = SimulatedTime(monkeypatch)
     tg.time.monotonic = clock.perf_counter
     tg.time.sleep = clock.work
     name = "FA3" if other == "varlen" else "varlen"
     with expect_error(tg.RunError, f"attention kernel {name}, window 2", "after 60.0 s", f"--attention={other}"):
-        tg.choose_attention(preset(**WIDE), cards)
+        tg.choose_attention(preset(**WIDE), fake_comm)
 
-@pytest.mark.parametrize("capability, title, said", [
+@pytest.mark.parametrize("capability, title, printed", [
     (9, "varlen (torch 2.13.0)", "varlen is slower than FA3 or FA4, which GPUs of compute capability 9.0 can run"),
     (10, "varlen (torch 2.13.0)", "varlen is slower than FA4"), (9, "reference", "reference is slower than FA3 or FA4"),
     (9, "FA4 (flash-attn-4 4.0.0)", ""), (9, "FA3 (flash-attn-3 3.0.0)", ""), (8, "varlen (torch 2.13.0)", "")])
-def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, title, said):
-    Registry(monkeypatch, capability)
-    found = tg.slow_attention(title, Cards())
-    assert said in found and bool(found) == bool(said)
+def test_slow_attention__where_a_faster_kernel_runs(monkeypatch, capability, title, printed) -> None:
+    FakeKernels(monkeypatch, capability)
+    found = tg.slow_attention(title, FakeCudaComm())
+    assert printed in found and bool(found) == bool(printed)
     assert tg.slow_attention(title, make_comm()) == ""
 
-@pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
-def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
-    Registry(monkeypatch, varlen=WINDOW_MORE)
-    with expect_error(tg.ConfigError, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt"):
-        tg.choose_attention(replace(preset(attention=asked, **WIDE), preset=name), Cards())
+@pytest.mark.parametrize("name, requested, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", INACCURATE)])
+def test_choose_attention__a_requested_kernel_that_does_not_work(monkeypatch, name, requested, why) -> None:
+    FakeKernels(monkeypatch, varlen=ONE_KEY_MORE)
+    with expect_error(tg.ConfigError, f"--attention={requested}", why, "--attention=reference", "requirements-gpu.txt"):
+        tg.choose_attention(replace(preset(attention=requested, **WIDE), preset=name), FakeCudaComm())
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
-def bytes_of(tensors) -> int:
+def count_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (8, 0)])
+@pytest.mark.parametrize("world_size, rank", [(1, 0), (2, 1), (8, 0)])
 @pytest.mark.parametrize("mode", ["dense", "sparse"])
-def test_estimate_memory__weights_gradients_and_moments(dtype, world, rank, mode):
-    """Against the tensors of a real engine, but for what a shard is rounded up or down by and for scalars in f32."""
+def test_estimate_memory__weights_gradients_and_moments(dtype, world_size, rank, mode) -> None:
+    """Compared with the tensors of a real engine, except for the rounding of shard sizes and for scalars in f32."""
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
-    runner = make_engine(cfg, world, rank)
-    parts = tg.estimate_memory(cfg, runner.comm, tg.attention_reference, cfg.seqs_per_step // world)
+    engine = make_engine(cfg, world_size, rank)
+    parts = tg.estimate_memory(cfg, engine.comm, tg.attention_reference, cfg.seqs_per_step // world_size)
     exact = tg.accum_dtype(getattr(torch, dtype))
-    weights = [p.data for p in runner.model.parameters()]
-    small = runner.optimizer.groups[tg.REPLICATED]
-    gradients = [torch.empty_like(p) for p in small.weights]                  # autograd's, and all that travel at once
-    gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=exact))
-    for entry in runner.optimizer.groups.values():
-        if isinstance(entry, tg.ShardedGroup):
-            units = len(tg.bank_matrices(entry.spec, entry.weight))
-            buffers = {id(x): x for x in (entry.main_grad, entry.comm_buffer)}
-            gradients += [x[:units] for x in buffers.values()]
-    unused = 0                                                                # rows of caches that no list can fill
-    for table in runner.tables.values():
-        if world == 1:
+    weights = [p.data for p in engine.model.parameters()]
+    replicated = engine.optimizer.groups[tg.REPLICATED]
+    # Gradients of autograd, and the buffer in which they are reduced together.
+    gradients = [torch.empty_like(p) for p in replicated.weights]
+    gradients.append(torch.empty(sum(p.numel() for p in replicated.weights), dtype=exact))
+    for group in engine.optimizer.groups.values():
+        if isinstance(group, tg.ShardedGroup):
+            num_matrices = len(tg.bank_matrices(group.spec, group.weight))
+            buffers = {id(x): x for x in (group.main_grad, group.comm_buffer)}
+            gradients += [x[:num_matrices] for x in buffers.values()]
+    unused = 0                                                                # elements for rows that no plan can use
+    for table in engine.tables.values():
+        if world_size == 1:
             gradients.append(table.grad)
         else:
-            gradients.append(torch.empty_like(table.shard, dtype=exact))      # which its update makes
+            # The update allocates a gradient of the shard.
+            gradients.append(torch.empty_like(table.shard, dtype=exact))
             gradients.append(table.row_grads)
             weights.append(table.cache)
-            unused += max(0, world * len(table.shard) - len(table.cache)) * cfg.model_dim
-    spare = unused * exact.itemsize if mode == "sparse" else 0
+            unused += max(0, world_size * len(table.shard) - len(table.cache)) * cfg.model_dim
+    slack = unused * exact.itemsize if mode == "sparse" else 0
     for part, tensors in (("weights", weights), ("gradients", gradients)):
-        counted = bytes_of(tensors)
-        assert -0.01 * counted <= parts[part] - counted <= spare + 0.01 * counted, part
-    moments = [x for state in runner.optimizer.state.values() for x in state.values()]
-    mlp = runner.optimizer.groups["mlp"]                                     # 22 matrices: 3 each, 1 for the last
+        counted = count_bytes(tensors)
+        assert -0.01 * counted <= parts[part] - counted <= slack + 0.01 * counted, part
+    moments = [x for state in engine.optimizer.state.values() for x in state.values()]
+    # 8 ranks share 22 MLP matrices: the last rank has 1 and the others 3.
+    mlp = engine.optimizer.groups["mlp"]
     matrix = tg.bank_matrices(mlp.spec, mlp.weight.data)[:1]
-    uneven = 2 * bytes_of(tg.init_optimizer_state(mlp.spec, matrix).values()) + 1000
-    assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
+    uneven = 2 * count_bytes(tg.init_optimizer_state(mlp.spec, matrix).values()) + 1000
+    assert abs(parts["moments"] - count_bytes(moments)) <= uneven * (world_size == 8)
 
-@pytest.mark.parametrize("home", ["device", "host"])
-@pytest.mark.parametrize("world", [1, 2, 8])
-@pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 4)])
-def test_estimate_memory__large_tables(home, world, rows, cadence):
-    """Against the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows; not the 8 bytes of
-    state of a row."""
-    cfg = with_table("tiny", f"{rows} stream 0 {home} {cadence}")
-    table = make_engine(cfg, world, 0).tables["trigram_embed"]
-    found, without = (tg.estimate_memory(c, on_gpu(world), tg.attention_reference, 1)
+@pytest.mark.parametrize("location", ["device", "host"])
+@pytest.mark.parametrize("world_size", [1, 2, 8])
+@pytest.mark.parametrize("rows, update_every", [(101, 2), (5000, 4)])
+def test_estimate_memory__large_tables(location, world_size, rows, update_every) -> None:
+    """Compared with the tensors of a real engine, as on a GPU: a shard, caches for a cycle, active rows.
+
+    The 8 bytes of state per row are not compared.
+    """
+    cfg = with_table("tiny", f"{rows} stream 0 {location} {update_every}")
+    table = make_engine(cfg, world_size, 0).tables["trigram_embed"]
+    found, without = (tg.estimate_memory(c, on_gpu(world_size), tg.attention_reference, 1)
                       for c in (cfg, replace(cfg, tables=())))
     found = {part: size - without.get(part, 0) for part, size in found.items()}
-    most = max(stage.batch_tokens for stage in cfg.stages)
-    active = min(-(-rows // world), cadence * most)                             # all ranks may ask one
-    assert len(table.cache) == len(table.row_grads) == min(world * -(-rows // world), cadence * most // world)
-    rounded = functools.partial(pytest.approx, rel=0.05)                      # shards of 101 rows, scalars of the mix
+    max_batch_tokens = max(stage.batch_tokens for stage in cfg.stages)
+    shard_rows = -(-rows // world_size)
+    cycle_tokens = update_every * max_batch_tokens
+    # All ranks may request all of their rows from one owner.
+    active = min(shard_rows, cycle_tokens)
+    assert len(table.cache) == len(table.row_grads) == min(world_size * shard_rows, cycle_tokens // world_size)
+    # The tolerance is for the rounding of shards of 101 rows, and for the scalars that mix the table in.
+    rounded = functools.partial(pytest.approx, rel=0.05)
     assert found["gradients"] == rounded(table.row_grads.nbytes)
     on_device = table.cache.nbytes + active * 4 * cfg.model_dim
-    if home == "host":
+    if location == "host":
         assert found[tg.HOST_TABLES] == rounded(table.store.shard.rows.nbytes)
         assert found["weights"] == rounded(on_device + active * 4 * cfg.model_dim)
     else:
         assert found["weights"] == rounded(on_device + table.store.shard.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
-def let_room_be(monkeypatch, room: float) -> None:
-    total = (room + 0.5) / tg.USABLE_MEMORY
+def set_available_memory(monkeypatch: pytest.MonkeyPatch, available: float) -> None:
+    total = (available + 0.5) / tg.USABLE_MEMORY
 
     def gather(self: tg.Communicator, fact: object) -> list:
         return [fact] * self.world_size
@@ -305,47 +323,51 @@ def let_room_be(monkeypatch, room: float) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", {torch.device("cuda", 0): (0, total)}.get)
     monkeypatch.setattr(tg.Communicator, "all_gather", gather)
 
-def on_gpu(world: int = 1) -> tg.Communicator:
-    return tg.Communicator(torch.device("cuda", 0), 0, world)
+def on_gpu(world_size: int = 1) -> tg.Communicator:
+    return tg.Communicator(torch.device("cuda", 0), 0, world_size)
 
 def with_table(name: str, columns: str) -> tg.Config:
     return preset(name, tables=tg.parse_value("tables", f"trigram_embed 3 {columns}"))
 
-def record(*flags: str) -> tg.Config:
+def record_config(*flags: str) -> tg.Config:
     given = tg.load_config(["--preset=record", *flags])
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_BOS_ID)]
     return tg.resolve_sizes(given, shards, shards)
 
 @pytest.mark.parametrize("comm, kernel", [(make_comm(), tg.attention_reference),
                                           (on_gpu(), tg.attention_varlen)])
-def test_choose_micro_batch_size__less_room_means_smaller_micro_batches(monkeypatch, comm, kernel):
-    """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
-    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
-    total = {m: tg.estimate_memory(cfg, comm, kernel, m).total() for m in (1, 2, 4, 8)}
-    for m, size in total.items():
-        let_room_be(monkeypatch, size)
-        slots, parts = tg.choose_micro_batch_size(cfg, comm, kernel)
-        assert slots == m and parts.total() == size
+def test_choose_micro_batch_size__less_memory_means_smaller_micro_batches(monkeypatch, comm, kernel) -> None:
+    """The largest size that fits is chosen, to the byte. A requested size is used, or refused if it does not fit."""
+    # With small validation batches, no two sizes need the same memory.
+    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)
+    total = {size: tg.estimate_memory(cfg, comm, kernel, size).total() for size in (1, 2, 4, 8)}
+    for size, num_bytes in total.items():
+        set_available_memory(monkeypatch, num_bytes)
+        micro_batch_size, estimate = tg.choose_micro_batch_size(cfg, comm, kernel)
+        assert micro_batch_size == size and estimate.total() == num_bytes
         assert tg.choose_micro_batch_size(replace(cfg, micro_batch_size=1), comm, kernel)[0] == 1
-    let_room_be(monkeypatch, total[4] - 1)
+    set_available_memory(monkeypatch, total[4] - 1)
     assert tg.choose_micro_batch_size(cfg, comm, kernel)[0] == 2
     with expect_error(tg.RunError, "memory", "at most", "GiB"):
         tg.choose_micro_batch_size(replace(cfg, micro_batch_size=4), comm, kernel)
-    let_room_be(monkeypatch, total[1] - 1)
+    set_available_memory(monkeypatch, total[1] - 1)
     with expect_error(tg.RunError, "memory", "weights", "gradients", "moments", "working", "--micro_batch_size=1"):
         tg.choose_micro_batch_size(cfg, comm, kernel)
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
-def test_choose_micro_batch_size__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
-    """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
-    let_room_be(monkeypatch, card * 2**30 * tg.USABLE_MEMORY)
-    assert tg.choose_micro_batch_size(record(), on_gpu(world), tg.attention_varlen)[0] == want
+@pytest.mark.parametrize("card, world_size, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
+def test_choose_micro_batch_size__of_the_record_preset(monkeypatch, card, world_size, want) -> None:
+    """card: its GiB; H100 and A100 80, H200 141, B200 180. One sequence needs 28 to 32 GiB, each further one 25."""
+    set_available_memory(monkeypatch, card * 2**30 * tg.USABLE_MEMORY)
+    assert tg.choose_micro_batch_size(record_config(), on_gpu(world_size), tg.attention_varlen)[0] == want
 
-def test_choose_micro_batch_size__tables_on_the_host_are_told_and_not_refused(monkeypatch):
-    """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
-    host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
-    let_room_be(monkeypatch, 8e9)
+def test_choose_micro_batch_size__host_tables_are_reported_but_not_refused(monkeypatch) -> None:
+    """Their memory is allocated page by page, as rows are updated: 10^8 rows of 384 bytes have 38 GB.
+
+    On a device, tables of this size are refused.
+    """
+    host, device = (with_table("pocket", f"100000000 stream 0 {location}") for location in ("host", "device"))
+    set_available_memory(monkeypatch, 8e9)
     for cfg, comm in ((host, on_gpu()), (device, make_comm())):
         _, estimate = tg.choose_micro_batch_size(cfg, comm, tg.attention_varlen)
         assert estimate[tg.HOST_TABLES] == 10**8 * 4 * cfg.model_dim
@@ -353,32 +375,34 @@ def test_choose_micro_batch_size__tables_on_the_host_are_told_and_not_refused(mo
         tg.choose_micro_batch_size(device, on_gpu(), tg.attention_varlen)
 
 @pytest.mark.style
-def test_estimate_memory__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
-    ledger = json.loads((Path(__file__).parent / "dry_run/expected_costs.json").read_text())
-    for world, walked in ledger["worlds"].items():
-        cfg = record(*ledger["flags"])
-        phases = walked["phases"]
-        micro_batch_size = cfg.seqs_per_step // int(world) // phases["stage 1 even step"]["sums"]["micro_batches"]
-        estimate = tg.estimate_memory(cfg, on_gpu(int(world)), tg.attention_varlen, micro_batch_size)
+def test_estimate_memory__within_5_percent_of_the_peaks_of_the_dry_run() -> None:
+    expected_costs = json.loads((Path(__file__).parent / "dry_run/expected_costs.json").read_text())
+    for world_size, costs in expected_costs["worlds"].items():
+        cfg = record_config(*expected_costs["flags"])
+        phases = costs["phases"]
+        micro_batch_size = cfg.seqs_per_step // int(world_size) // phases["stage 1 even step"]["sums"]["micro_batches"]
+        estimate = tg.estimate_memory(cfg, on_gpu(int(world_size)), tg.attention_varlen, micro_batch_size)
         peak = max(phase["sums"]["peak_bytes"] for phase in phases.values())
-        assert estimate.total() == pytest.approx(peak, rel=0.05), (world, micro_batch_size)
+        assert estimate.total() == pytest.approx(peak, rel=0.05), (world_size, micro_batch_size)
 
-KEPT = """
+REUSE_PROGRAM = """
 import resource, torch
 import train_gpt as tg
 
 tg.init_distributed(tg.Config(device="cpu"))
-passes = []
-for number in range(5):                  # each a little larger: glibc alone would keep what is no larger than before
+page_faults = []
+# Tensors grow from pass to pass, because glibc without this setting reuses memory for tensors that are not larger.
+for i in range(5):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    tensors = [torch.ones((1 << 20) + (number << 14)) for _ in range(20)]
+    tensors = [torch.ones((1 << 20) + (i << 14)) for _ in range(20)]
     del tensors
-    passes.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(passes))                       # given back, memory costs each of them all its pages
+    page_faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+# If freed memory is returned to the system, every pass faults in all of its pages.
+print(min(page_faults))
 """
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
-def test_init_distributed__what_is_freed_on_a_cpu_is_kept():
-    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True,
+def test_init_distributed__freed_cpu_memory_is_reused() -> None:
+    out = subprocess.run([sys.executable, "-c", REUSE_PROGRAM], cwd=ROOT, capture_output=True, text=True, check=True,
                           timeout=PROCESS_TIMEOUT_S).stdout
     assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

@@ -1,6 +1,6 @@
-"""Section 4: main_grad. Where a weight's gradient is written, what autograd gets, and what the optimizer refuses.
+"""Kernels: main_grad. Where a weight's gradient is accumulated, what autograd receives, and what the optimizer refuses.
 
-The expected gradients are plain products, autograd's own gradients and sums in float64.
+The expected gradients are plain matmuls, gradients of autograd, and sums in float64.
 """
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from torch.utils.checkpoint import checkpoint
 
 import train_gpt as tg
 
-def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.dtype = F64,
-          matrices: int = 1) -> Tensor:
-    """A weight with a main_grad that is NaN before the first write."""
+def make_weight(*shape: int, seed: int = 0, dtype: torch.dtype = F64, grad_dtype: torch.dtype = F64,
+                matrices: int = 1) -> Tensor:
+    """Create a weight with a main_grad that is NaN before the first write."""
     weight = torch.nn.Parameter(randn(*shape, seed=seed, dtype=dtype))
-    weight.main_grad = torch.full(shape, torch.nan, dtype=kept_in)
+    weight.main_grad = torch.full(shape, torch.nan, dtype=grad_dtype)
     weight.write_counts = torch.zeros(matrices, dtype=torch.int64)
     return weight
 
-def storages(*tensors: Tensor | None) -> list[int]:
+def storage_ptrs(*tensors: Tensor | None) -> list[int]:
     return [x.untyped_storage().data_ptr() for x in tensors if x is not None]
 
-@pytest.mark.parametrize("product_is_given", (False, True))
-@pytest.mark.parametrize("kept_in, given_in", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
-def test_add_to_main_grad__the_first_write_overwrites_and_further_ones_add(kept_in, given_in, product_is_given):
-    """NaN is overwritten, too. The other matrices of the buffer stay as they are."""
-    bank = torch.full((3, 4, 5), torch.nan, dtype=kept_in)
+@pytest.mark.parametrize("product_given", (False, True))
+@pytest.mark.parametrize("grad_dtype, input_dtype", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
+def test_add_to_main_grad__the_first_write_overwrites_and_others_add(grad_dtype, input_dtype, product_given) -> None:
+    """The first write also overwrites NaN. The other matrices of the buffer do not change."""
+    bank = torch.full((3, 4, 5), torch.nan, dtype=grad_dtype)
     write_counts = torch.zeros(3, dtype=torch.int64)
     want = torch.zeros(4, 5, dtype=F64)
     for write in range(3):
-        a = randn(7, 4, seed=write, dtype=given_in)
-        b = randn(7, 5, seed=write + 10, dtype=given_in)
+        a = randn(7, 4, seed=write, dtype=input_dtype)
+        b = randn(7, 5, seed=write + 10, dtype=input_dtype)
         product = a.double().t() @ b.double()
         want += product
-        factors = [product.to(given_in), None] if product_is_given else [a, b]
-        tg.add_to_main_grad(bank[1], write_counts, 1, *factors)
+        operands = [product.to(input_dtype), None] if product_given else [a, b]
+        tg.add_to_main_grad(bank[1], write_counts, 1, *operands)
         assert write_counts.tolist() == [0, write + 1, 0]
-    rounding = 0.05 if BF16 in (kept_in, given_in) and (product_is_given or kept_in == BF16) else 1e-5
+    rounding = 0.05 if BF16 in (grad_dtype, input_dtype) and (product_given or grad_dtype == BF16) else 1e-5
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
     assert bank[0].isnan().all() and bank[2].isnan().all()
 
-def test_add_to_main_grad__the_operator_says_what_it_changes() -> None:
-    """Else a compiler would remove it as dead code."""
+def test_add_to_main_grad__the_operator_declares_what_it_mutates() -> None:
+    """A compiler removes an operator without declared mutations as dead code."""
     op = torch.ops.train_gpt.add_to_main_grad.default
     for count, b in ((0, randn(7, 5)), (1, randn(7, 5)), (1, None)):
         a = randn(7 if b is not None else 4, 4 if b is not None else 5)
@@ -54,13 +54,14 @@ def test_add_to_main_grad__the_operator_says_what_it_changes() -> None:
     written = [x.name for x in op._schema.arguments if x.is_write]
     assert written == ["main_grad", "write_counts"] and not op._schema.returns
 
-CONTRACT = [                             # main_grad, flag, deferred, what autograd gets
+# Columns: has main_grad, has the flag grad_added_to_main_grad, gradient is deferred, what autograd receives.
+CONTRACT = [
     (False, False, False, "gradient"), (False, True, False, "gradient"),
     (True, False, False, None), (True, True, False, "dummy"),
     (False, False, True, None), (False, True, True, None), (True, False, True, None), (True, True, True, "dummy")]
 
 def contract_weight(main_grad: bool, flag: bool) -> Tensor:
-    weight = owner(4, 3)
+    weight = make_weight(4, 3)
     if not main_grad:
         del weight.main_grad
     if flag:
@@ -69,10 +70,10 @@ def contract_weight(main_grad: bool, flag: bool) -> Tensor:
 
 @pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale):
-    """Every row of the contract in two micro-batches: plain, accumulated and deferred, each without and with the flag.
+def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale) -> None:
+    """Check every case of the contract in two micro-batches: plain, accumulated, deferred, without and with the flag.
 
-    Hooks on the weight see what backward returns. No gradient keeps a graph, because it would keep its factors.
+    Hooks on the weight receive what backward returns. No gradient has a graph, since a graph retains its operands.
     """
     weight = contract_weight(main_grad, flag)
     queue = [] if deferred else None
@@ -102,9 +103,11 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
         assert all(x.shape == weight.shape and x.dtype == weight.dtype and not x.any() for x in seen)
     else:
         assert weight.grad is None and seen == [None, None]
-    if main_grad:                        # no alias: autograd would add to it
-        given = storages(*seen)
-        assert len({*given}) == len(given) and not {*given, *storages(weight.grad)} & {*storages(weight.main_grad)}
+    if main_grad:
+        # No gradient may be an alias of main_grad or of another one, because autograd adds to gradients in place.
+        given = storage_ptrs(*seen)
+        assert len({*given}) == len(given)
+        assert not {*given, *storage_ptrs(weight.grad)} & {*storage_ptrs(weight.main_grad)}
     if deferred:
         assert len(queue) == 2 and weight.write_counts.tolist() == [0]
         tg.run_deferred(queue)
@@ -115,8 +118,8 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
     assert weight.write_counts.tolist() == [2 * main_grad]
 
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
-def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _):
-    """Nothing is written, queued or flagged. The gradient of the input is computed all the same."""
+def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _) -> None:
+    """No gradient is written or queued, and no flag is set. The gradient of the input is computed nevertheless."""
     weight = contract_weight(main_grad, flag).requires_grad_(False)
     queue = []
     x = randn(5, 3).requires_grad_()
@@ -127,9 +130,9 @@ def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, 
     assert not flag or weight.grad_added_to_main_grad is False
 
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
-def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _):
-    """Each use writes once, and autograd adds no main_grad to itself."""
-    weight = owner(4, 4)
+def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _) -> None:
+    """Each use writes once, and autograd does not add main_grad to itself."""
+    weight = make_weight(4, 4)
     if not main_grad:
         del weight.main_grad
     if flag:
@@ -146,21 +149,21 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
         assert weight.write_counts.tolist() == [2 * backward * main_grad]
     assert not main_grad or not flag or not weight.grad.any(), "dummies add up to zeros"
 
-@pytest.mark.parametrize("changed", ("input", "gradient"))
-def test_run_deferred__a_factor_that_was_changed_is_refused(changed):
-    """Before any gradient is written, also those that were deferred earlier."""
-    weight = owner(4, 3)
+@pytest.mark.parametrize("modified", ("input", "gradient"))
+def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
+    """The error is raised before any gradient is written, including those that were deferred earlier."""
+    weight = make_weight(4, 3)
     queue = []
-    factors = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
-    for each in factors:
+    operands = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
+    for each in operands:
         tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
-    factors[1][changed] += 1
+    operands[1][modified] += 1
     with expect_error(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
 def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
-    """Each matrix as a weight of its own, whose main_grad is a view of the bank's."""
+    """Return each matrix as a separate weight, whose main_grad is a view of the bank's."""
     by_layer = []
     for layer, gradient in zip(bank.unbind(), bank.main_grad.unbind()):
         pair = []
@@ -173,9 +176,12 @@ def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
     return by_layer
 
 @pytest.mark.parametrize("how", ("bank", "views", "frozen", "aot_eager"))
-def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how):
-    """In two micro-batches. Autograd keeps the gradient of the learned scale. One graph serves all writes."""
-    bank = owner(3, 12, 4, seed=1, matrices=6)
+def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how) -> None:
+    """Gradients equal those of autograd in two micro-batches.
+
+    The gradient of the learned scale remains with autograd. The compiled function has one graph for all writes.
+    """
+    bank = make_weight(3, 12, 4, seed=1, matrices=6)
     scale = torch.nn.Parameter(torch.tensor(0.7, dtype=F64))
     x = randn(5, 4, seed=2).requires_grad_()
     want_x = x
@@ -196,7 +202,8 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how):
     for micro_batch in (1, 2):
         call(x).backward()
         assert bank.grad is None
-        times = 1 if how == "views" else micro_batch                          # views made anew are written anew
+        # Views are created again for each call, so their first write overwrites.
+        times = 1 if how == "views" else micro_batch
         if how == "frozen":
             assert bank.main_grad.isnan().all()
         else:
@@ -206,16 +213,16 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how):
         assert bank.write_counts.tolist() == [micro_batch * (how in ("bank", "aot_eager"))] * 6
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (how == "aot_eager")
 
-def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused():
-    bank = owner(2, 3, 4, 5, matrices=6)
+def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused() -> None:
+    bank = make_weight(2, 3, 4, 5, matrices=6)
     bank.main_grad = torch.zeros(2, 4, 3, 5, dtype=F64).transpose(1, 2)
     with pytest.raises(RuntimeError, match="view"):
         tg.matrices_by_layer(bank, (4, 4, 4))
 
 @pytest.mark.parametrize("flag", (True, False), ids=("flag", "deferred"))
-def test_linear_main_grad__compiled_code_takes_neither_flag_nor_queue(flag):
-    """The compiler raises its own error. It never loses a flag or a queue without one."""
-    weight = owner(4, 3)
+def test_linear_main_grad__compiled_code_refuses_flag_and_queue(flag) -> None:
+    """The compiler raises an error. It never ignores a flag or a queue silently."""
+    weight = make_weight(4, 3)
     if flag:
         weight.grad_added_to_main_grad = False
     queue = None if flag else []
@@ -234,12 +241,12 @@ def head_losses(x: Tensor, weight: Tensor, precision: str = "plain") -> Tensor:
                              tg.as_matrix(weight))
 
 @pytest.mark.parametrize("frozen", ("up", "down", "plain", "emulated"))
-def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_grad(frozen):
-    """The other matrix of an MLP is written all the same. `plain` and `emulated` are precisions of the head."""
+def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_grad(frozen) -> None:
+    """The other matrix of an MLP is written nevertheless. `plain` and `emulated` are precisions of the head."""
     x = randn(5, 4, seed=2).requires_grad_()
-    weights = dict(up=owner(8, 4), down=owner(8, 4, seed=1))
+    weights = dict(up=make_weight(8, 4), down=make_weight(8, 4, seed=1))
     if frozen not in weights:
-        weights = {frozen: owner(4, 9)}
+        weights = {frozen: make_weight(4, 9)}
     weights[frozen].requires_grad_(False)
     if frozen in ("up", "down"):
         out = tg.relu_sq_mlp(x, *map(tg.as_matrix, weights.values()))
@@ -251,9 +258,9 @@ def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_gra
         assert weight.write_counts.tolist() == [int(name != frozen)]
         assert weight.main_grad.isnan().all() == (name == frozen)
 
-def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches():
-    """Against a sum in f64 of products of the same bf16 factors. Rounding each product to bf16 errs by 3e-3."""
-    bank = owner(2, 48, 16, dtype=BF16, kept_in=F32, matrices=4)
+def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches() -> None:
+    """Compared with the sum in f64 of matmuls of the same bf16 operands. Rounding each to bf16 has an error of 3e-3."""
+    bank = make_weight(2, 48, 16, dtype=BF16, grad_dtype=F32, matrices=4)
     scales = torch.nn.Parameter(torch.tensor([0.7, 1.3]))
     want = torch.zeros(2, 48, 16, dtype=F64)
     for micro_batch in range(64):
@@ -265,7 +272,7 @@ def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_mi
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
-# Operations that write a gradient themselves: x (5, 4) and the weights that they need -> any output.
+# Operations that write a gradient themselves. They map x (5, 4) and their weights to any output.
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return tg.linear_main_grad(x, tg.as_matrix(weight))
 
@@ -281,20 +288,21 @@ def lookup(x: Tensor, row_grads: Tensor) -> Tensor:
 OPERATIONS = {matmul: [(8, 4)], mlp: [(8, 4)] * 2, head_losses: [(4, 9)], emulated_head: [(4, 9)], lookup: [(5, 4)]}
 
 def weights_for(operation: Callable) -> list[Tensor]:
-    weights = [owner(*shape, seed=seed) for seed, shape in enumerate(OPERATIONS[operation])]
-    if operation is lookup:                               # row_grads are always added to
+    weights = [make_weight(*shape, seed=seed) for seed, shape in enumerate(OPERATIONS[operation])]
+    if operation is lookup:
+        # The first write to row_grads does not overwrite.
         weights[0].main_grad.zero_()
     return weights
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callable):
-    """Also where the arriving gradient is a constant, which autograd would let pass."""
+def test_first_order_only__a_gradient_of_a_gradient_is_refused(operation: Callable) -> None:
+    """Second derivatives are refused even if the incoming gradient is a constant, where autograd itself allows them."""
     x = randn(5, 4).requires_grad_()
     total = operation(x, *weights_for(operation)).sum()
     with expect_error(tg.RunError, "create_graph=True", "second derivatives", "first derivatives only"):
         torch.autograd.grad(total, x, create_graph=True)
 
-def test_first_order_only__guards_every_operation_of_the_trainer():
+def test_first_order_only__guards_every_operation_of_the_trainer() -> None:
     classes = (x for x in vars(tg).values() if isinstance(x, type))
     operations = [x for x in classes if issubclass(x, torch.autograd.Function)]
     assert len(operations) >= 5
@@ -304,8 +312,8 @@ def test_first_order_only__guards_every_operation_of_the_trainer():
 @pytest.mark.parametrize("deferred", (False, True), ids=("at once", "deferred"))
 @pytest.mark.parametrize("reentrant", (False, True), ids=("saved tensors", "reentrant"))
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentrant, deferred, monkeypatch):
-    """Running forward again in backward writes nothing more: every main_grad is written once per backward."""
+def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentrant, deferred, monkeypatch) -> None:
+    """Recomputing the forward pass writes no gradient: every main_grad is written once per backward pass."""
     as_matrix = tg.as_matrix
     queue = []
     if deferred:
@@ -315,8 +323,9 @@ def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentr
         weights = weights_for(operation)
         x = randn(5, 4, seed=3).requires_grad_()
         for backward in (1, 2):
+            # Weights are no arguments of checkpoint, because reentrant checkpointing detaches its arguments.
             def forward(x: Tensor, weights: list[Tensor] = weights) -> Tensor:
-                return operation(x, *weights)             # no arguments of checkpoint, which would detach them
+                return operation(x, *weights)
 
             out = checkpoint(forward, x * 2, use_reentrant=reentrant) if checkpointed else forward(x * 2)
             out.square().sum().backward()
@@ -328,91 +337,95 @@ def test_add_gradient__activation_checkpointing_changes_no_bit(operation, reentr
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
     assert all(main_grad.isfinite().all() and main_grad.any() for main_grad in found[0][:-1])
 
-def trained(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.StepConfig]]]:
+def make_trainee(**changes: Any) -> tuple[tg.Engine, Callable[[int], tuple[tg.Batch, tg.StepConfig]]]:
+    """Return a small engine, and a function that returns the batch and step config of a step."""
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
 
-    def batch_of(step: int) -> tuple[tg.Batch, tg.StepConfig]:
+    def batch_at(step: int) -> tuple[tg.Batch, tg.StepConfig]:
         return random_batch(cfg, step, 8, 16, step), schedule.at(step)
 
-    return make_engine(cfg), batch_of
+    return make_engine(cfg), batch_at
 
 @pytest.mark.parametrize("changes, bank_type", [
     (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
     (dict(dtype="bfloat16", micro_batch_size=1), F32)])
-def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
-    """Each gradient is in one place: f32 if several micro-batches or the steps of an Adam cycle add to it."""
+def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type) -> None:
+    """Each gradient is in main_grad, in .grad or in a table, never in two of them.
+
+    Its type is f32 if several micro-batches or the steps of an Adam cycle add to it.
+    """
     cfg = small(**changes)
-    ex = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
+    engine = tg.Engine(cfg, make_comm(), tg.attention_reference, "plain", cfg.micro_batch_size)
     batch = random_batch(cfg, 0, 8, 16)
-    values = tg.Schedule(cfg).at(0)
+    step_cfg = tg.Schedule(cfg).at(0)
     for _ in range(2):
-        ex.forward_backward(batch, values)
-    sharded_groups = ex.optimizer.sharded_groups
-    assert {*sharded_groups} == {label for label, p in ex.model.named_parameters() if hasattr(p, "main_grad")}
+        engine.forward_backward(batch, step_cfg)
+    sharded_groups = engine.optimizer.sharded_groups
+    assert {*sharded_groups} == {label for label, p in engine.model.named_parameters() if hasattr(p, "main_grad")}
     want = dict(attn=bank_type, mlp=bank_type, lm_head=F32)
     assert {label: group.weight.main_grad.dtype for label, group in sharded_groups.items()} == want
-    for label, p in ex.model.named_parameters():
-        assert (p.grad is None) == (label in want or label in ex.tables), label
+    for label, p in engine.model.named_parameters():
+        assert (p.grad is None) == (label in want or label in engine.tables), label
         assert p.grad is None or p.grad.dtype == p.dtype
-    for label, table in ex.tables.items():
+    for label, table in engine.tables.items():
         unread = torch.ones(len(table.grad), dtype=bool)
         unread[batch.row_index[label].flatten().long()] = False
         assert table.grad.dtype == F32 and not table.grad[unread].any() and table.grad[~unread].any(1).all(), label
 
-def test_step__addresses_never_change_and_stale_content_is_overwritten():
-    """Over steps, a snapshot and its restoration. The content of a cleared buffer is never read."""
-    ex, batch_of = trained()
-    other, _ = trained()
-    groups = ex.optimizer.sharded_groups.values()
+def test_step__addresses_never_change_and_stale_content_is_overwritten() -> None:
+    """Addresses stay the same over steps, a snapshot and its restoration. Cleared buffers are never read."""
+    engine, batch_at = make_trainee()
+    other, _ = make_trainee()
+    groups = engine.optimizer.sharded_groups.values()
 
     def addresses() -> list[int]:
         return [x.data_ptr() for group in groups for x in (group.weight.main_grad, group.main_grad)]
 
     before = addresses()
-    restore = ex.snapshot()
+    restore = engine.snapshot()
     for step in range(4):
         for group in groups:
             if group.num_backwards == 0:
                 group.weight.main_grad.fill_(torch.nan)
-        batch, values = batch_of(step)
-        for each in (ex, other):
-            each.forward_backward(batch, values)
+        batch, step_cfg = batch_at(step)
+        for each in (engine, other):
+            each.forward_backward(batch, step_cfg)
             assert all(group.weight.grad is None for group in each.optimizer.sharded_groups.values())
-            each.optim_step(values)
-    for label, p in ex.model.named_parameters():
+            each.optim_step(step_cfg)
+    for label, p in engine.model.named_parameters():
         assert p.equal(other.model.get_parameter(label)), label
-    ex.forward_backward(*batch_of(4))
+    engine.forward_backward(*batch_at(4))
     assert all(group.num_backwards for group in groups)
     restore()
     assert addresses() == before
     assert not any(group.num_backwards or group.weight.write_counts.any() for group in groups)
-    assert not {x.data_ptr() for x in ex.state_tensors().values()} & set(before), "a snapshot copies no main_grad"
+    assert not {x.data_ptr() for x in engine.state_tensors().values()} & set(before), "a snapshot copies no main_grad"
 
 @pytest.mark.parametrize("mishap, label", [("lost", "attn"), ("lost", "lm_head"), ("twice", "mlp"), ("one", "mlp")])
-def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, label):
-    """Also a single matrix of a bank that was not written. No weight changes."""
-    ex, batch_of = trained()
-    batch, values = batch_of(1)
+def test_check_writes__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, label) -> None:
+    """The error names the weight, also if a single matrix of a bank was not written. No weight changes."""
+    engine, batch_at = make_trainee()
+    batch, step_cfg = batch_at(1)
     real = tg.add_to_main_grad
-    write_counts = ex.model.get_parameter(label).write_counts
+    write_counts = engine.model.get_parameter(label).write_counts
 
     def wrong(main_grad: Tensor, counts: Tensor, count_idx: int, *rest: Any) -> None:
         times = dict(lost=0, twice=2, one=int(count_idx != 5))[mishap] if counts is write_counts else 1
         for _ in range(times):
             real(main_grad, counts, count_idx, *rest)
 
-    ex.forward_backward(batch, values)
-    before = {name: p.detach().clone() for name, p in ex.model.named_parameters()}
+    engine.forward_backward(batch, step_cfg)
+    before = {name: p.detach().clone() for name, p in engine.model.named_parameters()}
     monkeypatch.setattr(tg, "add_to_main_grad", wrong)
-    ex.forward_backward(batch, values)
+    engine.forward_backward(batch, step_cfg)
     found = dict(lost="[1", twice="[3", one="2, 1, 2")[mishap]
     with expect_error(tg.RunError, f"main_grad of {label}", found, "2 times each", "micro-batch", "discard_grads"):
-        ex.optim_step(values)
-    assert unequal(dict(ex.model.named_parameters()), before) == []
+        engine.optim_step(step_cfg)
+    assert unequal(dict(engine.model.named_parameters()), before) == []
 
-def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch):
-    """A fork may defer every gradient of the banks. Until `run_deferred`, optim_step raises."""
+def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch) -> None:
+    """A fork may defer all gradients of the banks. Before `run_deferred`, optim_step raises."""
     by_layer = tg.matrices_by_layer
     queue = []
 
@@ -424,21 +437,23 @@ def test_run_deferred__deferring_a_whole_step_changes_no_bit(monkeypatch):
         with monkeypatch.context() as patch:
             if deferred:
                 patch.setattr(tg, "matrices_by_layer", deferring)
-            ex, batch_of = trained()
+            engine, batch_at = make_trainee()
             for step in range(2):
-                batch, values = batch_of(step)
-                ex.forward_backward(batch, values)
+                batch, step_cfg = batch_at(step)
+                engine.forward_backward(batch, step_cfg)
                 if deferred:
                     with expect_error(tg.RunError, "main_grad of attn", "written [0, 0", "1 times each"):
-                        ex.optim_step(values)
+                        engine.optim_step(step_cfg)
                 tg.run_deferred(queue)
-                ex.optim_step(values)
-        found.append(ex.state_tensors())
+                engine.optim_step(step_cfg)
+        found.append(engine.state_tensors())
     assert unequal(*found) == []
 
-def test_full_state__padding_is_not_saved():
-    """torch.save writes the whole storage of a view."""
-    ex, _ = trained()
-    ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as with several ranks
-    saved = ex.full_state(tg.Schedule(ex.cfg).at(0), with_moments=False)["attn"]
-    assert saved.equal(ex.model.attn) and saved.untyped_storage().nbytes() == saved.nbytes
+def test_full_state__padding_is_not_saved() -> None:
+    """The state has a separate storage, because torch.save writes the whole storage of a view."""
+    engine, _ = make_trainee()
+    attn = engine.model.attn
+    # With several ranks, the weight is a view of a padded buffer.
+    attn.data = torch.cat((attn.data, attn.data[:1]))[:-1]
+    saved = engine.full_state(tg.Schedule(engine.cfg).at(0), with_moments=False)["attn"]
+    assert saved.equal(attn) and saved.untyped_storage().nbytes() == saved.nbytes

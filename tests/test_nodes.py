@@ -1,6 +1,6 @@
-"""Two nodes of two ranks each, by `torchrun --nnodes=2`, in network namespaces that a link joins.
+"""Two nodes of two ranks each, started by `torchrun --nnodes=2`, in network namespaces that a link connects.
 
-Only root may make these on Linux; elsewhere the tests are skipped.
+Only root can create namespaces, and only on Linux. Otherwise the tests are skipped.
 """
 import contextlib
 import os
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 from common import PROCESS_TIMEOUT_S, ROOT, Run, launch, losses
-from fault_injection import BOUND, TIMEOUT
+from fault_injection import COMM_TIMEOUT_S, HANG_S
 
-LINK = "link0"                           # the name of either end, in its node
-SHORT = ("--max_steps=4", "--sample_tokens=0")
+LINK = "link0"                           # name of both ends of the link
+SHORT_RUN = ("--max_steps=4", "--sample_tokens=0")
 
 def ip(*words: str) -> str:
-    """Return what the program ip says; in the test it must succeed."""
+    """Run the program ip and return its output. It must succeed, unless the fixture skips."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True, timeout=60).stdout
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    """Names of two network namespaces, 10.9.8.1 and 10.9.8.2."""
+    """Create two network namespaces with the addresses 10.9.8.1 and 10.9.8.2; yield their names."""
     names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
     with contextlib.ExitStack() as stack:
         try:
@@ -36,37 +36,37 @@ def nodes() -> Iterator[tuple[str, str]]:
                 ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
                 ip("-n", name, "link", "set", "lo", "up")
                 ip("-n", name, "link", "set", LINK, "up")
-        except (OSError, subprocess.SubprocessError) as why:
-            pytest.skip(f"two nodes: {why} {getattr(why, 'stderr', '')}")
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"two nodes: {error} {getattr(error, 'stderr', '')}")
         yield names
 
 def remove(name: str) -> None:
-    """End all processes of a node, and the node."""
+    """Kill all processes of a node, and delete the node."""
     for pid in ip("netns", "pids", name).split():
         os.kill(int(pid), signal.SIGKILL)
     ip("netns", "delete", name)
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
-    """torchrun of a node with two ranks; what they say goes into a file."""
+    """Start torchrun with two ranks on a node; its output is written to a file."""
     command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
                "--nproc_per_node=2", f"--node_rank={node - 1}", "--master_addr=10.9.8.1", "--master_port=29500",
                ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]
     environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
-    with open(folder / f"{name}.txt", "w") as said:
-        return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+    with open(folder / f"{name}.txt", "w") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 @pytest.mark.slow
-def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
-    launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
+def test_two_nodes__same_losses_as_one_node_with_as_many_ranks(nodes, tmp_path) -> None:
+    launchers = [start(tmp_path, name, node, *SHORT_RUN) for node, name in enumerate(nodes, 1)]
     status = [launcher.wait(PROCESS_TIMEOUT_S) for launcher in launchers]
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
-    one = launch(tmp_path / "one", 4, *SHORT)
-    assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
+    single_node = launch(tmp_path / "one", 4, *SHORT_RUN)
+    assert single_node[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
 @pytest.mark.slow
-def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):
-    launchers = [start(tmp_path, name, node, "--num_scheduled_steps=20000", "--epochs=0", f"--comm_timeout={TIMEOUT}")
-                 for node, name in enumerate(nodes, 1)]
+def test_two_nodes__a_cut_link_ends_both(nodes, tmp_path) -> None:
+    flags = ("--num_scheduled_steps=20000", "--epochs=0", f"--comm_timeout={COMM_TIMEOUT_S}")
+    launchers = [start(tmp_path, name, node, *flags) for node, name in enumerate(nodes, 1)]
     deadline = time.monotonic() + PROCESS_TIMEOUT_S
     log = tmp_path / "run/log.jsonl"
     while not (log.exists() and '"type": "step"' in log.read_text()):
@@ -75,6 +75,6 @@ def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):
         time.sleep(0.2)
     ip("-n", nodes[0], "link", "set", LINK, "down")
 
-    assert all(launcher.wait(BOUND) for launcher in launchers), "both end, by an error"
+    assert all(launcher.wait(HANG_S) for launcher in launchers), "both must end with an error"
     aborted, = Run(tmp_path / "run", 1, "", "").of("aborted")
     assert "lost another rank" in aborted["cause"], aborted

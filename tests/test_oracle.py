@@ -1,11 +1,11 @@
-"""The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if there.
+"""The trainer and reference.py against reference vectors: the extract in tests/vectors, and all in ORACLE_DIR if found.
 
-The vectors are numbers that the original trainer of recipe A computed on a CPU in float64. A directory holds meta.json
-(every dimension and constant) and .npz files; which keys and steps exist is read from the files. Nothing here knows a
-size. The first array that is off fails with its key. `Vectors.finish` insists that no array was forgotten.
+The original trainer of recipe A computed the vectors on a CPU in float64. A directory has meta.json, with every
+dimension and constant, and .npz files. Keys, steps and sizes are read from these files; this test contains none. The
+first array that differs fails the test with its key, and `Vectors.finish` checks that no array was left out.
 
-The extract's config S has the parameters of its first layers only: there reference.py alone is compared, and the
-trainer by the trajectory. A directory with all vectors compares both, everywhere.
+Config S of the extract has the parameters of its first layers only. It is compared with reference.py only; the trainer
+is compared with the trajectory. With the directory of all vectors, both are compared with every file.
 """
 from __future__ import annotations
 
@@ -31,40 +31,41 @@ from torch import Tensor
 
 import train_gpt as tg
 
-EXTRACT = ROOT / "tests/vectors"                                     # made by make_vectors.py
+EXTRACT = ROOT / "tests/vectors"                                     # written by make_vectors.py
 WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 
-# Limits of the largest error over the largest absolute value of an array (over 1 if all are 0), as published with the
-# vectors: file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when stored. The first row
-# that fits counts. Integers must be equal.
+# Limits of the largest error divided by the largest absolute value of an array (by 1 if all are 0), as published with
+# the vectors: file, keys, limit for arrays stored as f64, limit for arrays that were rounded to f32 when they were
+# stored. The first row that matches is used. Integers must be equal.
 TOLERANCES = (
     ("s_*",  "*",                 1e-10, 2e-7),
     ("traj", "*_loss.*",          1e-11, None),
     ("traj", "*",                 1e-9,  None),
-    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),                          # e5m2 first, then the factors by position
+    # Mixed gradients are rounded to e5m2 before they are multiplied by the factor of each position.
+    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),
     ("fp8",  "*",                 1e-10, 2e-7),
     ("*",    "*",                 1e-11, 2e-7),
 )
 
 class Vectors:
-    """The arrays of one file, which of them were used, and the comparison."""
+    """The arrays of one file, and the keys that were not yet used. `check` compares with an array."""
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file = file
         self.unused_scalars = meta["padding"]["unused_scalars"]
         with np.load(oracle.path / f"{file}.npz") as arrays:
             self.arrays = dict(arrays)
-        skipped = meta["padding"]["skip_keys"] + meta["loader"]["peer_shard_end_rule"]
+        skip_patterns = meta["padding"]["skip_keys"] + meta["loader"]["peer_shard_end_rule"]
         self.expected = set(self.arrays)
-        for pattern in skipped:
+        for pattern in skip_patterns:
             self.expected.difference_update(fnmatch.filter(self.arrays, pattern))
-        self.left = set(self.expected)
+        self.unchecked = set(self.expected)
 
     def __contains__(self, key: str) -> bool:
         return key in self.arrays
 
     def __getitem__(self, key: str) -> np.ndarray:
-        self.left.discard(key)
+        self.unchecked.discard(key)
         return self.arrays[key]
 
     def tensor(self, key: str) -> Tensor:
@@ -75,7 +76,10 @@ class Vectors:
         return list(dict.fromkeys(match.groups() for key in self.arrays if (match := re.fullmatch(pattern, key))))
 
     def check(self, key: str, got: Any, label: str = "", at: np.ndarray | None = None) -> None:
-        """Compare, if there is such a key. With the label of a parameter: its entries at flat indices, or all."""
+        """Compare with the array of this key, if the file has it.
+
+        label: of a parameter; the array then has its entries at the flat indices `at`, or all entries.
+        """
         if key not in self.expected:
             return
         want = self[key]
@@ -83,8 +87,9 @@ class Vectors:
         if label:
             at = np.arange(want.size) if at is None else at
             keep = at < got.size if label == "mlp" else ~np.isin(at, self.unused_scalars) | (label != "scalars")
+            # The vectors pad `mlp` and `scalars`, which the trainer does not.
             got = got.ravel()[at[keep]]
-            want = want.ravel()[keep]                                    # without the vectors' padding
+            want = want.ravel()[keep]
         assert got.shape == want.shape, f"{self.file}: {key}: shape {got.shape}, expected {want.shape}"
         limit = 0.0
         if want.dtype.kind == "f":
@@ -96,68 +101,75 @@ class Vectors:
         assert error <= limit, f"{self.file}: {key}: error {error:.2e}, limit {limit}"        # NaN is an error too
 
     def finish(self) -> None:
-        """Insist that every array was compared or went into the computation."""
-        assert not self.left, f"{self.file}: nothing looks at {sorted(self.left)}"
+        """Check that every array was compared or used as an input."""
+        assert not self.unchecked, f"{self.file}: nothing looks at {sorted(self.unchecked)}"
 
 @dataclass(frozen=True)
 class Oracle:
+    """A directory of reference vectors."""
     path: Path
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
         return json.loads((self.path / "meta.json").read_text())
 
-    def part(self, name: str) -> tuple[Vectors, dict[str, Any]]:
+    def load(self, name: str) -> tuple[Vectors, dict[str, Any]]:
+        """Return the arrays of a file, and the section of meta.json with the same name."""
         return Vectors(self, name), self.meta[name]
 
-    def config(self, section: str, seq_len: Sequence[int], **more: Any) -> tg.Config:
-        """Return recipe and sizes of a section of meta.json. A field of the same name is taken over, `more` wins."""
+    def config(self, section: str, seq_len: Sequence[int], **overrides: Any) -> tg.Config:
+        """Build the Config of a section of meta.json: the recipe, the sizes of the section, then `overrides`.
+
+        seq_len: tokens per sequence, by stage. Entries with the present or former name of a field are copied.
+        """
         recipe = self.meta["recipe"]
         sizes = self.meta[section]
-        seqs_per_step = more.get("seqs_per_step", recipe["num_slots"])
-        rows = zip(seq_len, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
+        seqs_per_step = overrides.get("seqs_per_step", recipe["num_slots"])
+        by_stage = zip(seq_len, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
         untie = {**recipe, **sizes}.get("split_stage", 2)
         stages = tuple(tg.Stage(tokens * seqs_per_step, *windows, lr_mul, tuple(start), tuple(end), k == untie)
-                       for k, (tokens, windows, lr_mul, start, end) in enumerate(rows))
-        same = {field.name for field in fields(tg.Config)}
+                       for k, (tokens, windows, lr_mul, start, end) in enumerate(by_stage))
+        field_names = {field.name for field in fields(tg.Config)}
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
                        normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
                        adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
-        total = sizes.get("num_scheduled_steps", 0) + sizes.get("num_extension_steps", 0)
+        planned_steps = sizes.get("num_scheduled_steps", 0) + sizes.get("num_extension_steps", 0)
         for ramp in ("momentum_warmup", "momentum_cooldown"):
             if f"{ramp}_steps" in sizes:
-                renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / total
-        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu", stages=stages)
-        current = {tg.RENAMED_FLAGS.get(name, name): value for name, value in {**recipe, **sizes}.items()}
-        taken = {name: value for name, value in current.items() if name in same}
-        return tg.Config(**{**taken, **renamed, **own, **more})
+                renamed[f"{ramp}_frac"] = sizes[f"{ramp}_steps"] / planned_steps
+        fixed = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", head="plain", device="cpu",
+                     stages=stages)
+        with_new_names = {tg.RENAMED_FLAGS.get(name, name): value for name, value in {**recipe, **sizes}.items()}
+        settings = {name: value for name, value in with_new_names.items() if name in field_names}
+        return tg.Config(**{**settings, **renamed, **fixed, **overrides})
 
-def bf16(words: np.ndarray) -> Tensor:
-    return torch.from_numpy((words.astype(np.uint32) << 16).view(np.float32))
+def bf16_from_bits(bits: np.ndarray) -> Tensor:
+    return torch.from_numpy((bits.astype(np.uint32) << 16).view(np.float32))
 
-def every_frequency(rotary: tg.Rotary) -> np.ndarray:
-    """One of each channel of a head: neighbours share theirs, the second half does not rotate."""
+def channel_frequencies(rotary: tg.Rotary) -> np.ndarray:
+    """Return the rotary frequency of each channel of a head: pairs share one, the second half does not rotate."""
     pairs = np.repeat(rotary.frequencies, 2)
     return np.append(pairs, np.zeros_like(pairs))
 
-def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.PackedSeq]:
-    """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
-    bounds = [np.unique(borders).astype(np.int32) for borders in cu_seqlens]
-    tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)  # with the last target: T + 1 of a slot
-    return [tg.PackedSeq(*slot) for slot in zip(tokens, bounds)]
+def packed_seqs(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.PackedSeq]:
+    """Build sequences from stored arrays: tokens, targets (S, T), and cu_seqlens (S, C), whose padding is removed."""
+    bounds = [np.unique(padded).astype(np.int32) for padded in cu_seqlens]
+    # A packed sequence has T + 1 tokens: the last one is the last target.
+    tokens = np.column_stack((tokens, targets[:, -1])).astype(np.int32)
+    return [tg.PackedSeq(*seq) for seq in zip(tokens, bounds)]
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
-    """Return whole initial weights; banks are cut to the trainer's number of layers."""
+    """Return the full initial weights; banks are truncated to the trainer's number of layers."""
     weights = {}
-    for row in tg.parameter_specs(cfg):
-        if f"zero.{row.label}" in stored:
-            weights[row.label] = torch.zeros(tuple(stored[f"zero.{row.label}"]))
-        elif f"p32.{row.label}" in stored:
-            weights[row.label] = stored.tensor(f"p32.{row.label}")
-        elif f"p16.{row.label}" in stored:
-            weights[row.label] = bf16(stored[f"p16.{row.label}"])[:row.shape[0]]
+    for spec in tg.parameter_specs(cfg):
+        if f"zero.{spec.label}" in stored:
+            weights[spec.label] = torch.zeros(tuple(stored[f"zero.{spec.label}"]))
+        elif f"p32.{spec.label}" in stored:
+            weights[spec.label] = stored.tensor(f"p32.{spec.label}")
+        elif f"p16.{spec.label}" in stored:
+            weights[spec.label] = bf16_from_bits(stored[f"p16.{spec.label}"])[:spec.shape[0]]
     weights.setdefault("embed", weights["lm_head"].t())                  # tied
-    assert all(weights[row.label].shape == row.shape for row in tg.parameter_specs(cfg))
+    assert all(weights[spec.label].shape == spec.shape for spec in tg.parameter_specs(cfg))
     return weights
 
 def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
@@ -165,13 +177,13 @@ def engine_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Engine:
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
-def gradient(run: tg.Engine | Reference, label: str) -> Tensor:
-    return run.grads[label] if isinstance(run, Reference) else grad_of(run.optimizer, label)
+def gradient(trainer: tg.Engine | Reference, label: str) -> Tensor:
+    return trainer.grads[label] if isinstance(trainer, Reference) else grad_of(trainer.optimizer, label)
 
 class Trajectory:
-    """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
+    """A run of a few steps on stored tokens, with every stage, every change of the windows and the untying."""
     def __init__(self, oracle: Oracle, naive: bool = False) -> None:
-        """naive: a run of reference.py in place of the trainer's."""
+        """naive: run reference.py instead of the trainer."""
         self.meta = oracle.meta["trajectory"]
         assert self.meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors = Vectors(oracle, "traj")
@@ -181,22 +193,22 @@ class Trajectory:
         stored = Vectors(oracle, "traj_init")
         weights = stored_weights(self.cfg, stored)
         stored.finish()
-        self.run = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
-        self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
+        self.trainer = Reference(self.cfg, weights) if naive else engine_with(self.cfg, weights)
+        self.pending_batches = self.cycle_batches(0)                     # rest of the current cycle
 
     def batches(self, pattern: str, steps: Sequence[tg.StepConfig]) -> list[tg.Batch]:
-        """Plan the slots of the steps together; the pattern is that of the keys of a step."""
-        of_steps = []
-        for values in steps:
-            names = [pattern.format(name, values.step) for name in ("tokens", "targets", "cu_seqlens", "bigram_ids")]
-            slots = slots_of(*(self.vectors[name] for name in names[:3]))
+        """Build the batches of these steps with common row plans. pattern: formats (array, step) as a key."""
+        seqs_by_step = []
+        for step_cfg in steps:
+            names = [pattern.format(name, step_cfg.step) for name in ("tokens", "targets", "cu_seqlens", "bigram_ids")]
+            seqs = packed_seqs(*(self.vectors[name] for name in names[:3]))
             rows = tg.bigram_hash(self.vectors[names[0]].astype(np.int32), self.cfg.bigram_rows)
             self.vectors.check(names[3], rows)
-            of_steps.append(slots)
-        return tg.build_batches(self.cfg, make_comm(), None, "oracle", steps, of_steps)
+            seqs_by_step.append(seqs)
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", steps, seqs_by_step)
 
-    def cycle(self, step: int) -> list[tg.Batch]:
-        """Return batches of the step and of those that share its plans."""
+    def cycle_batches(self, step: int) -> list[tg.Batch]:
+        """Build the batches of the cycle that begins with this step."""
         last = min(step + self.cfg.adam_every, self.schedule.planned_steps)
         steps = [self.schedule.at(k) for k in range(step, last)]
         return self.batches("{}.{}", steps) if steps else []
@@ -211,61 +223,66 @@ class Trajectory:
         assert {step for step, in vectors.find(r"val_loss\.(\d+)")} == validated, "validation at other steps"
         for step in range(total):
             self.check_validation(step)
-            self.check_values(step, self.schedule.at(step))
+            self.check_step_cfg(step, self.schedule.at(step))
             self.check_step(step, self.schedule.at(step))
         self.check_validation(total)
         vectors.finish()
 
     def check_validation(self, step: int) -> None:
         if f"val_loss.{step}" in self.vectors:
-            values = self.schedule.at(step)
-            self.vectors.check(f"val_windows.{step}", [values.short_window, values.long_window])
-            batches = self.batches("val_{}", [values])
-            self.vectors.check(f"val_loss.{step}", self.run.evaluate(batches, values))
+            step_cfg = self.schedule.at(step)
+            self.vectors.check(f"val_windows.{step}", [step_cfg.short_window, step_cfg.long_window])
+            batches = self.batches("val_{}", [step_cfg])
+            self.vectors.check(f"val_loss.{step}", self.trainer.evaluate(batches, step_cfg))
 
-    def check_values(self, step: int, values: tg.StepConfig) -> None:
-        rotary = (*every_frequency(values.rotary), values.rotary.attn_scale)
-        windows = values.short_window, values.long_window
-        for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2, momentum=values.momentum,
-                              adam_step=values.update_adam, lr_mul=self.schedule.lr_factor_at(step)).items():
+    def check_step_cfg(self, step: int, step_cfg: tg.StepConfig) -> None:
+        rotary = (*channel_frequencies(step_cfg.rotary), step_cfg.rotary.attn_scale)
+        windows = step_cfg.short_window, step_cfg.long_window
+        for name, got in dict(mtp=step_cfg.mtp_weights, windows=windows, yarn=rotary * 2, momentum=step_cfg.momentum,
+                              adam_step=step_cfg.update_adam, lr_mul=self.schedule.lr_factor_at(step)).items():
             self.vectors.check(f"{name}.{step}", got)
-        for row in tg.parameter_specs(self.cfg):
-            lr = values.adam_lr * row.lr_mul
-            if row.optimizer == "normuon":                               # the factor of the shape
-                height, width = row.shape[-2:]
-                lr = values.normuon_lr * (1 if row.label == "attn" else max(1, height / width) ** 0.5)
-            self.vectors.check(f"lr.{step}.{row.label}", lr)
+        for spec in tg.parameter_specs(self.cfg):
+            lr = step_cfg.adam_lr * spec.lr_mul
+            if spec.optimizer == "normuon":
+                # Learning rates of matrices are scaled by shape, except those of attention.
+                height, width = spec.shape[-2:]
+                lr = step_cfg.normuon_lr * (1 if spec.label == "attn" else max(1, height / width) ** 0.5)
+            self.vectors.check(f"lr.{step}.{spec.label}", lr)
 
-    def check_step(self, step: int, values: tg.StepConfig) -> None:
+    def check_step(self, step: int, step_cfg: tg.StepConfig) -> None:
         vectors = self.vectors
-        vectors.check(f"slot_loss.{step}", self.run.forward_backward(self.ready.pop(0), values).seq_sums)
-        for row in tg.parameter_specs(self.cfg):          # sums over slots; the optimizer divides them
-            grad = gradient(self.run, row.label) / self.cfg.seqs_per_step
-            vectors.check(f"grad_samp.{step}.{row.label}", grad, row.label, at=vectors[f"idx.{row.label}"])
-            vectors.check(f"grad_norm.{step}.{row.label}", grad.double().norm())
-        self.ready = self.ready or self.cycle(step + 1)
-        self.run.optim_step(values)                                      # one rank has no rows to fetch
-        after = self.schedule.at(step + 1)
-        vectors.check(f"split_after.{step}", not after.tied)
-        state = self.run.full_state(after, with_moments=True)
-        for row in tg.parameter_specs(self.cfg):
-            self.check_state(step + 1, row, after, state)
+        batch = self.pending_batches.pop(0)
+        vectors.check(f"slot_loss.{step}", self.trainer.forward_backward(batch, step_cfg).seq_sums)
+        # Gradients are sums over sequences; the optimizer divides them by the number of sequences.
+        for spec in tg.parameter_specs(self.cfg):
+            grad = gradient(self.trainer, spec.label) / self.cfg.seqs_per_step
+            vectors.check(f"grad_samp.{step}.{spec.label}", grad, spec.label, at=vectors[f"idx.{spec.label}"])
+            vectors.check(f"grad_norm.{step}.{spec.label}", grad.double().norm())
+        self.pending_batches = self.pending_batches or self.cycle_batches(step + 1)
+        # A single rank has no rows to fetch, so the calls before and after optim_step are left out.
+        self.trainer.optim_step(step_cfg)
+        next_cfg = self.schedule.at(step + 1)
+        vectors.check(f"split_after.{step}", not next_cfg.tied)
+        state = self.trainer.full_state(next_cfg, with_moments=True)
+        for spec in tg.parameter_specs(self.cfg):
+            self.check_state(step + 1, spec, next_cfg, state)
 
-    def check_state(self, done: int, row: tg.ParameterSpec, after: tg.StepConfig, state: dict[str, Tensor]) -> None:
-        """Compare a parameter and its moments after so many steps; `after` is of the next."""
-        vectors, label = self.vectors, row.label
+    def check_state(self, steps_done: int, spec: tg.ParameterSpec, next_cfg: tg.StepConfig,
+                    state: dict[str, Tensor]) -> None:
+        """Compare a parameter and its moments after `steps_done` steps; next_cfg: of the next step."""
+        vectors, label = self.vectors, spec.label
         at = vectors[f"idx.{label}"]
         p = state[label]
-        vectors.check(f"samp.{done}.{label}", p, label, at)
-        vectors.check(f"full.{done}.{label}", p, label)
-        vectors.check(f"norm.{done}.{label}", p.double().norm())
+        vectors.check(f"samp.{steps_done}.{label}", p, label, at)
+        vectors.check(f"full.{steps_done}.{label}", p, label)
+        vectors.check(f"norm.{steps_done}.{label}", p.double().norm())
         for name, moment in (("st_m", "m"), ("st_v", "v"), ("st_mom", "momentum")):
             if f"{label}.{moment}" in state:
-                vectors.check(f"{name}.{done}.{label}", state[f"{label}.{moment}"], label, at)
-        if row.optimizer == "adam":
-            updates = 0 if label == "embed" and after.tied else done // self.cfg.adam_every
-            vectors.check(f"st_step.{done}.{label}", updates)
-        elif (key := f"st_v2.{done}.{label}") in vectors:
+                vectors.check(f"{name}.{steps_done}.{label}", state[f"{label}.{moment}"], label, at)
+        if spec.optimizer == "adam":
+            updates = 0 if label == "embed" and next_cfg.tied else steps_done // self.cfg.adam_every
+            vectors.check(f"st_step.{steps_done}.{label}", updates)
+        elif (key := f"st_v2.{steps_done}.{label}") in vectors:
             at = np.arange(len(vectors[key])) * self.meta["st_v2_stride"][label]
             vectors.check(key, state[f"{label}.second"], label, at)
 
@@ -273,11 +290,12 @@ pytestmark = pytest.mark.recipe
 DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 
 
-# ---- Config S: one slot with known parameters, forward and backward
+# ---- Config S: one sequence with known parameters, forward and backward
 class ConfigS:
-    """The slot through the trainer and, in float64, through reference.py."""
+    """The sequence, the trainer, and reference.py in float64."""
     def __init__(self, oracle: Oracle) -> None:
-        sizes = self.sizes = oracle.meta["config_s"]
+        sizes = oracle.meta["config_s"]
+        self.sizes = sizes
         assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
         self.stored = Vectors(oracle, "s_inputs")
         length = sizes["slot_tokens"]
@@ -287,55 +305,58 @@ class ConfigS:
         weights = stored_weights(self.cfg, self.stored)
         self.trainer = engine_with(self.cfg, weights)
         self.naive = Reference(self.cfg, weights)
-        self.runs = self.naive, self.trainer
-        self.values = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
+        self.both = self.naive, self.trainer
+        self.step_cfg = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
                               long_window=sizes["long_window"])
         self.batch = self.batch_with(self.stored["cu_seqlens"])
 
-    def batch_with(self, borders: np.ndarray) -> tg.Batch:
-        slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
-        return tg.build_batches(self.cfg, make_comm(), None, "oracle", [self.values], [slots])[0]
+    def batch_with(self, bounds: np.ndarray) -> tg.Batch:
+        seqs = packed_seqs(*(self.stored[name][None] for name in ("tokens", "targets")), bounds[None])
+        return tg.build_batches(self.cfg, make_comm(), None, "oracle", [self.step_cfg], [seqs])[0]
 
-    def weighted(self, name: str, values: tg.StepConfig | None = None) -> tg.StepConfig:
-        return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
+    def weighted(self, name: str, step_cfg: tg.StepConfig | None = None) -> tg.StepConfig:
+        return replace(step_cfg or self.step_cfg, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
 
     def stretched(self) -> tg.StepConfig:
         short, long = self.sizes["yarn1_windows"]
         stages = [replace(tg.STAGES[0], long_window=window) for window in (self.sizes["long_window"], long)]
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
-        return replace(self.values, short_window=short, long_window=long, rotary=rotary)
+        return replace(self.step_cfg, short_window=short, long_window=long, rotary=rotary)
 
 def check_s_acts(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), Vectors(oracle, "s_acts")
-    one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
+    setup, vectors = ConfigS(oracle), Vectors(oracle, "s_acts")
+    one_document = setup.batch_with(np.asarray([0, setup.batch.tokens.shape[1]]))
     names = [name for name, in vectors.find("losses_(.*)")]
-    cases = [("", name, s.values, s.batch) for name in names or ["m3"]]
-    cases += [("long.", "m3", s.values, one_document), ("yarn1.", "m2", s.stretched(), s.batch)]
-    for prefix, name, values, batch in cases:
-        weighted = s.weighted(name, values)
-        check_activations(s, vectors, prefix, name, weighted, batch)
-        vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).seq_sums[0])
-        for run in s.runs:
-            vectors.check(f"{prefix}eval_loss", run.evaluate([batch], values))
-    vectors.check("yarn1.windows", [values.short_window, values.long_window])          # of the last case
-    vectors.check("yarn1.angular_freq", every_frequency(values.rotary))
-    vectors.check("yarn1.attn_scale", [values.rotary.attn_scale] * 2)
+    cases = [("", name, setup.step_cfg, setup.batch) for name in names or ["m3"]]
+    cases += [("long.", "m3", setup.step_cfg, one_document), ("yarn1.", "m2", setup.stretched(), setup.batch)]
+    for prefix, name, step_cfg, batch in cases:
+        weighted = setup.weighted(name, step_cfg)
+        check_activations(setup, vectors, prefix, name, weighted, batch)
+        vectors.check(f"{prefix}loss_{name}", setup.trainer.forward_backward(batch, weighted).seq_sums[0])
+        for trainer in setup.both:
+            vectors.check(f"{prefix}eval_loss", trainer.evaluate([batch], step_cfg))
+    # `step_cfg` and `batch` are those of the last case, yarn1.
+    vectors.check("yarn1.windows", [step_cfg.short_window, step_cfg.long_window])
+    vectors.check("yarn1.angular_freq", channel_frequencies(step_cfg.rotary))
+    vectors.check("yarn1.attn_scale", [step_cfg.rotary.attn_scale] * 2)
     length = batch.tokens.shape[1]
-    for name, table in (("factor1", s.trainer.model.rotary_cos), ("factor2", s.trainer.model.rotary_sin)):
+    for name, table in (("factor1", setup.trainer.model.rotary_cos), ("factor2", setup.trainer.model.rotary_sin)):
         vectors.check(f"yarn1.{name}", table[:length])
-        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
+        # In paired layers, a row of the table has the values of two consecutive positions.
+        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))
     vectors.finish()
 
-def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.StepConfig,
+def check_activations(setup: ConfigS, vectors: Vectors, prefix: str, name: str, step_cfg: tg.StepConfig,
                       batch: tg.Batch) -> None:
-    """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
+    """Compare the intermediate results of reference.py in forward order, and gradients of some of them."""
     rows = vectors["rows16"]
     seen = {}
-    losses = s.naive.losses(s.naive.leaves(), batch, 0, values, values.mtp_weights, seen)
+    losses = setup.naive.losses(setup.naive.leaves(), batch, 0, step_cfg, step_cfg.mtp_weights, seen)
     for key, x in seen.items():
         vectors.check(prefix + key, x[rows] if prefix else x)
         vectors.check(f"{prefix}{key}_rows16", x[rows])
-        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])             # documents of the slot are no longer than cut
+        # Evaluation has the same results, because no document of the sequence is long enough to be truncated.
+        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])
         vectors.check(f"{prefix}sumsq.{key}", x.square().sum())
     vectors.check(f"{prefix}losses_{name}", losses)
     vectors.check(f"{prefix}loss_{name}", losses.sum())
@@ -349,19 +370,22 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
 def check_s_grads(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
-    cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")]
-    cases.append(("yarn1.", "m2", s.stretched()))
-    for run in s.runs:
-        for prefix, name, values in cases:
-            run.discard_grads()
-            run.forward_backward(s.batch, s.weighted(name, values))
-            for label in reversed(s.trainer.model.specs):
-                check_gradient(vectors, prefix, name, label, gradient(run, label))
+    setup, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
+    cases = [("", name, setup.step_cfg) for name, in vectors.find(r"norm_(\w+)\..*")]
+    cases.append(("yarn1.", "m2", setup.stretched()))
+    for trainer in setup.both:
+        for prefix, name, step_cfg in cases:
+            trainer.discard_grads()
+            trainer.forward_backward(setup.batch, setup.weighted(name, step_cfg))
+            for label in reversed(setup.trainer.model.specs):
+                check_gradient(vectors, prefix, name, label, gradient(trainer, label))
     vectors.finish()
 
 def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
-    """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
+    """Compare the gradient of a parameter: all entries for m3; otherwise samples, and all of a small parameter.
+
+    For tables, the vectors have the nonzero rows only, and their indices.
+    """
     vectors.check(f"{prefix}g_{name}.{label}", grad, label)
     if prefix:
         return
@@ -395,10 +419,11 @@ def check_opt(oracle: Oracle) -> None:
 def check_normuon(vectors: Vectors, case: str) -> None:
     p = vectors.tensor(f"{case}.p0")
     count, height, width = p.shape
-    second = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
-    state = dict(momentum=torch.zeros_like(p), second=second)
+    second_moment = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
+    state = dict(momentum=torch.zeros_like(p), second=second_moment)
     naive_p = p.clone()
-    naive_state = dict(state)                                            # reference.py puts new tensors in
+    # reference.normuon stores new tensors in its dict, so a shallow copy is enough.
+    naive_state = dict(state)
     key = f"{case}.per_matrix_lr_mul"
     extra = vectors.tensor(key) if key in vectors else p.new_ones(count)
     for step in range(len(vectors.find(rf"{case}\.(g\d+)"))):
@@ -412,34 +437,34 @@ def check_normuon(vectors: Vectors, case: str) -> None:
                 vectors.check(f"{case}.{name}{step + 1}", x)
 
 def check_mantissa(vectors: Vectors) -> None:
-    """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
+    """Compare consecutive updates of bf16 weights and of the 16 mantissa bits below them, bit for bit."""
     p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
-    some = torch.zeros(p.shape)
+    unused = torch.zeros(p.shape)
     for step in range(len(vectors.find(r"mt\.(g\d+)"))):
         decay, lr = torch.from_numpy(vectors[f"mt.wd_lr{step}"]).unbind()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tg, "normuon_direction", lambda *_, update=bf16(vectors[f"mt.g{step}"]): update)
-            tg.normuon_update(p.view(BF16), mantissa, some, some, some, 1.0, lr, lr, torch.ones_like(lr),
+            patch.setattr(tg, "normuon_direction", lambda *_, update=bf16_from_bits(vectors[f"mt.g{step}"]): update)
+            tg.normuon_update(p.view(BF16), mantissa, unused, unused, unused, 1.0, lr, lr, torch.ones_like(lr),
                               decay, 0.0)
         vectors.check(f"mt.p_out{step}", p.numpy().view(np.uint16))
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
-    """Some parameters in reference.py, tied and then untied."""
+    """Compare Adam updates of some parameters in reference.py, tied and then untied."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], seqs_per_step=1)
     naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
     split_step = oracle.meta["opt"]["split_step"]
     for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
         adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
-        values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step,
+        step_cfg = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step,
                          untie_after=step == split_step)
         for label in labels:
             naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
         for when in ("before", "after"):
             if when == "after":
-                naive.optim_step(values)
-            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie_after else {}
+                naive.optim_step(step_cfg)
+            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if step_cfg.untie_after else {}
             for name, x in embed.items():
                 vectors.check(f"adam.split.embed_{name}_{when}", x)
         for label in labels:
@@ -450,21 +475,24 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
 
 # ---- Loader and bigram hash
 def check_loader(oracle: Oracle) -> None:
-    vectors, meta = oracle.part("loader")
+    vectors, meta = oracle.load("loader")
     sizes = "slot_tokens", "max_doc_len", "slot_tokens_after", "max_doc_len_after"
     for case, in vectors.find(r"(\w+)\.slot_tokens_maxlen"):
         vectors.check(f"{case}.slot_tokens_maxlen", [meta[case][name] for name in sizes if name in meta[case]])
     vectors.check("val.slot_tokens", [meta["val"]["slot_tokens"]])
     for key, array in vectors.arrays.items():
         if key.endswith("cu_seqlens"):
-            vectors.arrays[key] = borders_of(array, array.shape[-1])
-    for case, world in vectors.find(r"(\w+)_w(\d+)\.(?:before\.)?inputs"):
-        if any(key.startswith(f"{case}_w{world}.") for key in vectors.expected):
-            check_blocks(oracle, vectors, case, int(world))
+            vectors.arrays[key] = normalize_cu_seqlens(array, array.shape[-1])
+    for case, world_size in vectors.find(r"(\w+)_w(\d+)\.(?:before\.)?inputs"):
+        if any(key.startswith(f"{case}_w{world_size}.") for key in vectors.expected):
+            check_batches(oracle, vectors, case, int(world_size))
     vectors.finish()
 
-def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
-    """(..., C) -> (..., columns): each border once, then -1. How often one is repeated is padding, at both ends."""
+def normalize_cu_seqlens(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
+    """Remove repeated bounds and pad with -1: (..., C) -> (..., columns) or wider.
+
+    The repetitions are padding, which the vectors have at both ends.
+    """
     rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
     found = [np.unique(row) for row in rows]
     out = np.full((len(rows), max(columns, *map(len, found))), -1, np.int64)
@@ -472,169 +500,183 @@ def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
         filled[:len(row)] = row
     return out.reshape(*np.shape(cu_seqlens)[:-1], -1)
 
-def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
-    """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
+def check_batches(oracle: Oracle, vectors: Vectors, case: str, world_size: int) -> None:
+    """Compare the batches of every rank: (step, micro-step, rank, tokens). Sequence index: micro-step * W + rank."""
     meta = oracle.meta["loader"]
     seqs_per_step = meta["num_slots"]
     validation = case.startswith("val")
     sizes = meta["val" if validation else case]
-    parts = []                                                           # (prefix of keys, steps)
-    plan = []                                                            # sizes of each step
+    key_prefixes = []                                                    # (prefix of keys, steps)
+    step_sizes = []                                                      # (tokens per sequence, max_doc_len)
     for ending, prefix in (("", ""), ("_before", "before."), ("_after", "after.")):
-        prefix = f"{case}_w{world}.{prefix}"
+        prefix = f"{case}_w{world_size}.{prefix}"
         if f"{prefix}inputs" in vectors:
-            parts.append((prefix, len(vectors[f"{prefix}inputs"])))
+            key_prefixes.append((prefix, len(vectors[f"{prefix}inputs"])))
             after = ending if ending == "_after" else ""
-            plan += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * parts[-1][1]
-    seq_len, _ = plan[0]
+            step_sizes += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * key_prefixes[-1][1]
+    seq_len, _ = step_sizes[0]
     stages = len(oracle.meta["recipe"]["windows_blocks"])
     cfg = oracle.config("loader", [seq_len] * stages, vocab_size=tg.GPT2_VOCAB, padded_vocab=tg.GPT2_VOCAB,
                         seqs_per_step=seqs_per_step, val_batch_tokens=seqs_per_step * seq_len,
-                        val_tokens=seqs_per_step * seq_len * len(plan))
+                        val_tokens=seqs_per_step * seq_len * len(step_sizes))
     found = tg.read_shard_headers(str(oracle.path / "loader_shards" / ("val_*.bin" if validation else "train_*.bin")))
     headers = [header._replace(bos_id=cfg.bos_id) for header in found]
-    any_values = tg.Schedule(cfg).at(0)
-    steps = [replace(any_values, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(plan)]
+    any_step_cfg = tg.Schedule(cfg).at(0)
+    steps = [replace(any_step_cfg, step=step, seq_len=tokens) for step, (tokens, _) in enumerate(step_sizes)]
     batches = []
-    for rank in range(world):
-        where = make_comm(rank, world)
+    for rank in range(world_size):
+        communicator = make_comm(rank, world_size)
         if validation:
-            found = tg.ValidationSet(cfg, where, headers).batches(steps[0])
+            found = tg.ValidationSet(cfg, communicator, headers).batches(steps[0])
         else:
-            found = loaded(cfg, where, headers, steps, plan)
-        with pytest.MonkeyPatch.context() as patch:       # one process builds the batches of every rank
+            found = load_batches(cfg, communicator, headers, steps, step_sizes)
+        # One process builds the batches of all ranks, so there is no rank to exchange requests with.
+        with pytest.MonkeyPatch.context() as patch:
             patch.setattr(tg, "exchange_row_requests", noop)
             batches.append(list(found))
 
-    done = 0
-    for prefix, count in parts:
+    first = 0
+    for prefix, count in key_prefixes:
         columns = vectors.arrays.get(f"{prefix}cu_seqlens", np.zeros(0)).shape[-1]
-        stored = [stored_fields(batch, columns) for of_rank in batches for batch in of_rank[done:done + count]]
+        stored = [stored_fields(batch, columns)
+                  for rank_batches in batches for batch in rank_batches[first:first + count]]
         for name in stored[0]:
-            slots = np.stack([fields[name] for fields in stored])
-            by_rank = slots.reshape(world, count, *slots.shape[1:])      # (rank, step, micro, tokens)
+            seqs = np.stack([fields[name] for fields in stored])
+            by_rank = seqs.reshape(world_size, count, *seqs.shape[1:])   # (rank, step, micro-step, tokens)
             vectors.check(prefix + name, by_rank.transpose(1, 2, 0, 3))
-        done += count
+        first += count
 
 def stored_fields(batch: tg.Batch, columns: int) -> dict[str, np.ndarray]:
-    """Return what the vectors hold of a batch, with borders in so many columns or more."""
+    """Return the fields of a batch that the vectors contain; cu_seqlens has at least `columns` columns."""
     rows = global_rows_of(batch, "bigram_embed")
-    borders = borders_of(batch.cu_seqlens, columns)
-    return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=borders)
+    bounds = normalize_cu_seqlens(batch.cu_seqlens, columns)
+    return dict(inputs=batch.tokens.numpy(), targets=batch.targets.numpy(), bigram_ids=rows.numpy(), cu_seqlens=bounds)
 
-def loaded(cfg: tg.Config, where: tg.Communicator, headers: list, steps: list[tg.StepConfig],
-           plan: list) -> Iterator[tg.Batch]:
-    """Yield the batches of cycles of one step. Between steps the vectors change what is constant in a run."""
-    loader = tg.Loader(cfg, where, headers)
+def load_batches(cfg: tg.Config, communicator: tg.Communicator, headers: list[tg.ShardHeader],
+                 steps: list[tg.StepConfig], step_sizes: list[tuple[int, int]]) -> Iterator[tg.Batch]:
+    """Yield the batches of these steps, each a cycle.
+
+    The vectors change max_doc_len between steps. It is constant in a run, so each step replaces the loader's cfg.
+    """
+    loader = tg.Loader(cfg, communicator, headers)
     with contextlib.closing(loader):
-        for values in steps:
-            loader.cfg = replace(cfg, max_doc_len=plan[values.step][1])
-            loader.start([values])
+        for step_cfg in steps:
+            loader.cfg = replace(cfg, max_doc_len=step_sizes[step_cfg.step][1])
+            loader.start([step_cfg])
             loader.advance([])
-            yield loader.next(values)
+            yield loader.next(step_cfg)
 
 def check_bigram(oracle: Oracle) -> None:
-    vectors, meta = oracle.part("bigram")
+    vectors, meta = oracle.load("bigram")
     rows = meta["rows"]
     vectors.check("table_rows", rows)
     previous, current = (vectors[name].astype(np.int32) for name in ("prev", "cur"))
     pairs = np.stack((previous, current), axis=1).ravel()
-    in_a_row = np.append(np.zeros(2, np.int32), pairs)
+    interleaved = np.append(np.zeros(2, np.int32), pairs)
     sequence = vectors["sequence"].astype(np.int32)
-    for rows_of in (tg.bigram_hash, reference.bigram_rows):
-        found = rows_of(in_a_row, rows)
+    for hash_rows in (tg.bigram_hash, reference.bigram_rows):
+        found = hash_rows(interleaved, rows)
         vectors.check("row", found[3::2])
         vectors.check("first_position_row", found[0])
-        second = [rows_of(np.asarray([0, token], np.int32), rows)[1] for token in vectors["position1_cur"]]
+        second = [hash_rows(np.asarray([0, token], np.int32), rows)[1] for token in vectors["position1_cur"]]
         vectors.check("position1_row", second)
-        vectors.check("sequence_rows", rows_of(sequence, rows))
-    vectors.left.discard("n_extremes")                                    # a note: so many of the pairs are extremes
+        vectors.check("sequence_rows", hash_rows(sequence, rows))
+    # `n_extremes` is a note of how many pairs are extreme values.
+    vectors.unchecked.discard("n_extremes")
     vectors.finish()
 
 
 # ---- Schedule
 def check_schedule(oracle: Oracle) -> None:
-    vectors, meta = oracle.part("schedule")
+    vectors, meta = oracle.load("schedule")
     seqs_per_step = oracle.meta["recipe"]["num_slots"]
     small = dict(num_heads=2, model_dim=2 * meta["head_dim"], vocab_size=16, padded_vocab=16, bigram_rows=16)
     seq_len = [tokens // seqs_per_step for tokens in meta["batch_tokens"]]
     cfg = oracle.config("schedule", seq_len, **small, dtype="bfloat16")
     schedule = tg.Schedule(cfg)
-    every = [schedule.at(step) for step in range(schedule.planned_steps + 1)]
-    windows = [(v.short_window, v.long_window) for v in every]
-    before_growth = windows[-1][0], cfg.stages[every[-1].stage].long_window * cfg.window_block
-    tied = [True]                                                         # during the update of each step
-    for v in every[:-1]:
+    step_cfgs = [schedule.at(step) for step in range(schedule.planned_steps + 1)]
+    windows = [(v.short_window, v.long_window) for v in step_cfgs]
+    before_growth = windows[-1][0], cfg.stages[step_cfgs[-1].stage].long_window * cfg.window_block
+    tied = [True]                                                         # during the update, by step
+    for v in step_cfgs[:-1]:
         tied.append(tied[-1] and not v.untie_after)
     for name, got in dict(
             total_steps=schedule.planned_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
             split_step=schedule.untie_step, boundaries=list(zip(schedule.stage_starts, schedule.stage_ends)),
-            lr_mul=[schedule.lr_factor_at(v.step) for v in every], momentum=[v.momentum for v in every],
-            stage=[v.stage for v in every], batch_size=[v.seq_len * seqs_per_step for v in every],
-            adam_step=[v.update_adam for v in every], mtp_count=[len(v.mtp_weights) for v in every],
-            lr_normuon=[v.normuon_lr for v in every], lr_adam=[v.adam_lr for v in every],
+            lr_mul=[schedule.lr_factor_at(v.step) for v in step_cfgs], momentum=[v.momentum for v in step_cfgs],
+            stage=[v.stage for v in step_cfgs], batch_size=[v.seq_len * seqs_per_step for v in step_cfgs],
+            adam_step=[v.update_adam for v in step_cfgs], mtp_count=[len(v.mtp_weights) for v in step_cfgs],
+            lr_normuon=[v.normuon_lr for v in step_cfgs], lr_adam=[v.adam_lr for v in step_cfgs],
             tied_during_update=tied,
             windows_train=[*windows[:-1], before_growth], windows_final_validation=windows[-1]).items():
         vectors.check(name, got)
     for name in ("mtp", "mtp_f32"):
-        got = vectors[name].astype(np.float64)                            # columns beyond the count are padding
-        for row, values in zip(got, every):
-            row[:len(values.mtp_weights)] = values.mtp_weights
+        # The vectors pad the weights of a step to the same number of columns.
+        got = vectors[name].astype(np.float64)
+        for weights, step_cfg in zip(got, step_cfgs):
+            weights[:len(step_cfg.mtp_weights)] = step_cfg.mtp_weights
         vectors.check(name, got)
     check_yarn(vectors, cfg, schedule)
     optimizer = make_engine(replace(cfg, model_dim=16, head_dim=8)).optimizer
-    for label, row in optimizer.model.specs.items():
-        is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
-        vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else row.lr_mul)
+    for label, spec in optimizer.model.specs.items():
+        # The multiplier of a bank is that of its first matrix. Down matrices, which have another one, are not first.
+        is_bank = spec.optimizer == "normuon"
+        vectors.check(f"lr_mul_param.{label}", float(optimizer.groups[label].lr_muls[0]) if is_bank else spec.lr_mul)
     vectors.finish()
 
 def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
-    """Frequencies and scale at the start and after each change of the long window, and the bf16 tables at the end."""
+    """Compare frequencies and scale at the start and after each change of the long window, and the last bf16 tables."""
     windows = [stage.long_window * cfg.window_block for stage in cfg.stages]
     changes = [k for k in range(1, len(windows)) if windows[k] != windows[k - 1]]
     vectors.check("yarn_window_pairs", [(windows[k - 1], windows[k]) for k in changes])
-    for number, stage in enumerate([0, *changes]):
+    for i, stage in enumerate([0, *changes]):
         rotary = schedule.rotary[stage]
         for kind in ("f64.plain", "f64.paired", "f32.plain", "f32.paired"):
-            vectors.check(f"yarn_{kind}.freq.{number}", every_frequency(rotary))
-            vectors.check(f"yarn_{kind}.scale.{number}", rotary.attn_scale)
+            vectors.check(f"yarn_{kind}.freq.{i}", channel_frequencies(rotary))
+            vectors.check(f"yarn_{kind}.scale.{i}", rotary.attn_scale)
     keys = "yarn_f32.plain.factor1_bf16", "yarn_f32.plain.factor2_bf16"
     rows = len(vectors[keys[0]])
     model = tg.GPT(cfg, tg.attention_reference, rows, {})
     model.set_rotary(schedule.rotary[-1].frequencies)
     for key, table in zip(keys, (model.rotary_cos, model.rotary_sin)):
-        words = vectors.arrays[key]
-        words[words == 0x8000] = 0                                        # -0, which is 0
+        bits = vectors.arrays[key]
+        bits[bits == 0x8000] = 0                                          # -0.0 equals 0.0
         found = (table[:rows] + 0.0).view(torch.int16)
         vectors.check(key, found.numpy().view(np.uint16))
 
 
 # ---- fp8 head
 def check_fp8(oracle: Oracle) -> None:
-    """Bytes first, since the errors of fp8 are as large as its mistakes. test_kernels.py holds the trainer to these."""
-    vectors, meta = oracle.part("fp8")
-    x, w = (bf16(vectors[f"{name}16"]).double() for name in ("x", "w"))
+    """Compare the fp8 head of reference.py: first the bytes, because rounding errors of fp8 are as large as bugs.
+
+    test_kernels.py compares the trainer with reference.py.
+    """
+    vectors, meta = oracle.load("fp8")
+    x, w = (bf16_from_bits(vectors[f"{name}16"]).double() for name in ("x", "w"))
     targets = torch.from_numpy(vectors["targets"])[None]
     logits_dtypes = dict(f64logits=F64, bf16logits=BF16, exact=None)
     for mode, mtp, grad_out in vectors.find(r"(\w+)\.(m\w+?)(?:\.(\w+))?\.(?:losses|grad_\w+)"):
-        seed = float(vectors[meta["eighth_uses"] if grad_out == "eighth" else "grad_s.w8"] / meta["grad_scale"])
+        loss_scale = float(vectors[meta["eighth_uses"] if grad_out == "eighth" else "grad_s.w8"] / meta["grad_scale"])
         weights = vectors[f"mtp.{mtp}"].tolist()
-        rows = vectors.tensor(f"grad_out.{grad_out or 'ones'}")
-        found = reference.fp8_head(x, w, targets, weights, seed, rows, logits_dtypes[mode])
+        arriving = vectors.tensor(f"grad_out.{grad_out or 'ones'}")
+        found = reference.fp8_head(x, w, targets, weights, loss_scale, arriving, logits_dtypes[mode])
         prefix = ".".join(filter(None, (mode, mtp, grad_out)))
         if mode != "exact":
             for key, name, dtype in (("x_e4m3", "y8", torch.float8_e4m3fn), ("w_e4m3", "w8", torch.float8_e4m3fn),
                                      (f"{prefix}.grad_logits_e5m2", "payload", torch.float8_e5m2)):
-                if name != "payload" or grad_out != "mixed":              # whose rows are those of the logits
+                # The payload of mixed gradients is that of the logits, without the factors of the rows.
+                if name != "payload" or grad_out != "mixed":
                     vectors.check(key, found[name].to(dtype).view(torch.uint8))
         vectors.check(f"{mode}.logits_raw_rows0_8", found["logits"][:8])
         vectors.check(f"{prefix}.losses", found["losses"])
         vectors.check(f"{prefix}.grad_x", found["grad_y"])
-        if grad_out == "mixed":                                           # its gradient of x is a product with factors
-            vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / rows[:, None])
+        if grad_out == "mixed":
+            # Its gradient of x is the gradient for ones, multiplied by the factors of the rows.
+            vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / arriving[:, None])
         vectors.check(f"{prefix}.grad_w32", found["grad_w"])
     for name, scale in (("x_s", tg.FP8_Y_SCALE), ("w_s", tg.FP8_W_SCALE), ("grad_s.w8", tg.FP8_GRAD_SCALE)):
-        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)     # as the products take it
+        # The matmuls receive the scales in f32.
+        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)
         vectors.check(name, scale)
     vectors.finish()
 
@@ -643,13 +685,14 @@ def check_fp8(oracle: Oracle) -> None:
 CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
               schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
 
-def cases() -> Iterator:
-    """Yield (directory, file); one skipped case for a directory that is not there."""
+def cases() -> Iterator[Any]:
+    """Yield (directory, file), and one skipped case for a directory that does not exist."""
     for name, path in DIRECTORIES.items():
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
             yield pytest.param(path, "", id=name, marks=skip)
-        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:      # where two others start
+        # These two files are inputs of s_acts, s_grads and traj.
+        for file in {npz.stem for npz in path.glob("*.npz")} - {"s_inputs", "traj_init"}:
             yield pytest.param(path, file, id=f"{name}-{file}")
 
 @pytest.mark.parametrize("path, file", sorted(cases(), key=operator.attrgetter("id")))
@@ -667,12 +710,12 @@ def test_vectors__the_extract_is_small() -> None:
     assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
 
 def test_Config__defaults_are_the_recipe() -> None:
-    """The vectors' constants are the defaults of Config and of the module; sizes of a run and of the tests are not."""
+    """Constants of the vectors equal the defaults of Config and of the module, except sizes of runs and of tests."""
     meta = Oracle(EXTRACT).meta
-    slots = meta["recipe"]["num_slots"]
-    cfg = Oracle(EXTRACT).config("schedule", [tokens // slots for tokens in meta["schedule"]["batch_tokens"]])
-    own = {"dtype", "head", "device", "padded_vocab"}
+    seqs_per_step = meta["recipe"]["num_slots"]
+    cfg = Oracle(EXTRACT).config("schedule", [tokens // seqs_per_step for tokens in meta["schedule"]["batch_tokens"]])
+    not_recipe = {"dtype", "head", "device", "padded_vocab"}
     for field in fields(tg.Config):
-        assert field.name in own or getattr(cfg, field.name) == getattr(tg.Config(), field.name), field.name
+        assert field.name in not_recipe or getattr(cfg, field.name) == getattr(tg.Config(), field.name), field.name
     assert meta["recipe"]["rms_eps"] == tg.RMS_EPS
     assert meta["recipe"]["softcap"] == [tg.LOGIT_CAP, tg.LOGIT_SHIFT, tg.LOGIT_WIDTH]

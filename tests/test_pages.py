@@ -1,4 +1,4 @@
-"""Pages: links lead somewhere, citations are of this repository, pictures follow from logs, none is too long."""
+"""Pages: links work, cited sections exist, the picture matches the logs, and pages are not too long."""
 import importlib.util
 import re
 from pathlib import Path
@@ -9,25 +9,25 @@ from common import ROOT
 PAGES = sorted(page for pattern in (
     "README.md", "data/*.md", "records/*.md", "records/guide/*.md", "records/ablations/*.md", "tests/*.md",
     "tests/*/README.md") for page in ROOT.glob(pattern))
-# Files that may cite nothing that is not here.
+# These files may cite only what is in this repository.
 CITING = [*PAGES, ROOT / "train_gpt.py", ROOT / "run.sh", *sorted(ROOT.glob("data/*.py")),
           *sorted(ROOT.glob("records/guide/*.py"))]
 FOREIGN = re.compile(r"\brecipe \d|\bshared/|\b(systems|house|style|design|tables|recipe|evidence|kernels)\.md")
 LINK = re.compile(r"\]\((?!https?:)([^()\s]+)\)")
-LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines of a page
+LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines
 
 def text_of(page: Path) -> str:
-    """Return a page without its code, in which brackets are no links."""
+    """Return a page without code, because brackets in code are not links."""
     return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as web pages of repositories make them."""
+    """Return the anchors that repository hosts generate for a page's headings."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 @pytest.mark.parametrize("page", [*PAGES, *sorted(ROOT.glob("records/2*/README.md"))],
                          ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_lead_somewhere(page) -> None:
     for link in LINK.findall(text_of(page)):
         path, _, anchor = link.partition("#")
         target = page.parent / path if path else page
@@ -35,14 +35,14 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
 
 @pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
-def test_citations_are_of_this_repository(page):
+def test_citations_are_of_this_repository(page) -> None:
     found = [line.strip() for line in page.read_text().splitlines() if FOREIGN.search(line)]
     assert not found
     sections = re.findall(r"^#+ ([\d.]+) ", (ROOT / "records/RECIPE.md").read_text(), re.M)
     cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
     assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
 
-def test_race_svg__follows_from_the_logs():
+def test_race_svg__follows_from_the_logs() -> None:
     spec = importlib.util.spec_from_file_location("race", ROOT / "records/guide/race.py")
     race = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(race)
@@ -50,6 +50,6 @@ def test_race_svg__follows_from_the_logs():
 
 @pytest.mark.style
 @pytest.mark.parametrize("pattern", LONGEST)
-def test_pages_are_short(pattern):
+def test_pages_are_short(pattern) -> None:
     lines = {page.name: len(page.read_text().splitlines()) for page in ROOT.glob(pattern)}
     assert lines and max(lines.values()) <= LONGEST[pattern], lines

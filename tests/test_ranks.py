@@ -1,9 +1,9 @@
-"""1, 2, 4 and 8 ranks compute the same run; the bytes they exchange, who updates what, and that nothing else does.
+"""1, 2, 4 and 8 ranks compute the same run. Also tested: the bytes they exchange, and which rank updates what.
 
-The functions with an argument `rank` are what each of W ranks does; the tests after them look at what the ranks found.
-Most is compared with one process, whose numbers are the other tests' business. A sum over ranks has another order than
-over slots: float64 runs differ by rounding, 1e-14 of a loss as measured. Where all numbers are integers, all bits are
-equal.
+Each of W ranks runs a function with an argument `rank`; the tests below that function check what the ranks returned.
+Most results are compared with those of one process, which other tests check. Sums over ranks have another order than
+sums over sequences, so float64 runs differ by rounding (measured: 1e-14 of a loss). Where all values are integers, all
+bits are equal.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import math
 import operator
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,8 +35,8 @@ from torch import Tensor
 
 import train_gpt as tg
 
-SLOW_3, SLOW_4 = (pytest.param(world, marks=pytest.mark.slow) for world in (3, 4))
-worlds = pytest.mark.parametrize("world", [2, SLOW_3, SLOW_4, 8], ids="W{}".format)
+SLOW_3, SLOW_4 = (pytest.param(world_size, marks=pytest.mark.slow) for world_size in (3, 4))
+world_sizes = pytest.mark.parametrize("world_size", [2, SLOW_3, SLOW_4, 8], ids="W{}".format)
 
 Arrays = dict[str, np.ndarray]
 
@@ -45,7 +45,7 @@ def assert_same_bits(got: Arrays, want: Arrays) -> None:
     assert [key for key in want if got[key].dtype != want[key].dtype or not np.array_equal(got[key], want[key])] == []
 
 def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
-    """Norm of the difference over the norm."""
+    """Check that the norm of the difference is at most `limit` times the norm."""
     assert got.keys() == want.keys()
     for key, x in want.items():
         assert got[key].shape == x.shape, key
@@ -64,65 +64,73 @@ def state_hashes(engine: tg.Engine) -> dict[str, str]:
         tables.append((label, table.has_grads, is_cached, exchanged))
     return hashes | dict(plain=repr((engine.rotary, tables)))
 
-def full_state(engine: tg.Engine, values: tg.StepConfig) -> Arrays:
-    """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
-    whole = engine.full_state(values, with_moments=True)
+def full_state(engine: tg.Engine, step_cfg: tg.StepConfig) -> Arrays:
+    """Return weights and optimizer state in logical shapes, on rank 0. step_cfg: of the next step.
+
+    Collective.
+    """
+    whole = engine.full_state(step_cfg, with_moments=True)
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
-def tiny(**changes: Any) -> tg.Config:
+def tiny_config(**changes: Any) -> tg.Config:
     cfg = tg.Config(preset="tiny", **tg.PRESETS["tiny"] | dict(device="cpu", comm_timeout=COMM_TIMEOUT) | changes)
     tg.check_config(cfg)
     return cfg
 
-RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
+# Each run has the untying, and a change of stage and a validation in the middle of a cycle.
+RUNS = {
     "all layers": dict(),
-    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
+    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # several shards; half a last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
     "every step": dict(adam_every=1, tables=(replace(PAIRS, update_every=1), TRIPLES)),
     "layers": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2),
     "unseen": dict(tables=(replace(PAIRS, update_every=4), replace(TRIPLES, layer=2)), micro_batch_size=2, val_every=0),
-    "cadence 4": dict(tables=(replace(PAIRS, update_every=4, layer=0), replace(TRIPLES, update_every=4)),
-                      row_comms="dense"),
+    "update_every 4": dict(tables=(replace(PAIRS, update_every=4, layer=0), replace(TRIPLES, update_every=4)),
+                           row_comms="dense"),
 }
 
-def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
-    """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
+def tiny_run(rank: Rank, name: str, location: str) -> dict[str, Any]:
+    """Run tg.train on preset tiny with the changes of RUNS[name].
+
+    Returns the losses of this rank's sequences and of validations, the state at the start and at the end, the rows that
+    each step looked up, what rank 0 printed, and for some runs what the warm-up changed.
+    """
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
-    tables = [replace(table, location=home) for table in fields.get("tables", ())]
-    cfg = tiny(**fields | dict(tables=tuple(tables)))
+    tables = [replace(table, location=location) for table in fields.get("tables", ())]
+    cfg = tiny_config(**fields | dict(tables=tuple(tables)))
     losses, validations, lookups, found = [], [], [], {}
     forward_backward = tg.Engine.forward_backward
     evaluate = tg.Engine.evaluate
     warm_up = tg.warm_up
     finish = tg.finish_run
 
-    def seen_forward_backward(self, batch, values, *rest):
+    def record_forward_backward(self: tg.Engine, batch: tg.Batch, step_cfg: tg.StepConfig, *rest: Any) -> tg.StepLoss:
         rows = {}
         for spec in tg.table_specs(self.cfg):
-            if not spec.tied_to_head or not values.tied:
+            if not spec.tied_to_head or not step_cfg.tied:
                 rows[spec.label] = np.unique(spec.row_ids(batch.tokens.numpy()))
         lookups.append(rows)
-        out = forward_backward(self, batch, values, *rest)
-        losses.append(exact_array(out.seq_sums) / values.seq_len)
+        out = forward_backward(self, batch, step_cfg, *rest)
+        losses.append(exact_array(out.seq_sums) / step_cfg.seq_len)
         return out
 
-    def seen_evaluate(self, batches, values):
-        validations.append(evaluate(self, batches, values))
+    def record_evaluate(self: tg.Engine, batches: Iterable[tg.Batch], step_cfg: tg.StepConfig) -> float:
+        validations.append(evaluate(self, batches, step_cfg))
         return validations[-1]
 
-    def seen_warm_up(cfg, comm, engine, log):
+    def record_warm_up(cfg: tg.Config, comm: tg.Communicator, engine: tg.Engine, log: tg.Log) -> None:
         found["initial"] = state_hashes(engine)
         if rank.world == 2 and name in ("all layers", "layers"):
             warm_up(cfg, comm, engine, log)
             found["warm_up_steps"] = len(losses)
             after = state_hashes(engine)
-            found["left"] = [name for name in after if after[name] != found["initial"][name]]
+            found["changed"] = [name for name in after if after[name] != found["initial"][name]]
         losses.clear()
         lookups.clear()
         validations.clear()
 
-    def seen_finish(log, info, engine, *rest):
+    def record_finish(log: tg.Log, info: Any, engine: tg.Engine, *rest: Any) -> Any:
         found["state"] = full_state(engine, log.schedule.at(log.steps_done))
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
         found["final"] = state_hashes(engine)
@@ -135,130 +143,145 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         if name != "all layers":
             stack.enter_context(few_layers())
         patch.setitem(tg.ROW_STORES, "host", StagedStore)
-        patch.setattr(tg.Engine, "forward_backward", seen_forward_backward)
-        patch.setattr(tg.Engine, "evaluate", seen_evaluate)
-        patch.setattr(tg, "warm_up", seen_warm_up)
-        patch.setattr(tg, "finish_run", seen_finish)
+        patch.setattr(tg.Engine, "forward_backward", record_forward_backward)
+        patch.setattr(tg.Engine, "evaluate", record_evaluate)
+        patch.setattr(tg, "warm_up", record_warm_up)
+        patch.setattr(tg, "finish_run", record_finish)
         tg.train(cfg, rank.comm(cfg), SimpleNamespace(log=None), Path(tg.__file__).read_bytes())
     found |= dict(printed=printed.getvalue(), lookups=lookups)
-    return found | dict(slot_losses=np.stack(losses), validations=np.array(validations))
+    return found | dict(seq_losses=np.stack(losses), validations=np.array(validations))
 
-def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[dict[str, Any]]:
-    """Return what each rank of such a run found; it is made once."""
-    return ranks(world, tiny_run, name=name, home=home)
+def run_results(ranks: Ranks, world_size: int, name: str, location: str = "device") -> list[dict[str, Any]]:
+    """Return the results of each rank. Each run is executed once and shared by the tests."""
+    return ranks(world_size, tiny_run, name=name, location=location)
 
-runs = pytest.mark.parametrize("name, world", [
-    ("all layers", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
+runs = pytest.mark.parametrize("name, world_size", [
+    ("all layers", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("update_every 4", 2),
     *(pytest.param(name, 4, marks=pytest.mark.slow) for name in RUNS)])
 
 @runs
-def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
-    alone, = runs_of(ranks, 1, name)
-    by_rank = runs_of(ranks, world, name)
-    slots = np.stack([found["slot_losses"] for found in by_rank], axis=2)     # slot s is rank s mod W's
-    np.testing.assert_allclose(slots.reshape(alone["slot_losses"].shape), alone["slot_losses"], rtol=0, atol=1e-9)
+def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
+    single, = run_results(ranks, 1, name)
+    by_rank = run_results(ranks, world_size, name)
+    want = single["seq_losses"]
+    # Rank s % W trains on sequence s.
+    seqs = np.stack([found["seq_losses"] for found in by_rank], axis=2)
+    np.testing.assert_allclose(seqs.reshape(want.shape), want, rtol=0, atol=1e-9)
     for found in by_rank:
-        np.testing.assert_allclose(found["validations"], alone["validations"], rtol=0, atol=1e-9)
+        np.testing.assert_allclose(found["validations"], single["validations"], rtol=0, atol=1e-9)
         assert found["validations"].tobytes() == by_rank[0]["validations"].tobytes(), "all ranks know the same number"
 
 @runs
-def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world):
-    """Adam divides by the gradient's own size: where that is nearly 0, rounding decides, even the sign of an entry.
-    Such entries are few, so norms are compared. As measured: 1e-12. All ranks have the same bits at the start, which no
-    rank tells another, and at the end."""
-    alone, = runs_of(ranks, 1, name)
-    by_rank = runs_of(ranks, world, name)
-    assert_close(by_rank[0]["state"], alone["state"], 1e-9)
-    for key, x in alone["tables"].items():
+def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world_size) -> None:
+    """The norms of weights and moments are equal (measured: 1e-12).
+
+    Norms are compared because Adam divides by the size of the gradient. Where that is nearly 0, rounding decides the
+    value of an entry, even its sign. Such entries are rare. Replicated weights have the same bits on all ranks at the
+    start, where they are not communicated, and at the end.
+    """
+    single, = run_results(ranks, 1, name)
+    by_rank = run_results(ranks, world_size, name)
+    assert_close(by_rank[0]["state"], single["state"], 1e-9)
+    for key, x in single["tables"].items():
         assert x.any()
         assert_close({key: merge_shards([found["tables"][key] for found in by_rank], len(x))}, {key: x}, 1e-8)
     for found in by_rank:
-        for label in {row.label for row in tg.parameter_specs(tiny())} - {*tg.BUILTIN_TABLES}:
-            assert found["initial"][label] == alone["initial"][label], label
+        for label in {spec.label for spec in tg.parameter_specs(tiny_config())} - {*tg.BUILTIN_TABLES}:
+            assert found["initial"][label] == single["initial"][label], label
             assert found["final"][label] == by_rank[0]["final"][label] != found["initial"][label], label
 
-@pytest.mark.parametrize("world", [1, 2, SLOW_4], ids="W{}".format)
-@pytest.mark.parametrize("name", ["layers", "cadence 4"])
-def test_ROW_STORES__runs_from_either_have_the_same_bits(ranks, name, world):
-    """The host store of these runs is late by chance, and spoils its buffers."""
-    for device, host in zip(*(runs_of(ranks, world, name, home) for home in tg.ROW_STORES)):
+@pytest.mark.parametrize("world_size", [1, 2, SLOW_4], ids="W{}".format)
+@pytest.mark.parametrize("name", ["layers", "update_every 4"])
+def test_ROW_STORES__runs_from_either_have_the_same_bits(ranks, name, world_size) -> None:
+    """The host store of these runs delays copies at random and overwrites its staging buffers after each copy."""
+    for device, host in zip(*(run_results(ranks, world_size, name, location) for location in tg.ROW_STORES)):
         assert host["final"] == device["final"]
         assert host["validations"].tobytes() == device["validations"].tobytes()
 
-def test_evaluate__in_mid_cycle_changes_no_bit(ranks):
-    for seen, unseen in zip(runs_of(ranks, 2, "layers"), runs_of(ranks, 2, "unseen")):
+def test_evaluate__in_mid_cycle_changes_no_bit(ranks) -> None:
+    for seen, unseen in zip(run_results(ranks, 2, "layers"), run_results(ranks, 2, "unseen")):
         assert len(seen["validations"]) > len(unseen["validations"])
         assert seen["final"] == unseen["final"]
 
-@pytest.mark.parametrize("name, home", [("all layers", "device"), ("layers", "device"), ("layers", "host")])
-def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
-    for found in runs_of(ranks, 2, name, home):
-        assert found["warm_up_steps"] > 4 and found["left"] == []
+@pytest.mark.parametrize("name, location", [("all layers", "device"), ("layers", "device"), ("layers", "host")])
+def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, location) -> None:
+    for found in run_results(ranks, 2, name, location):
+        assert found["warm_up_steps"] > 4 and found["changed"] == []
 
-ROW_BYTES = 8 * 32                       # of float64, in the width of tiny
-STATE_BYTES = 8 + 4                      # of a row-wise table's row: its second moment and its last update
+ROW_BYTES = 8 * 32                       # a row of preset tiny in float64
+STATE_BYTES = 8 + 4                      # state of a row in a row-wise table: second moment and last update
 
-def bytes_of_training(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[str, Any]]) -> Counter:
+def count_trained_bytes(spec: tg.TableSpec, fetch_all: bool, by_rank: list[dict[str, Any]]) -> Counter:
     """Count the bytes that the ranks of a run move for a table, from the rows that each of them looked up.
 
     In each cycle, every rank requests its rows from the other ranks once, and receives them. If the cycle is completed,
     it returns the gradients of these rows. Rows of a row-wise table on the host are copied to the device in each cycle,
     and back after its update.
     """
-    world = len(by_rank)
-    shard_bytes = spec.shard_rows(world) * ROW_BYTES
+    world_size = len(by_rank)
+    shard_bytes = spec.shard_rows(world_size) * ROW_BYTES
     steps = len(by_rank[0]["lookups"])
     moved = Counter()
     for first in range(0, steps, spec.update_every):
-        if spec.label not in by_rank[0]["lookups"][first]:                    # tied: its rows are read from the head
+        # While the embedding is tied, its rows are read from the head.
+        if spec.label not in by_rank[0]["lookups"][first]:
             continue
         fetched = 0
         requested = []
         for rank, found in enumerate(by_rank):
             by_step = [step[spec.label] for step in found["lookups"][first:first + spec.update_every]]
             requested.append(np.unique(np.concatenate(by_step)))
-            fetched += int((requested[-1] % world != rank).sum())
+            fetched += int((requested[-1] % world_size != rank).sum())
         if fetch_all and not spec.rowwise:
-            fetched = world * (world - 1) * spec.shard_rows(world)
-        messages = 1 + (first + spec.update_every <= steps)                   # rows, and their gradients
+            fetched = world_size * (world_size - 1) * spec.shard_rows(world_size)
+        # A cycle sends rows; a completed cycle also sends their gradients.
+        messages = 1 + (first + spec.update_every <= steps)
         for name in ("bytes_sent", "bytes_received"):
             moved[name] += fetched * (4 + messages * ROW_BYTES)
-        moved["bytes_dense"] += messages * world * (world - 1) * shard_bytes
+        moved["bytes_dense"] += messages * world_size * (world_size - 1) * shard_bytes
         if spec.location == "host":
             changed = len(np.unique(np.concatenate(requested)))               # each row has one owner
             moved["bytes_up"] += changed * (ROW_BYTES + STATE_BYTES)
             moved["bytes_down"] += (messages - 1) * changed * (ROW_BYTES + STATE_BYTES)
     return moved
 
-COUNTED = [
-    *(("cycles", "device", world) for world in (1, 2, 4, 8)), ("dense", "device", 2), ("every step", "device", 2),
+COUNTED_RUNS = [
+    *(("cycles", "device", world_size) for world_size in (1, 2, 4, 8)),
+    ("dense", "device", 2), ("every step", "device", 2),
     ("layers", "device", 1), ("layers", "device", 2), ("layers", "host", 1), ("layers", "host", 2),
-    ("cadence 4", "device", 2), ("cadence 4", "host", 1),
-    *(pytest.param(name, home, 4, marks=pytest.mark.slow)
-      for name, home in (("dense", "device"), ("layers", "host"), ("cadence 4", "device"), ("cadence 4", "host")))]
+    ("update_every 4", "device", 2), ("update_every 4", "host", 1),
+    *(pytest.param(name, location, 4, marks=pytest.mark.slow)
+      for name, location in (("dense", "device"), ("layers", "host"),
+                             ("update_every 4", "device"), ("update_every 4", "host")))]
 
-@pytest.mark.parametrize("name, home, world", COUNTED)
-def test_finish_run__comms_are_what_training_has_moved(ranks, name, home, world):
-    """By table, summed over ranks: without warm-up and validations, with the rows of a last cycle that is cut short."""
-    by_rank = runs_of(ranks, world, name, home)
-    text = (ranks.folder_of(world, tiny_run, name=name, home=home) / "run/log.jsonl").read_text()
+@pytest.mark.parametrize("name, location, world_size", COUNTED_RUNS)
+def test_finish_run__comms_are_the_bytes_that_training_moved(ranks, name, location, world_size) -> None:
+    """The result has the bytes by table, summed over ranks.
+
+    They do not include the warm-up and validations, but include the rows of a last cycle that is incomplete.
+    """
+    by_rank = run_results(ranks, world_size, name, location)
+    text = (ranks.folder_of(world_size, tiny_run, name=name, location=location) / "run/log.jsonl").read_text()
     entries = [json.loads(line) for line in text.splitlines()]
     assert "comms" not in [entry["type"] for entry in entries]
     steps = by_rank[0]["lookups"]
     assert len(steps) == entries[-1]["steps"]
     assert "embed" not in steps[0] and "embed" in steps[-1]
     fetch_all = RUNS[name].get("row_comms") == "dense"
-    expected = {spec.label: bytes_of_training(spec, fetch_all, by_rank) for spec in by_rank[0]["specs"]}
+    expected = {spec.label: count_trained_bytes(spec, fetch_all, by_rank) for spec in by_rank[0]["specs"]}
     found = {label: Counter(counts) for label, counts in entries[-1]["comms"].items()}
     assert found == expected
-    assert (world == 1) == (not any(counts["bytes_sent"] for counts in expected.values()))
-    assert (home == "host") == any(counts["bytes_down"] for counts in expected.values())
+    assert (world_size == 1) == (not any(counts["bytes_sent"] for counts in expected.values()))
+    assert (location == "host") == any(counts["bytes_down"] for counts in expected.values())
 
-def test_Log__rank_0_keeps_that_of_all(ranks):
-    """Tokens and validation losses of the whole run; and the weights that it saves are those of all ranks."""
+def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
+    """Its log has the tokens and validation losses of the whole run, and it saves the full weights of all ranks.
+
+    The other ranks print nothing.
+    """
     logs = []
     for w in (1, 8):
-        text = (ranks.folder_of(w, tiny_run, name="cycles", home="device") / "run/log.jsonl").read_text()
+        text = (ranks.folder_of(w, tiny_run, name="cycles", location="device") / "run/log.jsonl").read_text()
         entries = map(json.loads, text.splitlines())
         logs.append([entry for entry in entries if entry["type"] != "phase"])
     one, many = logs
@@ -267,87 +290,99 @@ def test_Log__rank_0_keeps_that_of_all(ranks):
     for got, want in zip(many, one):
         for field in want.keys() & {"step", "tokens", "val_loss"}:
             assert got[field] == pytest.approx(want[field], rel=0, abs=1e-9), (want["type"], field)
-    first, *others = runs_of(ranks, 8, "cycles")
+    first, *others = run_results(ranks, 8, "cycles")
     assert first["printed"] and not any(found["printed"] for found in others)
-    weights = torch.load(ranks.folder_of(8, tiny_run, name="cycles", home="device") / "saved/weights.pt")
+    weights = torch.load(ranks.folder_of(8, tiny_run, name="cycles", location="device") / "saved/weights.pt")
     saved = {label: x.numpy() for label, x in weights.items()}
     assert_same_bits(saved, {label: first["state"][label] for label in saved})
 
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
-def started(comm: tg.Communicator, cfg: tg.Config,
-            count: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.StepConfig]]]:
-    """An engine with weights that leave no term at zero, a started loader, and the first steps."""
+def started_engine(comm: tg.Communicator, cfg: tg.Config,
+                   num_steps: int) -> Iterator[tuple[tg.Engine, tg.Loader, list[tg.StepConfig]]]:
+    """Build an engine with weights that make no term zero, a started loader, and the first step configs."""
     headers = tg.read_shard_headers(cfg.train_files)
     cfg = tg.resolve_sizes(cfg, headers, headers)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
     fill_randomly(engine.model, comm=comm)
-    if comm.world_size == 1:             # else it is read from the head
+    # With several ranks, the tied embedding is read from the head.
+    if comm.world_size == 1:
         engine.model.embed.data.copy_(engine.model.lm_head.t())
-    with started_loader(cfg, comm, count) as (loader, values):
-        yield engine, loader, values
+    with started_loader(cfg, comm, num_steps) as (loader, step_cfgs):
+        yield engine, loader, step_cfgs
 
-def end_of_step(engine: tg.Engine, loader: tg.Loader, values: tg.StepConfig) -> None:
-    """Make all calls of `train_step` but the forward and backward pass."""
+def finish_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -> None:
+    """Make all calls of `train_step` except the forward and backward pass."""
     next_plans = loader.next_plans()
     engine.prefetch_rows(next_plans)
-    engine.optim_step(values)
+    engine.optim_step(step_cfg)
     engine.fetch_rows(next_plans)
 
-def pieces(rank: Rank, way: str) -> Arrays:
-    """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
-    or with those alone, which on one rank is a cycle of every second slot."""
+def train_cycle(rank: Rank, calls: str) -> Arrays:
+    """Train one cycle, and return the full state. calls: to forward_backward, in each step.
+
+    whole: one call with all sequences of the rank. The others change this on odd ranks. cut: one call per sequence, the
+    last one first; extra: another call, with loss scale 0; idle: the call has loss scale 0. With one rank, idle trains
+    on every second sequence only.
+    """
     odd = rank.rank % 2 == 1
-    cfg = tiny(dtype="float64", adam_every=2)
-    with few_layers(), started(rank.comm(), cfg, 2) as (engine, loader, plan):
-        for values in steps_of(loader, plan):
-            batch = loader.next(values)
-            one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
-            parts = [batch]
-            if way == "cut" and odd:
-                parts = one_by_one[::-1]
-            if way == "idle" and rank.world == 1:
-                parts = one_by_one[::2]
-            for part in parts:
-                engine.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
-                if way == "extra" and odd:
-                    engine.forward_backward(one_by_one[0], values, 0.0)
-            end_of_step(engine, loader, values)
+    cfg = tiny_config(dtype="float64", adam_every=2)
+    with few_layers(), started_engine(rank.comm(), cfg, 2) as (engine, loader, step_cfgs):
+        for step_cfg in steps_of(loader, step_cfgs):
+            batch = loader.next(step_cfg)
+            single_seqs = [batch.map(operator.itemgetter(slice(seq, seq + 1))) for seq in range(len(batch.tokens))]
+            micro_batches = [batch]
+            if calls == "cut" and odd:
+                micro_batches = single_seqs[::-1]
+            if calls == "idle" and rank.world == 1:
+                micro_batches = single_seqs[::2]
+            for micro_batch in micro_batches:
+                engine.forward_backward(micro_batch, step_cfg, 0.0 if calls == "idle" and odd else 1.0)
+                if calls == "extra" and odd:
+                    engine.forward_backward(single_seqs[0], step_cfg, 0.0)
+            finish_step(engine, loader, step_cfg)
         return full_state(engine, tg.Schedule(cfg).at(2))
 
-@pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
-def test_forward_backward__calls_add_up_and_wait_for_nobody(ranks, world):
-    """Odd ranks cut their slots into calls, last slot first; even ones make one call. A rank that waited for another
-    in a call would wait for ever. Where the calls of odd ranks weigh nothing, only the slots of the others count."""
-    alone, half = (ranks(1, pieces, way=way)[0] for way in ("whole", "idle"))
-    whole, cut, extra, idle = (ranks(world, pieces, way=way)[0] for way in ("whole", "cut", "extra", "idle"))
-    assert_close(whole, alone, 1e-9)
+@pytest.mark.parametrize("world_size", [2, SLOW_4], ids="W{}".format)
+def test_forward_backward__calls_add_up_and_wait_for_no_rank(ranks, world_size) -> None:
+    """Gradients do not depend on how the sequences are divided into calls, and calls with loss scale 0 change no bit.
+
+    Odd ranks make another number of calls than even ranks, so a call that synchronized with other ranks would hang. If
+    all calls of odd ranks have loss scale 0, the result has the gradients of the other ranks' sequences only.
+    """
+    single, half = (ranks(1, train_cycle, calls=calls)[0] for calls in ("whole", "idle"))
+    whole, cut, extra, idle = (ranks(world_size, train_cycle, calls=calls)[0]
+                               for calls in ("whole", "cut", "extra", "idle"))
+    assert_close(whole, single, 1e-9)
     assert_close(cut, whole, 1e-9)
     assert_same_bits(extra, whole)
     assert_close(idle, half, 1e-9)
 
-UNEVEN_SLOTS, UNEVEN_STEPS, CYCLE = 24, 6, 2
+UNEVEN_SEQS, UNEVEN_STEPS, CYCLE = 24, 6, 2
 
-def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
-    """A gradient of each slot: sums over slots and a cycle are exact in every dtype."""
+def integer_grads(step: int, label: str, shape: Sequence[int]) -> Tensor:
+    """Draw a gradient for each sequence. Sums of them over sequences and a cycle are exact in every dtype."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
-    return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
+    return torch.randint(-2, 3, (UNEVEN_SEQS, *shape), generator=generator)
 
 def grads_of(table: tg.LocalTable | tg.ExchangedTable) -> Tensor:
     """Return the buffer in which a table's gradients accumulate."""
     return table.grad if isinstance(table, tg.LocalTable) else table.row_grads
 
-def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
-    """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
-    come the integers of this rank's slots; those of tables are zeros (table_harness.py has more). spoil: with NaN
-    in all that is added for the communication alone. order: of reductions and updates; 0: the trainer's, 1: its
-    reverse, else one by chance. Returns the state right after the untying and at the end."""
-    stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
-    cfg = tiny(seqs_per_step=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS,
-               val_tokens=16 * UNEVEN_SLOTS,
-               dtype=dtype, num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
-               num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, **changes)
+def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False, order: int = 0,
+                  **changes: Any) -> dict[str, Any]:
+    """Train six steps with the untying. Return the state after the untying and at the end.
+
+    Almost no size of the model is a multiple of W. Gradients are replaced by the integers of this rank's sequences, and
+    those of tables by zeros (table_harness.py tests these). nan_padding: fill the padding of communication buffers with
+    NaN. order: of reductions and updates; 0: the trainer's, 1: its reverse, otherwise a random one.
+    """
+    stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SEQS) for stage in tg.TINY["stages"])
+    cfg = tiny_config(seqs_per_step=UNEVEN_SEQS, stages=stages, val_batch_tokens=16 * UNEVEN_SEQS,
+                      val_tokens=16 * UNEVEN_SEQS, dtype=dtype, num_heads=2, head_dim=8, model_dim=16,
+                      padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
+                      num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, **changes)
     schedule = tg.Schedule(cfg)
     assert 0 < schedule.untie_step < UNEVEN_STEPS - 1
     rng = np.random.default_rng(order)
@@ -358,80 +393,82 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
             labels = list(getattr(tg, name))
             orders = (labels, labels[::-1])
             patch.setattr(tg, name, orders[order] if order < 2 else rng.permutation(labels).tolist())
-        if spoil:
+        if nan_padding:
             patch.setattr(torch.nn.functional, "pad", functools.partial(torch.nn.functional.pad, value=math.nan))
-        with started(rank.comm(), cfg, UNEVEN_STEPS) as (engine, loader, plan):
+        with started_engine(rank.comm(), cfg, UNEVEN_STEPS) as (engine, loader, step_cfgs):
             optimizer = engine.optimizer
             for group in optimizer.sharded_groups.values():
                 count = len(tg.bank_matrices(group.spec, group.weight))
                 for buffer in (group.padded, group.main_grad, group.comm_buffer):
                     padding += len(buffer[count:])
-                    if spoil:
+                    if nan_padding:
                         buffer[count:] = math.nan
-            for values in steps_of(loader, plan):
+            for step_cfg in steps_of(loader, step_cfgs):
                 so_far = {label: grad_of(optimizer, label) for label in engine.model.specs}
                 so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
-                engine.forward_backward(loader.next(values), values)
-                for row in engine.model.specs.values():
-                    if row.label in engine.tables:
-                        grads_of(engine.tables[row.label]).zero_()
+                engine.forward_backward(loader.next(step_cfg), step_cfg)
+                for spec in engine.model.specs.values():
+                    if spec.label in engine.tables:
+                        grads_of(engine.tables[spec.label]).zero_()
                     else:
-                        grad = integers(values.step, row.label, row.shape)[rank.rank::rank.world].sum(dim=0)
-                        set_grad(optimizer, row.label, grad + so_far.get(row.label, 0))
-                end_of_step(engine, loader, values)
-                if values.untie_after:
-                    found["untied"] = full_state(engine, schedule.at(values.step + 1))
+                        grad = integer_grads(step_cfg.step, spec.label, spec.shape)[rank.rank::rank.world].sum(dim=0)
+                        set_grad(optimizer, spec.label, grad + so_far.get(spec.label, 0))
+                finish_step(engine, loader, step_cfg)
+                if step_cfg.untie_after:
+                    found["untied"] = full_state(engine, schedule.at(step_cfg.step + 1))
             return found | dict(end=full_state(engine, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(engine),
                                 padding=padding)
 
-@pytest.mark.parametrize("world, dtype, mode", [
+@pytest.mark.parametrize("world_size, dtype, mode", [
     (2, "float64", "sparse"), (2, "float64", "dense"), (2, "bfloat16", "sparse"), (8, "bfloat16", "sparse"),
-    *(pytest.param(world, dtype, mode, marks=pytest.mark.slow) for world in (3, 4, 8)
+    *(pytest.param(world_size, dtype, mode, marks=pytest.mark.slow) for world_size in (3, 4, 8)
       for dtype, mode in (("float64", "sparse"), ("float32", "dense")))])
-def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, world, dtype, mode):
-    """Tied and untied, with integers for gradients; 24 slots, of which 1/24 is no binary number."""
-    alone, = ranks(1, hand, dtype=dtype)
-    first, *_ = ranks(world, hand, dtype=dtype, row_comms=mode)
-    for moment in ("untied", "end"):
-        assert_same_bits(first[moment], alone[moment])
-    for ending in ("", ".m", ".v"):                           # the head's are cut along D, the embedding's along V
+def test_step__exact_sums_give_the_same_bits_at_every_world_size(ranks, world_size, dtype, mode) -> None:
+    """Tied and untied, with integers for gradients. With 24 sequences, the factor 1/24 is not exact in binary."""
+    single, = ranks(1, train_by_hand, dtype=dtype)
+    first, *_ = ranks(world_size, train_by_hand, dtype=dtype, row_comms=mode)
+    for when in ("untied", "end"):
+        assert_same_bits(first[when], single[when])
+    # The head is sharded along D, the embedding along V.
+    for ending in ("", ".m", ".v"):
         np.testing.assert_array_equal(first["untied"][f"embed{ending}"], first["untied"][f"lm_head{ending}"].T)
-    assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.BUILTIN_TABLES[:2])
-    assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
+    assert all(x.any() for name, x in single["end"].items() if name.split(".")[0] not in tg.BUILTIN_TABLES[:2])
+    assert ("mlp.mantissa" in single["end"]) == (dtype == "bfloat16")
 
-@worlds
-def test_ShardedGroup__padding_comes_nowhere(ranks, world):
-    """Filled with NaN instead of zeros, it changes no bit."""
-    by_rank = ranks(world, hand, spoil=True, dtype="bfloat16", row_comms="sparse")
-    assert world == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"
-    assert_same_bits(by_rank[0]["end"], ranks(world, hand, dtype="bfloat16", row_comms="sparse")[0]["end"])
+@world_sizes
+def test_ShardedGroup__padding_changes_no_bit(ranks, world_size) -> None:
+    """Filling the padding with NaN instead of zeros changes no bit."""
+    by_rank = ranks(world_size, train_by_hand, nan_padding=True, dtype="bfloat16", row_comms="sparse")
+    assert world_size == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"
+    first, *_ = ranks(world_size, train_by_hand, dtype="bfloat16", row_comms="sparse")
+    assert_same_bits(by_rank[0]["end"], first["end"])
 
-@pytest.mark.parametrize("world, order", [
-    (2, 1), (2, 2), *(pytest.param(world, order, marks=pytest.mark.slow)
-                       for world in (3, 8) for order in range(1, 12))])
-def test_orders__any_order_of_communication_gives_the_same_bits(ranks, world, order):
-    for found, want in zip(ranks(world, hand, order=order), ranks(world, hand, order=0)):
+@pytest.mark.parametrize("world_size, order", [
+    (2, 1), (2, 2), *(pytest.param(world_size, order, marks=pytest.mark.slow)
+                       for world_size in (3, 8) for order in range(1, 12))])
+def test_REDUCE_ORDER__any_order_of_communication_gives_the_same_bits(ranks, world_size, order) -> None:
+    for found, want in zip(ranks(world_size, train_by_hand, order=order), ranks(world_size, train_by_hand, order=0)):
         assert found["hashes"] == want["hashes"]
 
 
 # ---- Agreement -------------------------------------------------------------------------------------------------------
-def other_fact(rank: Rank, teller: int, changes: dict[str, str]) -> str:
-    """Return what check_agreement says when one rank has other facts."""
+def disagree(rank: Rank, odd_rank: int, changes: dict[str, str]) -> str:
+    """Return the message of check_agreement when one rank has different facts."""
     facts = {"--seed": "1", "data_sha256": "d1", "torch": "2"}
-    if rank.rank == teller % rank.world:
+    if rank.rank == odd_rank % rank.world:
         facts |= changes
     with pytest.raises(tg.ConfigError) as caught:
         rank.comm().check_agreement({name: fact for name, fact in facts.items() if fact})
     return str(caught.value)
 
-@worlds
-@pytest.mark.parametrize("teller, changes, name, values", [
+@world_sizes
+@pytest.mark.parametrize("odd_rank, changes, name, stated", [
     (-1, dict(data_sha256="d2"), "data_sha256", ("d1", "d2")), (0, {"--seed": "7"}, "--seed", ("7", "1")),
     (-1, dict(torch=""), "torch", ("2", "None"))], ids=["last", "first", "missing"])
-def test_check_agreement__all_say_so(ranks, world, teller, changes, name, values):
-    """The field, both values and ranks, and what to do."""
-    first, other = values
-    for error in ranks(world, other_fact, teller=teller, changes=changes):
-        what, found, _, do = error.split("\n")
-        assert what.endswith(f"disagree about {name}") and "same flags" in do
-        assert f"{first} on rank 0, {other} on rank {world - 1 if teller else 1}" in found
+def test_check_agreement__every_rank_raises(ranks, world_size, odd_rank, changes, name, stated) -> None:
+    """The message of every rank names the field, both values, both ranks, and what to do."""
+    first, other = stated
+    for error in ranks(world_size, disagree, odd_rank=odd_rank, changes=changes):
+        what, found, _, hint = error.split("\n")
+        assert what.endswith(f"disagree about {name}") and "same flags" in hint
+        assert f"{first} on rank 0, {other} on rank {world_size - 1 if odd_rank else 1}" in found

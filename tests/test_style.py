@@ -1,4 +1,4 @@
-"""The house: size, density, sections in order, calls that go upward only, and nothing that happens at import."""
+"""Style of the trainer: size, density, order of sections, calls to earlier sections only, no side effects on import."""
 import ast
 import builtins
 import os
@@ -20,7 +20,7 @@ from forked_ranks import Rank
 
 import train_gpt as tg
 
-pytestmark = pytest.mark.style           # of this repository's main: a fork may have other sizes
+pytestmark = pytest.mark.style           # judges this repository's main; a fork may have other sizes
 
 SOURCE = ROOT / "train_gpt.py"
 TEXT = SOURCE.read_text("utf-8")
@@ -32,7 +32,7 @@ CALLS = [node for node in NODES if isinstance(node, ast.Call)]
 MAX_COLUMNS = 120
 MAX_STATEMENTS = 3_150
 MAX_FUNCTIONS = 350
-MIN_MEAN_TOKENS = 12                                                 # a statement; the most is in AIM
+MIN_MEAN_TOKENS = 12                                                 # per statement; AIM has the maximum
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 MAX_TREE_BYTES = 45_000_000
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
@@ -40,18 +40,18 @@ SECTIONS = ("Config", "Schedule", "Data", "Kernels", "Rows", "Batches", "Model",
 BANNER = re.compile(r"# ====== Section (\d+): (\w+) =+$")
 STARTS = [number for number, line in enumerate(LINES, 1) if BANNER.match(line)]
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
-HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
+STRICT_FILES = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]  # must meet the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
-TEST_SLACK = 1.2                                                     # a test may be denser by that factor
+TEST_SLACK = 1.2                                                     # factor on the aim, for tests
 
 def section_number(line: int) -> int:
-    """Return the number of the section of a line: 0 above the first banner."""
+    """Return the number of the section of a line; 0 above the first banner."""
     return sum(start <= line for start in STARTS)
 
 
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
-def test_size__statements_functions_and_tokens_of_a_statement():
-    """Lines, tokens, docstrings and comments have no limit: a limit on them makes sentences shorter than is good."""
+def test_size__statements_functions_and_tokens_of_a_statement() -> None:
+    """Lines, tokens, docstrings and comments have no limit, because a limit would make sentences too short."""
     statements = sum(isinstance(node, ast.stmt) for node in NODES) - len(docstrings(TREE))
     assert statements <= MAX_STATEMENTS and len(FUNCTIONS) <= MAX_FUNCTIONS, (statements, len(FUNCTIONS))
     assert MIN_MEAN_TOKENS <= density(TEXT).figures["mean"] <= AIM["mean"], density(TEXT)
@@ -60,11 +60,14 @@ def test_size__statements_functions_and_tokens_of_a_statement():
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
         assert node.end_lineno - node.lineno < limit, node.name
 
-def test_density__of_every_file(capsys):
-    """Printed for all, so that a change shows its price: of the trainer, its tools and, with their slack, the tests."""
+def test_density__of_every_file(capsys) -> None:
+    """Checks the density of trainer and tools, and, with slack, of tests.
+
+    Prints it for all files, so that the cost of a change is visible.
+    """
     found = []
     missed = {}
-    for path in [*HELD, *TESTS]:
+    for path in [*STRICT_FILES, *TESTS]:
         lines = path.read_text("utf-8").splitlines()
         assert max(map(len, lines), default=0) <= MAX_COLUMNS, path.name
         of_file = density("\n".join(lines))
@@ -78,12 +81,12 @@ def test_density__of_every_file(capsys):
         found.append(f"  {section}: {of_section}")
     with capsys.disabled():
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
-    assert not missed, "denser than the aim: one thought a statement"
+    assert not missed, "denser than the aim: split statements"
 
-def test_size__of_the_tracked_tree() -> None:
-    """The sum of all files that git tracks, as `git ls-files` names them."""
+def test_size__of_tracked_files() -> None:
+    """The sizes of all files that `git ls-files` lists add up to less than the limit."""
     if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout: which files are tracked is not known")
+        pytest.skip("not a git checkout")
     try:
         listed = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, timeout=60)
     except FileNotFoundError:
@@ -94,13 +97,13 @@ def test_size__of_the_tracked_tree() -> None:
     sizes = {path: path.lstat().st_size for path in paths if os.path.lexists(path)}
     assert len(sizes) > 100
     largest = sorted(sizes, key=sizes.get, reverse=True)[:5]
-    assert sum(sizes.values()) <= MAX_TREE_BYTES, f"compress logs and ledgers; the largest: {[*map(str, largest)]}"
+    assert sum(sizes.values()) <= MAX_TREE_BYTES, f"compress logs; the largest files: {[*map(str, largest)]}"
 
 PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ternaries="a = x if y else z",
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")
 
 @pytest.mark.parametrize("construct", CONSTRUCTS)
-def test_density__each_packed_construct(construct):
+def test_density__each_packed_construct(construct) -> None:
     found = density("def f():\n" + "    b = x\n" * 3 + f"    {PACKED[construct]}\n" * 3)
     counts = [found.figures[name] * 7 / 1000 for name in CONSTRUCTS]
     assert counts == pytest.approx([3 * (name == construct) for name in CONSTRUCTS])
@@ -108,8 +111,11 @@ def test_density__each_packed_construct(construct):
 
 
 # ---- Statements -----------------------------------------------------------------------------------------------------
-def test_source__one_statement_a_line_and_no_hidden_state():
-    """No semicolon, no body after a colon, no global, no silent assert; the environment is the last section's."""
+def test_source__one_statement_a_line_and_no_hidden_state() -> None:
+    """No semicolon, no body after a colon, no global, and no assert without a message.
+
+    Only the last section reads the environment.
+    """
     statements = [node for node in NODES if isinstance(node, ast.stmt)]
     assert not [node.lineno for node in statements if LINES[node.lineno - 1][:node.col_offset].strip()]
     assert not [node.lineno for node in NODES if isinstance(node, (ast.Global, ast.Nonlocal))]
@@ -119,40 +125,41 @@ def test_source__one_statement_a_line_and_no_hidden_state():
     assert len([line for line in environ if section_number(line) == 0]) == 1
     assert {section_number(line) for line in environ} == {0, len(SECTIONS)}
 
-def test_source__no_code_in_strings_and_nothing_from_the_repository():
-    """Nothing is executed that is not written here as code; loaded files run none."""
+def test_source__no_code_in_strings_and_nothing_from_the_repository() -> None:
+    """No code in strings is executed, and loaded files run no code."""
     called = {ast.unparse(node.func) for node in CALLS}
     assert not called & {"exec", "eval", "compile", "__import__", "runpy.run_path", "pickle.load", "pickle.loads"}
     loads = [ast.unparse(node) for node in CALLS if ast.unparse(node.func) == "torch.load"]
     assert loads and all("weights_only=True" in load for load in loads)
     for node in NODES:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count("\n") > 3:
-            with pytest.raises(SyntaxError):                         # prose
+            with pytest.raises(SyntaxError):                         # it is prose
                 ast.parse(textwrap.dedent(node.value))
-    own = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
+    project_modules = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
     imported = {node.module for node in NODES if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in NODES if isinstance(node, ast.Import) for alias in node.names}
-    assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
+    assert not {name.split(".")[0] for name in imported} & (project_modules | {"data", "records", "tests", "tools"})
 
 
 # ---- Sections -------------------------------------------------------------------------------------------------------
-def test_sections__in_order_with_banner_plan_and_tests():
+def test_sections__in_order_with_banner_plan_and_tests() -> None:
     banners = [line for line in LINES if line.startswith("# ===")]
     numbered = [(str(k), name) for k, name in enumerate(SECTIONS, 1)]
     assert [BANNER.match(line).groups() for line in banners] == numbered
     assert {len(line) for line in banners} == {MAX_COLUMNS}
-    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered, "the floor plan"
+    assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered
     assert not [section for section in SECTIONS if not (ROOT / f"tests/test_{section.lower()}.py").exists()]
 
 def names_used(table: symtable.SymbolTable) -> set[str]:
-    """Return the global names that a module-level statement reads, annotations included, nested scopes too."""
-    top = table.get_type() == "module"
-    found = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
-    return found.union(*map(names_used, table.get_children()))
+    """Return the global names that a module-level statement reads, including annotations and nested scopes."""
+    is_module = table.get_type() == "module"
+    names = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (is_module or s.is_global())}
+    return names.union(*map(names_used, table.get_children()))
 
-def test_sections__use_only_names_that_are_defined_above():
-    """Inside sections, too. Only the functions of one class use each other in any order, and a function itself."""
-    defined = {}                         # name -> the first line that defines it
+def test_sections__use_only_names_that_are_defined_above() -> None:
+    """This holds inside sections too. Only methods of one class may use each other in any order, and a function itself.
+    """
+    defined = {}                         # name -> first line that defines it
     uses = []
     for node in TREE.body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
@@ -163,12 +170,12 @@ def test_sections__use_only_names_that_are_defined_above():
                 defined.setdefault(symbol.get_name(), first)
     assert len(defined) > 100 and section_number(defined["StepConfig"]) == 2 and section_number(defined["np"]) == 0
     known = defined.keys() | set(dir(builtins)) | {"__file__", "__name__"}
-    assert not set().union(*(used for _, used in uses)) - known, "names that are defined nowhere"
+    assert not set().union(*(used for _, used in uses)) - known, "undefined names"
     below = [(line, name, defined[name]) for line, used in uses for name in used if defined.get(name, 0) > line]
-    assert not below, "lines that use a name, and the line below them that defines it"
+    assert not below, "line of the use, name, line of the definition"
 
-def test_train_step__five_calls_and_a_train_that_hides_none():
-    """design.md 2: the step is visible in one place, and the outline of a run has no function of its own."""
+def test_train_step__five_calls_and_a_train_that_hides_none() -> None:
+    """A training step is visible in one place, and the functions that outline a run define no inner functions."""
     functions = {node.name: node for node in TREE.body if isinstance(node, ast.FunctionDef)}
     calls = [ast.unparse(node.func) for node in ast.walk(functions["train_step"]) if isinstance(node, ast.Call)]
     assert sorted(calls) == sorted(["engine.forward_backward", "loader.next", "loader.next_plans",
@@ -184,12 +191,12 @@ def test_train_step__five_calls_and_a_train_that_hides_none():
 Call = tuple[str, int, str, int]         # caller and its section, callee and its section
 
 def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
-    """Return the calls of trainer code while `run` is running, on every thread, generators' resumptions included.
+    """Return the calls of trainer code while `run` is running, on every thread, including resumptions of generators.
 
-    The caller is the nearest frame of the trainer up the stack, because torch and the library call back. Where there is
-    none, as on the thread of a pool or of autograd, there is no caller.
+    The caller is the nearest frame of the trainer up the stack, because torch and the library call back. If there is
+    none, as on a thread of a pool or of autograd, there is no caller.
     """
-    sections: dict[CodeType, int] = {}   # 0: not of the trainer
+    sections: dict[CodeType, int] = {}   # 0: not the trainer's
     calls = set()
 
     def section_of(code: CodeType) -> int:
@@ -197,7 +204,7 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
             sections[code] = section_number(code.co_firstlineno) if code.co_filename == tg.__file__ else 0
         return sections[code]
 
-    def note(frame: FrameType, event: str, _: object) -> None:
+    def note_call(frame: FrameType, event: str, _: object) -> None:
         if event != "call" or not section_of(frame.f_code):
             return
         caller = frame.f_back
@@ -207,8 +214,8 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
             calls.add((caller.f_code.co_qualname, section_of(caller.f_code), frame.f_code.co_qualname,
                        section_of(frame.f_code)))
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    threading.setprofile(note_call)
+    sys.setprofile(note_call)
     try:
         run()
     finally:
@@ -217,7 +224,8 @@ def calls_between_sections(run: Callable[[], Any]) -> set[Call]:
     return calls
 
 def traced_runs(rank: Rank) -> set[Call]:
-    """Warm-up and training in all stages, untying, validation, checkpoints, saves, a resumed run, a time budget."""
+    """Trace warm-up and training in all stages, untying, validation, checkpoints, saves, a resumed run, a time budget.
+    """
     comm = rank.comm()
     source = Path(tg.__file__).read_bytes()
     calls = set()
@@ -233,23 +241,23 @@ def traced_runs(rank: Rank) -> set[Call]:
     return calls
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_sections__no_code_calls_a_later_section(ranks, world):
-    """Whatever was passed or stored: a function, generator, closure or method of a later section has no caller."""
+def test_sections__no_code_calls_a_later_section(ranks, world) -> None:
+    """However it was passed or stored, no function, generator, closure or method of a later section is called."""
     calls = set().union(*ranks(world, traced_runs))
     named = {(caller, callee) for caller, _, callee, _ in calls}
     seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
-            ("Engine.forward_backward", "first_order_only.<locals>.wrapper"),         # autograd calls it in between
+            ("Engine.forward_backward", "first_order_only.<locals>.wrapper"),         # called through autograd
             ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"),
             ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
-    assert seen <= named, "what the runs are traced for"
+    assert seen <= named, "the traced runs must contain these calls"
     downward = sorted(call for call in calls if call[3] > call[1])
     assert not downward, downward
 
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
-def test_import__definitions_and_constants_only():
-    """But for what the file does when it is the program: at its end, and before torch is imported."""
+def test_import__definitions_and_constants_only() -> None:
+    """The only exceptions run when the file is the main program: at its end, and before torch is imported."""
     main = [node for node in TREE.body if isinstance(node, ast.If)]
     assert {ast.unparse(node.test) for node in main} == {"__name__ == '__main__'"} and main[-1] is TREE.body[-1]
     assert "GOMP_SPINCOUNT" in TEXT[:TEXT.index("import numpy")]
@@ -269,8 +277,8 @@ assert torch.equal(torch.get_rng_state(), rng[0]) and (torch.get_num_threads(), 
 assert os.listdir() == []
 """
 
-def test_import__in_a_bare_process_does_nothing(tmp_path):
-    """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""
+def test_import__in_a_bare_process_does_nothing(tmp_path) -> None:
+    """With an empty environment and directory: no file, process group, device, output, thread or signal handler."""
     command = [sys.executable, "-B", "-c", IMPORT, str(ROOT)]
     done = subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, text=True, timeout=PROCESS_TIMEOUT_S)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

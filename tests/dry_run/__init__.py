@@ -1,1 +1,1 @@
-"""A walk of the trainer on GPUs that are not there: README.md says what it proves."""
+"""The dry run: the trainer on fake CUDA tensors. README.md explains what it proves."""

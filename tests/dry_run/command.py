@@ -1,7 +1,8 @@
-"""Rehearse a run on GPUs that are not there: what it launches, moves, keeps and waits for, and what a change adds.
+"""Run the trainer on fake CUDA tensors, and compare its launches, traffic, memory and waits with the expected costs.
 
-README.md says what the flags do, what fails and how to accept growth. Status: 0; 1 for a failure; 2 for a request that
-cannot be met. DRY_RUN_CACHE names a folder that keeps what was compiled for the next call.
+README.md explains the flags, what makes the dry run fail, and how to accept a growth. Exit status: 0; 1 if something
+failed; 2 if the request cannot be met. DRY_RUN_CACHE is a folder in which compiled kernels are stored for the next
+call.
 """
 from __future__ import annotations
 
@@ -20,77 +21,79 @@ from pathlib import Path
 from typing import Any
 
 from . import price
-from .expected_costs import add_prices, forbidden, kept, ledger_in, report, sums_of, summary_of, written
+from .expected_costs import (add_prices, compact, find_failures, format_json, growth_beyond_limit,
+                             load_expected_costs, sum_lines, summarize)
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
-TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals fake_cuda.py knows
-BAD_REQUEST = 2                          # status: nothing was walked
-LINES_OF_LOG = 30                        # shown where a walk fails
+TORCH_VERSION, TRITON_VERSION = "2.13.0", "3.7.1"  # fake_cuda.py depends on their internals
+INVALID_INPUT = 2                        # exit status
+LOG_TAIL_LINES = 30                      # printed when a walk fails
 
-def why_not() -> str:
-    """What keeps the rehearsal from running here; empty: nothing."""
+def unsupported_reason() -> str:
+    """Return why the dry run cannot run here; "" if it can."""
     if sys.platform != "linux":
-        return f"made for Linux, not {sys.platform}"
+        return f"it needs Linux, not {sys.platform}"
     if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
-        return "no C++ compiler: install g++, or name one in CXX"
-    for package, known in (("torch", TORCH), ("triton", TRITON)):
+        return "no C++ compiler: install g++, or set CXX"
+    for package, supported in (("torch", TORCH_VERSION), ("triton", TRITON_VERSION)):
         try:
             found = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            return f"no {package}: pip install {package}=={known}"
-        if found.partition("+")[0] != known:
-            return f"{package} {found}: its internals are known of {known} only"
+            return f"no {package}: pip install {package}=={supported}"
+        if found.partition("+")[0] != supported:
+            return f"{package} {found}: fake_cuda.py supports only {supported}, whose internals it replaces"
         if package == "torch" and not found.endswith("+cpu"):
-            return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
+            return "torch is a CUDA build, which has its own CUDA hooks: install the CPU wheel"
     return ""
 
 
 # ---- Walks
-def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What walk.py finds with each of these arguments, in processes side by side."""
+def run_walks(walk_args: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Run walk.py once with each of these arguments, in parallel processes; return the results by name."""
     with tempfile.TemporaryDirectory(prefix="dry-run-") as folder:
         environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(TESTS))
         environment.setdefault("DRY_RUN_CACHE", folder)
         processes = {}
-        for name, arguments in jobs.items():
+        for name, arguments in walk_args.items():
             command = [sys.executable, "-m", "dry_run.walk", f"--out={folder}/{name}.json", *arguments, "--", *flags]
             with open(f"{folder}/{name}.log", "w") as log:
                 processes[name] = subprocess.Popen(command, env=environment, stderr=log)
-        return {name: found_by(process, Path(folder, name)) for name, process in processes.items()}
+        return {name: read_result(process, Path(folder, name)) for name, process in processes.items()}
 
-def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
+def read_result(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     status = process.wait()
-    last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LINES_OF_LOG:])
+    last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LOG_TAIL_LINES:])
     if status != 0:
-        return dict(error=f"the walk ended with status {status}:\n{last_lines}")
-    found = json.loads(path.with_suffix(".json").read_text())
-    if "ended_by" in found:
-        print(f"The walk ended before its end:\n{last_lines}")
-    return found
+        return dict(error=f"the walk failed with exit status {status}:\n{last_lines}")
+    walk = json.loads(path.with_suffix(".json").read_text())
+    if "ended_by" in walk:
+        print(f"The walk did not finish:\n{last_lines}")
+    return walk
 
-def timelines_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
-    """What the walks of all worlds found, as one object: what a price is made of and --out writes."""
+def merge_walks(walks: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
+    """Merge the walks of all world sizes into one object, from which prices are computed and which --out writes."""
     kernels: dict[str, dict] = {}
-    worlds = {}
-    for world, found in walked.items():
-        steps = found.pop("steps")                            # of the run: the same in all walks
-        kernels = found.pop("kernels") | kernels              # Inductor may count one in two ways
-        worlds[world] = dict(found, segments={})
+    by_world_size = {}
+    for world_size, walk in walks.items():
+        steps = walk.pop("steps")                             # of the whole run; equal in all walks
+        kernels = walk.pop("kernels") | kernels               # Inductor may count the bytes of a kernel in two ways
+        by_world_size[world_size] = dict(walk, segments={})
     launched = set()
-    for found in worlds.values():
-        for phase in found["phases"].values():
-            phase.update(sums_of(phase["timeline"], kernels))
+    for walk in by_world_size.values():
+        for phase in walk["phases"].values():
+            phase.update(sum_lines(phase["timeline"], kernels))
             launched |= {item[1] for item in phase["timeline"] if item[0] == "run"}
     kernels = {key: kernel for key, kernel in kernels.items() if key in launched}
-    return dict(format=price.FORMAT, torch=TORCH, triton=TRITON, card=card, flags=list(flags), kernels=kernels,
-                worlds=worlds, steps=steps, source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
+    return dict(format=price.FORMAT, torch=TORCH_VERSION, triton=TRITON_VERSION, card=card, flags=list(flags),
+                kernels=kernels, worlds=by_world_size, steps=steps,
+                source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
 
 
-# ---- Pages
-def summary(ledger: dict[str, Any]) -> Iterator[str]:
-    for number, world in ledger["worlds"].items():
-        yield f"W = {number}: {len(world['graphs'])} graphs"
+# ---- Output
+def summary_lines(costs: dict[str, Any]) -> Iterator[str]:
+    for world_size, world in costs["worlds"].items():
+        yield f"W = {world_size}: {len(world['graphs'])} graphs"
         for name, phase in world["phases"].items():
             sums = phase["sums"]
             if not sums.get("launches"):
@@ -100,90 +103,102 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
             yield (f"  {name:24}{sums['launches']:6} launches {sums['bytes'] / 1e9:8.1f} GB  "
                    f"TFLOP {' + '.join(flops) or 0}; peak {sums['peak_bytes'] / 2**20:,.0f} MiB, "
                    f"{sums['collectives']} collectives of {sums['collective_bytes'] / 1e6:,.0f} MB")
-    compiled = ledger["kernels_compiled"]
+    compiled = costs["kernels_compiled"]
     yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
-def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
-    """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
+def price_and_compare(before: dict[str, Any] | None, costs: dict[str, Any], timelines: dict[str, Any]) -> str:
+    """Add the prices to the costs. Return them as text, followed by the differences from the earlier ones."""
     try:
         rates = price.load(price.RATES)
-        now = price.price(timelines, rates)
-    except price.PriceError as error:                         # a card without a rate for what it is asked
+        prediction = price.price(timelines, rates)
+    except price.PriceError as error:                         # a GPU that lacks a rate for one of its operations
         return f"no price: {error}"
-    add_prices(new, timelines, rates)
-    return price.text(now) + ("\n" + price.difference(price.kept_prediction(old), now) if old else "")
+    add_prices(costs, timelines, rates)
+    difference = ""
+    if before:
+        difference = "\n" + price.format_difference(price.stored_prediction(before), prediction)
+    return price.format_prediction(prediction) + difference
 
 
 # ---- The command
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("dry_run.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", default="8,1", type=numbers, help="numbers of GPUs [%(default)s]")
-    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
-    parser.add_argument("--stages", default=[], type=numbers, help="lower the graphs of these only, such as 1,2 [all]")
-    parser.add_argument("--quick", action="store_true", help="the first stage on eight GPUs, compared with nothing")
-    parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
-    parser.add_argument("--ledger", default=str(price.LEDGER), help="to compare with, and to update")
-    parser.add_argument("--out", default="", help="file for all timelines, of which price.py and records make prices")
-    parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
-    wanted = parser.parse_args(argv)
-    if wanted.quick and (wanted.update or wanted.stages):
-        parser.error("--quick walks the first stage and no more")
-    return wanted
+    parser.add_argument("--gpus", default="8,1", type=parse_numbers, help="world sizes [%(default)s]")
+    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]),
+                        help="GPU to compile for [%(default)s]")
+    parser.add_argument("--stages", default=[], type=parse_numbers,
+                        help="lower only the graphs of these stages, for example 1,2 [all]")
+    parser.add_argument("--quick", action="store_true",
+                        help="check the first stage on eight GPUs, without a comparison")
+    parser.add_argument("--update", action="store_true", help="write the expected costs and print the differences")
+    parser.add_argument("--ledger", default=str(price.EXPECTED_COSTS), metavar="FILE",
+                        help="expected costs to compare with, and to update")
+    parser.add_argument("--out", default="", metavar="FILE",
+                        help="write all timelines here, for price.py and for records")
+    parser.add_argument("flags", nargs="*", help="flags of train_gpt.py, after --")
+    args = parser.parse_args(argv)
+    if args.quick and (args.update or args.stages):
+        parser.error("--quick runs only the first stage; omit --update and --stages")
+    return args
 
-def numbers(text: str) -> list[str]:
-    found = text.split(",")
-    if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
-    return found
+def parse_numbers(text: str) -> list[str]:
+    numbers = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*", number) for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected positive integers, for example 8,1")
+    return numbers
 
-def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
-    """Timelines of the walks; none if one of them could not be made, which is said."""
-    if wanted.quick:
-        jobs = {"8": ["--world=8", f"--card={wanted.card}", "--stages=1", "--first-stage"]}
+def run_all(args: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the timelines of all walks. If a walk fails, print why and return None."""
+    if args.quick:
+        walk_args = {"8": ["--world=8", f"--card={args.card}", "--stages=1", "--first-stage"]}
     else:
-        stages = ",".join(wanted.stages)
-        jobs = {world: [f"--world={world}", f"--card={wanted.card}", f"--stages={stages}"] for world in wanted.gpus}
-    walked = walk_all(jobs, wanted.flags)
-    errors = {name: found["error"] for name, found in walked.items() if "error" in found}
+        stages = ",".join(args.stages)
+        walk_args = {}
+        for world_size in args.gpus:
+            walk_args[world_size] = [f"--world={world_size}", f"--card={args.card}", f"--stages={stages}"]
+    walks = run_walks(walk_args, args.flags)
+    errors = {name: found["error"] for name, found in walks.items() if "error" in found}
     for name, error in errors.items():
-        print(f"{name} on {wanted.card}:\n{error}")
-    return None if errors else timelines_of(walked, wanted.card, wanted.flags)
+        print(f"{name} on {args.card}:\n{error}")
+    return None if errors else merge_walks(walks, args.card, args.flags)
 
 def main(argv: Sequence[str]) -> int:
-    reason = why_not()
+    reason = unsupported_reason()
     if reason:
-        print(f"the rehearsal is not run: {reason}")
+        print(f"the dry run cannot run here: {reason}")
         return 2
-    wanted = parse(argv)
-    path = Path(wanted.ledger)
+    args = parse_args(argv)
+    path = Path(args.ledger)
     try:
-        old = None if wanted.quick else ledger_in(path)
+        before = None if args.quick else load_expected_costs(path)
     except price.PriceError as error:
         print(error)
-        return BAD_REQUEST
-    if wanted.update and old is not None:
-        other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
-        if other or not set(old["worlds"]) <= set(wanted.gpus):
-            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, flags {old['flags']}"
-            print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
-            return BAD_REQUEST
-    if old is not None and old["card"] != wanted.card:
-        old = None
-    timelines = rehearse(wanted)
+        return INVALID_INPUT
+    if args.update and before is not None:
+        differs = (args.card, args.flags, args.stages) != (before["card"], before["flags"], [])
+        if differs or not set(before["worlds"]) <= set(args.gpus):
+            stored = f"{before['card']}, W = {' and '.join(before['worlds'])}, all stages, flags {before['flags']}"
+            print(f"--update would lose costs that {path.name} has: {stored}; give another --ledger=FILE for others")
+            return INVALID_INPUT
+    if before is not None and before["card"] != args.card:
+        before = None
+    timelines = run_all(args)
     if timelines is None:
         return 1
-    new = summary_of(timelines)
-    page = prices(old, new, timelines)
-    print("\n".join(summary(new)))
-    if wanted.out:
-        price.compressed.write_bytes(Path(wanted.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
-    failures = forbidden(new)
-    grown = report(old, new) if old else []
-    if not wanted.quick:
-        print(page if old else f"compared with nothing: {path.name} has no {wanted.card}\n{page}")
-    if wanted.update and not failures:
-        print("\n".join(grown))
-        price.compressed.write_bytes(path, written(kept(new)).encode() + b"\n")
+    costs = summarize(timelines)
+    report_text = price_and_compare(before, costs, timelines)
+    print("\n".join(summary_lines(costs)))
+    if args.out:
+        price.compressed.write_bytes(Path(args.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
+    failures = find_failures(costs)
+    growth = growth_beyond_limit(before, costs) if before else []
+    if not args.quick:
+        if not before:
+            print(f"nothing to compare with: {path.name} has no costs of {args.card}")
+        print(report_text)
+    if args.update and not failures:
+        print("\n".join(growth))
+        price.compressed.write_bytes(path, format_json(compact(costs)).encode() + b"\n")
         return 0
-    print("\n".join(f"FAILED  {failure}" for failure in failures + grown))
-    return 1 if failures + grown else 0
+    print("\n".join(f"FAILED  {failure}" for failure in failures + growth))
+    return 1 if failures + growth else 0

@@ -1,4 +1,4 @@
-"""What a walk counts: launches, bytes, flops, collectives, memory and waits, in the order in which they are issued."""
+"""Count launches, bytes, flops, collectives, memory and waits of a walk, in the order in which they are issued."""
 from __future__ import annotations
 
 import contextlib
@@ -22,81 +22,86 @@ from torch._subclasses.fake_tensor import FakeTensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
 
-LONGEST_NAME = 40                        # in the key of a kernel
-GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
-# Functions of the trainer whose callers say what it is about.
-HANDED_ON = ("synchronize", "wait_for", "happens_within", "launch")
-ALIGNED_BYTES = 16                       # of an address that takes the widest loads and stores
-LARGE_BYTES = 10**6                      # of an argument whose loads have to be wide
-TILE = 128                               # rows and columns of a tile of attention
-linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
+MAX_NAME = 40                            # characters of a kernel's name in its key
+GRADIENT_SCRATCH = {"lm_head": 1}        # next to its main_grad, because an fp8 matmul cannot accumulate into it
+# Functions of the trainer that stand for their callers in reports.
+LOOK_THROUGH = ("synchronize", "wait_for", "happens_within", "launch")
+ALIGNMENT = 16                           # bytes; needed for the widest loads and stores
+MIN_CHECKED_BYTES = 10**6                # larger arguments must be aligned
+TILE = 128                               # queries, and keys, of an attention tile
+linecache.getlines(tg.__file__)          # read the source now, because the file may change later
 
-# ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
+# ATen operations that run kernels of a library. The sizes m, n, k of a matmul are those of the last two dimensions.
+MATMULS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
 ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
-# Allocations and questions: they launch nothing.
-SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
+# Allocations and queries, which launch nothing.
+NO_LAUNCH = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
           "_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "resize_", "sym_size", "sym_stride", "sym_numel"}
 
-def short(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
-def text_of(x: Any) -> str:
-    """A tensor as an argument is written in a key."""
-    return f"{short(x.dtype)}{tuple(x.shape)}".replace(" ", "")
+def describe(x: Any) -> str:
+    """Format dtype and shape of a tensor as in keys."""
+    return f"{dtype_name(x.dtype)}{tuple(x.shape)}".replace(" ", "")
 
-def texts_of(tensors: list[Tensor]) -> str:
-    return " ".join(map(text_of, tensors))
+def describe_all(tensors: list[Tensor]) -> str:
+    return " ".join(map(describe, tensors))
 
-def digest_of(text: str) -> str:
+def short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 # ---- Bytes and flops
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
-    """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
+    """Return the compulsory traffic of an ATen operation, in bytes: everything read or written once.
+
+    Of indexed tensors only the rows in the index count.
+    """
     if name in ("index", "gather", "embedding", "index_select"):
         return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
     if name == "index_put_":
-        target, *others = tensors
+        target, *inputs = tensors
         rows = max(x.numel() for x in args[1] if x is not None)
-        along = next(at for at, x in enumerate(args[1]) if x is not None)
-        return rows * target.nbytes // max(1, target.shape[along]) + sum(x.nbytes for x in others)
+        indexed_dim = next(dim for dim, x in enumerate(args[1]) if x is not None)
+        return rows * target.nbytes // max(1, target.shape[indexed_dim]) + sum(x.nbytes for x in inputs)
     if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
 
-def executed_tiles(bounds: np.ndarray, window: int) -> int:
-    """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
-    lengths = np.diff(bounds)
-    tiles_of = -(-lengths // TILE)
-    document = np.repeat(np.arange(len(lengths)), tiles_of)
-    first = TILE * (np.arange(len(document)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of))
-    last = np.minimum(first + TILE, lengths[document]) - 1
-    visited = last // TILE - np.maximum(first - window, 0) // TILE + 1
+def executed_tiles(cu_seqlens: np.ndarray, window: int) -> int:
+    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
+    """
+    lengths = np.diff(cu_seqlens)
+    tiles_per_document = -(-lengths // TILE)
+    document_of_tile = np.repeat(np.arange(len(lengths)), tiles_per_document)
+    first_tile = np.cumsum(tiles_per_document) - tiles_per_document
+    first_query = TILE * (np.arange(len(document_of_tile)) - np.repeat(first_tile, tiles_per_document))
+    last_query = np.minimum(first_query + TILE, lengths[document_of_tile]) - 1
+    visited = last_query // TILE - np.maximum(first_query - window, 0) // TILE + 1
     return int(visited.sum())
 
 
-# ---- What is recorded
+# ---- Records
 @dataclass
 class Buffer:
     size: int                            # bytes
     shape: str
-    maker: str = ""                      # the first launch that touched it
-    too_much: str = ""                   # why it should not be there
-    gradient_of: str = ""                # label of the weight that it is a gradient of, by its size
+    first_launch: str = ""               # name
+    problem: str = ""                    # why it should not exist, if it should not
+    gradient_of: str = ""                # label of the weight that has the same size, during a backward pass
 
 class Phase:
-    """A stretch of the run: what the training thread issues, in its order, and memory."""
-    def __init__(self, now: int, alive: dict[int, Buffer], stage: int | None) -> None:
-        self.stage = stage                                    # that it belongs to, if it does
+    """A period of the run: what the training thread issues, in order, and the memory."""
+    def __init__(self, bytes_now: int, live_buffers: dict[int, Buffer], stage: int | None) -> None:
+        self.stage = stage                                    # None: no stage
         self.timeline: list[list] = []
         self.collectives = 0
-        self.peak = now                                       # bytes
-        self.at_peak = list(alive.values())
+        self.peak_bytes = bytes_now
+        self.at_peak = list(live_buffers.values())
 
-    def run(self, key: str) -> None:
+    def record_launch(self, key: str) -> None:
         last = self.timeline[-1] if self.timeline else None
         if last and last[:2] == ["run", key]:
             last[2] += 1
@@ -104,37 +109,37 @@ class Phase:
             self.timeline.append(["run", key, 1])
 
 class Tally:
-    """Listens to the card and to the trainer's own calls."""
-    def __init__(self, world: int) -> None:
-        self.world = world
+    """Records what the fake GPU and the hooks report."""
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
         self.kernels: dict[str, dict[str, Any]] = {}
         self.graphs: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, Phase] = {}
         self.failures: list[dict[str, str]] = []
-        self.reasons: list[str] = []                 # of graphs that were compiled again
-        self.host_waits = Counter()                  # in the timed loop, by line
-        self.waits_elsewhere = Counter()             # on another thread, at any time
-        self.now = 0                                 # bytes on the device
-        self.racing = False                          # between the start of the race and its end
-        self.timed = False                           # and not in a validation or a checkpoint
-        self.batch: Any = None                       # whose documents attention sees
+        self.recompile_reasons: list[str] = []       # from torch's logs
+        self.host_waits = Counter()                  # in the timed loop: line -> count
+        self.other_thread_waits = Counter()          # at any time: line -> count
+        self.bytes_now = 0                           # on the device
+        self.in_train_loop = False                   # between the start and the end of the training loop
+        self.timed = False                           # in the training loop, but not in a validation or checkpoint
+        self.batch: Any = None                       # the batch that attention runs on
         self.stage = 0
-        self.row_grads: dict[int, str] = {}          # label of a table, by the address of its row gradients
-        self.table_sizes: set[int] = set()           # numbers in a whole table
-        self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
-        self.owning: dict[int, str] = {}             # label of a weight that owns a main_grad, by its numbers
+        self.row_grads: dict[int, str] = {}          # address of the row gradients -> label of the table
+        self.table_numels: set[int] = set()          # elements of a whole table
+        self.logits_numel = math.inf                 # tokens of a micro-batch, times vocabulary
+        self.label_by_numel: dict[int, str] = {}     # elements of a weight with a main_grad -> its label
         self.in_backward = False
-        self.alive: dict[int, Buffer] = {}           # by address
-        self.schedule: tg.Schedule | None = None     # once the race has begun
-        self.other_thread = False                    # what happens is the work of one that is not the training's
+        self.live_buffers: dict[int, Buffer] = {}    # by address
+        self.schedule: tg.Schedule | None = None     # set when the training loop starts
+        self.other_thread = False                    # the current code runs on another thread in a real run
         self.begin("set-up")
 
     def begin(self, name: str, stage: int | None = None) -> None:
-        self.phase = self.phases[name] = Phase(self.now, self.alive, stage)
+        self.phase = self.phases[name] = Phase(self.bytes_now, self.live_buffers, stage)
 
     @contextlib.contextmanager
-    def elsewhere(self) -> Iterator[None]:
-        """Memory counts; the timeline of the training thread goes on without what happens in here."""
+    def on_other_thread(self) -> Iterator[None]:
+        """Count the memory of the body, but add nothing to the timeline of the training thread."""
         self.other_thread = True
         try:
             yield
@@ -146,227 +151,239 @@ class Tally:
         if failure not in self.failures:
             self.failures.append(failure)
 
-    # ---- Told by the card
-    def allocated(self, storage: Any, tensor: Tensor) -> None:
-        buffer = self.alive[storage._cdata] = Buffer(storage.nbytes(), text_of(tensor))
-        self.now += buffer.size
-        if self.now > self.phase.peak:
-            self.phase.peak = self.now
-            self.phase.at_peak = list(self.alive.values())
+    # ---- Called by the fake GPU
+    def on_alloc(self, storage: Any, tensor: Tensor) -> None:
+        buffer = self.live_buffers[storage._cdata] = Buffer(storage.nbytes(), describe(tensor))
+        self.bytes_now += buffer.size
+        if self.bytes_now > self.phase.peak_bytes:
+            self.phase.peak_bytes = self.bytes_now
+            self.phase.at_peak = list(self.live_buffers.values())
         if not self.timed:
             return
-        if tensor.dtype == torch.float32 and tensor.numel() >= self.logit_numbers:
-            buffer.too_much = "f32 buffer of (tokens, vocabulary)"
-        elif tensor.numel() in self.table_sizes:
-            buffer.too_much = "buffer of table size"
-        elif self.in_backward and tensor.element_size() > 1:  # weights of a product in 8 bits are no gradients
-            buffer.gradient_of = label = self.owning.get(tensor.numel(), "")
-            count = sum(other.gradient_of == label for other in self.alive.values())
+        if tensor.dtype == torch.float32 and tensor.numel() >= self.logits_numel:
+            buffer.problem = "f32 buffer of (tokens, vocabulary)"
+        elif tensor.numel() in self.table_numels:
+            buffer.problem = "buffer of table size"
+        elif self.in_backward and tensor.element_size() > 1:  # fp8 copies of weights are not gradients
+            buffer.gradient_of = label = self.label_by_numel.get(tensor.numel(), "")
+            count = sum(other.gradient_of == label for other in self.live_buffers.values())
             if label and count > GRADIENT_SCRATCH.get(label, 0):
-                buffer.too_much = "buffer of a gradient's size"
+                buffer.problem = "buffer of a gradient's size"
 
-    def freed(self, address: int, size: int) -> None:
-        self.now -= size
-        del self.alive[address]
+    def on_free(self, address: int, size: int) -> None:
+        self.bytes_now -= size
+        del self.live_buffers[address]
 
     def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
-        """The first launch that touches a buffer gives it its name."""
+        """Name buffers after the first launch that touches them."""
         for x in tensors:
-            buffer = self.alive.get(x.untyped_storage()._cdata)
-            if buffer is None or buffer.maker:
+            buffer = self.live_buffers.get(x.untyped_storage()._cdata)
+            if buffer is None or buffer.first_launch:
                 continue
-            buffer.maker = name
-            if buffer.too_much:
-                self.fail(buffer.too_much, where, buffer.shape)
+            buffer.first_launch = name
+            if buffer.problem:
+                self.fail(buffer.problem, where, buffer.shape)
 
-    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+    def on_operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         name = func._schema.name.partition("::")[2]
-        if name in SILENT or func.is_view:
+        if name in NO_LAUNCH or func.is_view:
             return
         others = [x for key, x in kwargs.items() if key != "out"]
-        tensors = fakes((*args, *others))
-        outputs = fakes((out,))
-        on_card = [x for x in tensors + outputs if x.device.type == "cuda"]
-        if not on_card:
+        tensors = fake_tensors((*args, *others))
+        outputs = fake_tensors((out,))
+        on_device = [x for x in tensors + outputs if x.device.type == "cuda"]
+        if not on_device:
             return
-        facts = dict(kind="eager", name=f"aten.{name}", shapes=texts_of(tensors))
-        if name.removesuffix("_") in PRODUCTS:               # or in place
+        facts = dict(kind="eager", name=f"aten.{name}", shapes=describe_all(tensors))
+        if name.removesuffix("_") in MATMULS:                # in-place operations too
             a, b = [x for x in tensors if x.dim() >= 2][-2:]
             shape = dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
-            facts.update(kind="product", dtype=short(a.dtype), **shape, flops=2 * math.prod(shape.values()))
+            facts.update(kind="product", dtype=dtype_name(a.dtype), **shape, flops=2 * math.prod(shape.values()))
             facts["bytes"] = operation_bytes(name, args, [x for x in tensors if x.dim()], outputs)
         elif name in ATTENTION:
-            facts = self.attention(name, args, kwargs, tensors, outputs)
+            facts = self.attention_facts(name, args, kwargs, tensors, outputs)
         else:
             facts["bytes"] = operation_bytes(name, args, tensors, outputs)
             if name in ("_to_copy", "copy_"):
                 source = args[1] if name == "copy_" else args[0]
-                self.copied(source, out, kwargs.get("non_blocking", args[2:] == (True,)), facts)
-        key = f"{facts['name']}.{digest_of(facts['shapes'])}"
-        self.launch(key, facts, on_card)
+                self.note_copy(source, out, kwargs.get("non_blocking", args[2:] == (True,)), facts)
+        key = f"{facts['name']}.{short_digest(facts['shapes'])}"
+        self.count_launch(key, facts, on_device)
 
-    def copied(self, source: Tensor, out: Tensor, non_blocking: bool, facts: dict[str, Any]) -> None:
-        """A copy between host and device waits unless it is told not to, and the host's side is pinned."""
+    def note_copy(self, source: Tensor, out: Tensor, non_blocking: bool, facts: dict[str, Any]) -> None:
+        """Record a copy between host and device. It waits unless it is non-blocking and the host memory is pinned."""
         if source.device.type == out.device.type:
             return
-        facts.update(kind="copy", bytes=out.nbytes, shapes=f"{text_of(source)} to {out.device.type}")
+        facts.update(kind="copy", bytes=out.nbytes, shapes=f"{describe(source)} to {out.device.type}")
         host, direction = (source, "to") if out.device.type == "cuda" else (out, "from")
         if not non_blocking:
-            self.host_waited(f"copy {direction} the device")
+            self.on_host_wait(f"copy {direction} the device")
         elif not getattr(host, "pinned", False):
-            self.host_waited(f"copy {direction} the device, of memory that is not pinned")
+            self.on_host_wait(f"copy {direction} the device, of memory that is not pinned")
 
-    def attention(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor], outputs: list[Tensor]) -> dict:
+    def attention_facts(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor],
+                        outputs: list[Tensor]) -> dict[str, Any]:
         direction = ATTENTION[name]
         query = args[0] if direction == "forward" else args[1]
         tokens, heads, width = query.shape
         window, _ = kwargs.get("window_size") or args[-1]
         flops = 0
-        if self.racing and self.batch is not None:
-            bounds = self.document_bounds(tokens)
-            flops = executed_tiles(bounds, window) * TILE * TILE * 4 * width * heads
+        if self.in_train_loop and self.batch is not None:
+            cu_seqlens = self.cu_seqlens_of_heads(tokens)
+            flops = executed_tiles(cu_seqlens, window) * TILE * TILE * 4 * width * heads
             if direction == "backward":
-                flops = flops * 5 // 2                        # five products of tiles against two
-        big = [x for x in tensors + outputs if x.dim() == 3]
+                flops = flops * 5 // 2                        # five matmuls per tile instead of two
+        qkv_like = [x for x in tensors + outputs if x.dim() == 3]
         return dict(kind="attention", name=f"attention_{direction}", tokens=tokens, flops=flops,
-                    bytes=sum(x.nbytes for x in big), shapes=f"{text_of(query)} window={window} stage={self.stage}")
+                    bytes=sum(x.nbytes for x in qkv_like),
+                    shapes=f"{describe(query)} window={window} stage={self.stage}")
 
-    def document_bounds(self, tokens: int) -> np.ndarray:
-        """Bounds in one sequence of this many positions: paired layers have two for each token."""
+    def cu_seqlens_of_heads(self, tokens: int) -> np.ndarray:
+        """Return the document bounds in one sequence of `tokens` positions. Paired layers have two positions per token.
+        """
         host = self.batch.cu_seqlens.host.numpy().astype(np.int64)
         length = self.batch.tokens.shape[1]
         starts = np.arange(len(host))[:, None] * length
         factor = tokens // (len(host) * length)
         return factor * np.unique(host + starts)
 
-    def launched(self, function: str, owner: Any, warps: int, grid: tuple[int, ...], args: tuple) -> None:
-        """owner: Inductor's autotuner, if it has made the kernel."""
+    def on_kernel_launch(self, function: str, owner: Any, warps: int, grid: tuple[int, ...], args: tuple) -> None:
+        """Record a Triton kernel. owner: Inductor's autotuner, if Inductor generated the kernel."""
         tensors = [x for x in args if isinstance(x, FakeTensor)]
-        facts = fake_cuda.binaries[function]
+        facts = fake_cuda.kernel_facts[function]
         common = dict(programs=math.prod(grid), warps=warps, **facts)
         if owner is None and facts["tensor_core"]:
-            key = self.product(common, tensors)
+            key = self.add_matmul_facts(common, tensors)
         elif owner is None:
             name = facts["name"]
-            bytes_moved, rows = self.rows_work(tensors)
-            common.update(kind="triton", bytes=bytes_moved, shapes=texts_of(tensors))
-            if rows:                                          # its other programs end at once
+            bytes_moved, rows = self.rows_traffic(tensors)
+            common.update(kind="triton", bytes=bytes_moved, shapes=describe_all(tensors))
+            if rows:                                          # its other programs return immediately
                 common["programs"] = rows
-            place = f"{grid} {self.world}"                    # with another number of ranks it touches other rows
-            key = f"{name}.{digest_of(common['shapes'] + place)}"
+            context = f"{grid} {self.world_size}"             # with another world size it touches other rows
+            key = f"{name}.{short_digest(common['shapes'] + context)}"
         else:
-            key = self.generated(owner, common, tensors)
+            key = self.add_generated_facts(owner, common, tensors)
             for pointer in unaligned_pointers(owner, tensors):
                 self.fail("unaligned pointer", key, pointer)
-        self.launch(key, common, tensors)
+        self.count_launch(key, common, tensors)
 
-    def generated(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in what Inductor knows of its kernel. Returns the key."""
+    def add_generated_facts(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
+        """Add what Inductor's metadata says about its kernel. Return the key."""
         name = owner.inductor_meta["kernel_name"]
         base = re.sub(r"_\d+$", "", name)
         source = owner.fn.src.replace(name, base)
-        config = owner.launchers[0].config                    # fake_cuda.first_of_all
+        config = owner.launchers[0].config                    # see fake_cuda.rank_by_index
         trips = 1
         length = re.search(r"\br0_numel = (\d+)", source)
         if length and "R0_BLOCK" in config.kwargs:
             trips = -(-int(length[1]) // config.kwargs["R0_BLOCK"])
         loops = [dict(loop, trips=trips) for loop in facts["loops"]]
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops,
-                     bytes=generated_bytes(owner, tensors), shapes=texts_of(tensors))
-        return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
+                     bytes=generated_bytes(owner, tensors), shapes=describe_all(tensors))
+        return f"{base[:MAX_NAME]}.{short_digest(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
-    def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key. fused_bytes: what a pass
-        of its own over the product, in the place of its epilogue, would move."""
+    def add_matmul_facts(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
+        """Add the facts of a matmul kernel of section 4, whose first arguments are (m, k) and (n, k). Return the key.
+
+        fused_bytes is what a separate pass over the result would move if the kernel had no epilogue.
+        """
         left, right = tensors[:2]
         in_epilogue = sum(x.nbytes for x in unique(tensors[2:]))
         m, k = left.shape
         n = len(right)
-        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
+        facts.update(kind="product", dtype=dtype_name(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
                      bytes=sum(x.nbytes for x in unique(tensors)), fused_bytes=tensors[-1].nbytes + in_epilogue,
-                     shapes=texts_of(tensors))
-        return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
+                     shapes=describe_all(tensors))
+        return f"{facts['name']}.{short_digest(facts['shapes'] + str(facts['instructions']))}"
 
-    def rows_work(self, tensors: list[Tensor]) -> tuple[int, int]:
-        """Bytes that a kernel of room 4 moves: its inputs, and of row gradients the rows that it touches, read and
-        written. And how many rows these are; 0 where nobody knows."""
+    def rows_traffic(self, tensors: list[Tensor]) -> tuple[int, int]:
+        """Return the bytes that a kernel of section 4 moves, and the number of rows it touches (0 if unknown).
+
+        It reads its inputs; of row gradients it reads and writes only the rows it touches.
+        """
         total = touched = 0
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
             if label is None or len(tensors) == 1:
                 total += x.nbytes
             else:
-                rows_of_table = self.batch.row_index[label].host.numpy()
-                share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
-                rows = share * len(np.unique(rows_of_table))
+                row_index = self.batch.row_index[label].host.numpy()
+                # A token may have several lookups.
+                fraction = tensors[1].numel() / row_index.size
+                rows = fraction * len(np.unique(row_index))
                 total += round(2 * rows * x.shape[1] * x.element_size())
                 touched = round(rows)
         return total, touched
 
-    def launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        first_of_race = self.racing and not self.kernels.get(key, {}).get("seen")
-        if first_of_race or key not in self.kernels:          # the warm-up has other tokens
+    def count_launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        first_in_loop = self.in_train_loop and not self.kernels.get(key, {}).get("seen")
+        if first_in_loop or key not in self.kernels:          # the warm-up has other tokens
             self.kernels[key] = dict(facts, seen=0, flops_seen=0)
         kernel = self.kernels[key]
-        if self.racing:
+        if self.in_train_loop:
             kernel["seen"] += 1
             kernel["flops_seen"] += facts.get("flops", 0)
         if facts.get("spills"):
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
         if not self.other_thread:
-            self.phase.run(key)
+            self.phase.record_launch(key)
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
         self.name_buffers(tensors, facts["name"], where)
 
-    def communicated(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
+    def on_collective(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
         self.phase.collectives += 1
         size = max(x.nbytes for x in (out, *inputs))
-        self.phase.timeline.append(["collective", self.phase.collectives, name, size, short(out.dtype), "nccl"])
+        self.phase.timeline.append(["collective", self.phase.collectives, name, size, dtype_name(out.dtype), "nccl"])
         return self.phase, self.phase.collectives
 
-    def awaited(self, work: tuple[Phase, int]) -> None:
-        """What a step before this one has launched is `before` it."""
-        phase, number = work
-        self.phase.timeline.append(["wait", number if phase is self.phase else f"before {number}"])
+    def on_wait(self, work: tuple[Phase, int]) -> None:
+        """Record a wait. A collective of an earlier step is called `before` its index."""
+        phase, index = work
+        self.phase.timeline.append(["wait", index if phase is self.phase else f"before {index}"])
 
-    def host_waited(self, what: str) -> None:
+    def on_host_wait(self, what: str) -> None:
         where = trainer_line()
         if self.other_thread:
-            self.waits_elsewhere[where] += 1
+            self.other_thread_waits[where] += 1
             return
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
             self.host_waits[where] += 1
 
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
-    """What Inductor says that its kernel moves; tensors: its arguments. At most all of them once, and those that it
-    changes in place twice: Inductor takes its first argument for one of these, too, where it has dropped one."""
+    """Return the bytes that Inductor says its kernel moves, at most all arguments once and in-place arguments twice.
+
+    tensors: its arguments. The limit is needed because Inductor mistakes its first argument for an in-place one where
+    it has removed one.
+    """
     names = [name for name in owner.fn.arg_names if "_ptr" in name]
     in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
 def unaligned_pointers(owner: Any, tensors: list[Tensor]) -> list[str]:
-    """Large arguments of an Inductor kernel that it does not take for aligned, and so reads an element at a time."""
-    facts, = owner.triton_meta["configs"]
-    aligned = [at for (at,), known in facts.items() if ["tt.divisibility", ALIGNED_BYTES] in known]
-    kinds = owner.triton_meta["signature"]                    # a number of the host has the name of a pointer
-    pointers = [(at, name) for at, (name, kind) in enumerate(kinds.items()) if kind.startswith("*")]
-    large = [(at, name, x) for (at, name), x in zip(pointers, tensors, strict=True) if x.nbytes > LARGE_BYTES]
-    return [f"{name}, {text_of(x)}, not divisible by {ALIGNED_BYTES}" for at, name, x in large if at not in aligned]
+    """List the large arguments that an Inductor kernel does not assume to be aligned, so that it reads single elements.
+    """
+    divisibility, = owner.triton_meta["configs"]
+    aligned = [i for (i,), known in divisibility.items() if ["tt.divisibility", ALIGNMENT] in known]
+    arg_types = owner.triton_meta["signature"]                # host scalars are also named as pointers
+    pointers = [(i, name) for i, (name, arg_type) in enumerate(arg_types.items()) if arg_type.startswith("*")]
+    large = [(i, name, x) for (i, name), x in zip(pointers, tensors, strict=True) if x.nbytes > MIN_CHECKED_BYTES]
+    return [f"{name}, {describe(x)}, not divisible by {ALIGNMENT}" for i, name, x in large if i not in aligned]
 
 def unique(tensors: list[Tensor]) -> list[Tensor]:
-    """Those that are given twice once, for a kernel that does not read its second look."""
+    """Remove repeated tensors, for a kernel that reads a repeated argument only once."""
     return list({id(x): x for x in tensors}.values())
 
-def fakes(values: Iterable) -> list[FakeTensor]:
-    """The tensors of the card among the values, and in lists of them."""
+def fake_tensors(values: Iterable) -> list[FakeTensor]:
+    """Return the fake tensors among the values and in lists of them."""
     return [x for x in fake_cuda.flat(values, {}) if isinstance(x, FakeTensor)]
 
 def trainer_line() -> str:
-    """Function and text, without its comment, of the innermost line of the trainer that is running."""
+    """Return the function and the text, without comment, of the innermost running line of the trainer."""
     frame = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name in HANDED_ON):
+    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name in LOOK_THROUGH):
         frame = frame.f_back
     if frame is None:
         return "autograd"

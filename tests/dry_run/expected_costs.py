@@ -1,12 +1,13 @@
-"""The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price.
+"""The expected costs: what a step of each stage launches, moves, sends, stores and waits for, and its price.
 
-    {"card", "flags", "attention", "steps": {stage: {parity: how many}}, "worlds": {number of GPUs: WORLD}, ...}
-    WORLD  {"graphs": {title: nodes}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
+    {"card", "flags", "attention", "steps": {stage: {parity: count}}, "worlds": {world size: WORLD}, ...}
+    WORLD  {"graphs": {title: nodes}, "host_waits": {line: count}, "failures": [...], "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS, "lines": {name: AMOUNTS, kind, ms}, "price": {attention: ms by part},
-            "at_peak": {buffers by shape and maker: [number, bytes]}}
+            "at_peak": {buffers by shape and first launch: [count, bytes]}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
 
-It is made of timelines (price.py). The file keeps the largest lines and buffers of a phase, and the others as one.
+They are computed from timelines (price.py). The file lists the largest lines and buffers of a phase by name, and the
+sum of all others.
 """
 from __future__ import annotations
 
@@ -17,48 +18,50 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, compressed, cycle_of, grown, items_of, line_name,
-                    load, price_steps, stages_of, tokens_at_once)
+from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, compressed, cycle_phases, expand_timeline,
+                    growth_by_line, line_name, list_stages, load, micro_batch_tokens, price_steps)
 
 FORMAT = 4
-ALWAYS = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
-LARGEST_LINES, LARGEST_BUFFERS = 8, 3    # of a phase, in the file
-MOST_GROWTH = 0.02
-CULPRITS = 3
-ALLOWED_WAITS = {                        # in the timed loop, by line, and why
-    "Clock.start: self.comm.synchronize()": "the clock starts and stops after what the device has done",
-    "Clock.stop: self.comm.synchronize()": "the same",
-    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle back, which is there",
+ALWAYS_PRESENT = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
+MAX_LINES, MAX_BUFFERS = 8, 3            # per phase, in the file
+MAX_GROWTH = 0.02
+MAX_NAMED = 3
+ALLOWED_WAITS = {                        # in the timed loop, by line, with the reason
+    "Clock.start: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
+    "Clock.stop: self.comm.synchronize()": "the clock starts and stops when the device has finished its work",
+    "Log.flush: self.comm.wait_for(copied)": "the loss of a step one cycle earlier, which is already computed",
 }
 
 
 # ---- From timelines
-def summary_of(timelines: dict[str, Any]) -> dict[str, Any]:
-    """The ledger with all its lines, and without prices."""
+def summarize(timelines: dict[str, Any]) -> dict[str, Any]:
+    """Compute the expected costs from timelines, with all lines and without prices."""
     kernels = timelines["kernels"]
-    worlds = {}
-    for number, walked in timelines["worlds"].items():
+    by_world_size = {}
+    for world_size, walk in timelines["worlds"].items():
         phases = {}
-        for name, phase in walked["phases"].items():
-            items = list(items_of(walked, phase["timeline"]))
+        for name, phase in walk["phases"].items():
+            items = list(expand_timeline(walk, phase["timeline"]))
             sums = dict(peak_bytes=phase["peak_bytes"], micro_batches=items.count(["mark", "forward"]))
             if items:
-                sums |= sums_of(items, kernels)
-            phases[name] = dict(sums=sums, price={}, lines=lines_of(items, kernels), at_peak=phase["at_peak"])
-        worlds[number] = {key: walked[key] for key in ("graphs", "host_waits", "failures")} | dict(phases=phases)
+                sums |= sum_lines(items, kernels)
+            phases[name] = dict(sums=sums, price={}, lines=group_by_line(items, kernels), at_peak=phase["at_peak"])
+        facts = {key: walk[key] for key in ("graphs", "host_waits", "failures")}
+        by_world_size[world_size] = facts | dict(phases=phases)
     compiled = [kernel for kernel in kernels.values() if "spills" in kernel]
     facts = {key: timelines[key] for key in ("torch", "triton", "card", "flags", "steps", "source_sha256")}
     return facts | dict(
-        format=FORMAT, worlds=worlds, attention=[], rates_sha256=hashlib.sha256(RATES.read_bytes()).hexdigest(),
+        format=FORMAT, worlds=by_world_size, attention=[],
+        rates_sha256=hashlib.sha256(RATES.read_bytes()).hexdigest(),
         kernels_compiled=dict(number=len(compiled), spilling=sum(kernel["spills"] > 0 for kernel in compiled),
                               most_registers=max((kernel["registers"] for kernel in compiled), default=0)))
 
-def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
-    """Of each phase with each kind of attention; of its lines with the first kind."""
+def add_prices(costs: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
+    """Add the price of each phase with each kind of attention, and the prices of its lines with the first kind."""
     card = Card(rates, timelines["card"])
-    for number, world in ledger["worlds"].items():
+    for world_size, world in costs["worlds"].items():
         for attention in card.attention:
-            for name, step in played(timelines, number, card, attention).items():
+            for name, step in simulate_phases(timelines, world_size, card, attention).items():
                 phase = world["phases"][name]
                 phase["price"][attention] = {part: round(ms, 6) for part, ms in step.parts.items() if ms}
                 if attention != card.attention[0]:
@@ -66,31 +69,31 @@ def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[st
                 for (line, kind), ms in step.lines.items():
                     facts = phase["lines"].setdefault(line, dict(kind=kind))
                     facts["ms"] = round(facts.get("ms", 0.0) + ms, 6)
-    ledger["attention"] = card.attention
+    costs["attention"] = card.attention
 
-def played(timelines: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Step]:
-    """What each phase takes: steps in their cycle, what is no step alone."""
+def simulate_phases(timelines: dict[str, Any], world_size: str, card: Card, attention: str) -> dict[str, Step]:
+    """Simulate every phase: steps in their cycle, other phases separately."""
     steps = {}
-    for stage in stages_of(timelines, world):
-        cycle = cycle_of(timelines, world, stage)
-        for parity, step in price_steps(timelines, card, world, attention, stage).items():
+    for stage in list_stages(timelines, world_size):
+        cycle = cycle_phases(timelines, world_size, stage)
+        for parity, step in price_steps(timelines, card, world_size, attention, stage).items():
             steps[cycle[parity]] = step
-    for name in timelines["worlds"][world]["phases"].keys() - steps.keys():
-        steps[name] = Streams(timelines, world, card, attention).play(name)
+    for name in timelines["worlds"][world_size]["phases"].keys() - steps.keys():
+        steps[name] = Streams(timelines, world_size, card, attention).simulate(name)
     return steps
 
-def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
-    return dict.fromkeys(ALWAYS, 0) | added(lines_of(items, kernels).values())
+def sum_lines(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
+    return dict.fromkeys(ALWAYS_PRESENT, 0) | add_amounts(group_by_line(items, kernels).values())
 
-def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+def add_amounts(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     sums = Counter()
     for line in lines:
         sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
     return dict(sums)
 
-def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
-    """What is launched, sent and waited for, by name."""
-    tokens = tokens_at_once(items, kernels)
+def group_by_line(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
+    """Sum up launches, collectives and waits by line."""
+    tokens = micro_batch_tokens(items, kernels)
     lines = {}
     for kind, *rest in items:
         if kind == "run":
@@ -116,100 +119,104 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
     return lines
 
 
-# ---- The file: an entry a line
-def kept(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The ledger with the largest launches and buffers of each phase, and all that speaks to other ranks or waits."""
-    worlds = {}
-    for number, world in ledger["worlds"].items():
+# ---- The file, with one line per entry
+def compact(costs: dict[str, Any]) -> dict[str, Any]:
+    """Keep the largest launches and buffers of each phase by name, and all collectives and waits."""
+    by_world_size = {}
+    for world_size, world in costs["worlds"].items():
         phases = {}
         for name, phase in world["phases"].items():
             launches = [line for line, facts in phase["lines"].items() if "launches" in facts]
             launches.sort(key=lambda line: (-phase["lines"][line].get("ms", 0.0), -phase["lines"][line]["bytes"]))
             buffers = sorted(phase["at_peak"], key=lambda buffer: -phase["at_peak"][buffer][1])
-            phases[name] = phase | dict(lines=joined(phase["lines"], launches[LARGEST_LINES:]),
-                                        at_peak=joined(phase["at_peak"], buffers[LARGEST_BUFFERS:]))
-        worlds[number] = world | dict(phases=phases)
-    return ledger | dict(worlds=worlds)
+            phases[name] = phase | dict(lines=merge_entries(phase["lines"], launches[MAX_LINES:]),
+                                        at_peak=merge_entries(phase["at_peak"], buffers[MAX_BUFFERS:]))
+        by_world_size[world_size] = world | dict(phases=phases)
+    return costs | dict(worlds=by_world_size)
 
-def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
-    """The entries, those that are dropped as one."""
-    found = {name: entry for name, entry in entries.items() if name not in dropped}
+def merge_entries(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
+    """Replace the dropped entries by their sum."""
+    merged = {name: entry for name, entry in entries.items() if name not in dropped}
     others = [entries[name] for name in dropped]
     if others and isinstance(others[0], list):
-        found[OTHERS] = [sum(column) for column in zip(*others)]
+        merged[OTHERS] = [sum(column) for column in zip(*others)]
     elif others:
-        sums = added(others)
-        found[OTHERS] = sums | dict(kind="", ms=round(sums.get("ms", 0.0), 6))
-    return found
+        sums = add_amounts(others)
+        merged[OTHERS] = sums | dict(kind="", ms=round(sums.get("ms", 0.0), 6))
+    return merged
 
-def written(value: Any, indent: str = "") -> str:
-    """Sorted JSON; an object that holds others has a line for each."""
+def format_json(value: Any, indent: str = "") -> str:
+    """Format as sorted JSON, with one line for each object inside an object."""
     if not isinstance(value, dict) or not any(isinstance(x, (dict, list)) for x in value.values()):
         return json.dumps(value, sort_keys=True)
-    rows = [f"{indent} {json.dumps(key)}: {written(value[key], indent + ' ')}" for key in sorted(value)]
-    return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
+    entries = [f"{indent} {json.dumps(key)}: {format_json(value[key], indent + ' ')}" for key in sorted(value)]
+    return "{\n" + ",\n".join(entries) + f"\n{indent}}}"
 
-def ledger_in(path: Path) -> dict[str, Any] | None:
-    """None if there is no file. Raises PriceError for one that is not a ledger."""
+def load_expected_costs(path: Path) -> dict[str, Any] | None:
+    """Load the expected costs; None if the file does not exist. Raises PriceError for a file of another format."""
     if not compressed.stored(path).exists():
         return None
-    ledger = load(path)
-    if ledger.get("format") != FORMAT:
-        raise PriceError(f"{path}", f"format {ledger.get('format')}", f"a ledger of format {FORMAT}",
-                         "name another; --update makes one where there is none")
-    return ledger
+    costs = load(path)
+    if costs.get("format") != FORMAT:
+        raise PriceError(f"{path}", found=f"format {costs.get('format')}",
+                         expected=f"expected costs of format {FORMAT}",
+                         hint="give another file; --update creates one that does not exist")
+    return costs
 
 
 # ---- Comparison
-def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Print what changed, in what both have rehearsed. Returns, and does not print, what grew by more than it may."""
+def growth_beyond_limit(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Print the changes of all phases that both have. Return, without printing it, the growth beyond MAX_GROWTH."""
     too_much = []
-    for number, world in new["worlds"].items():
-        before = old["worlds"].get(number, dict(phases={}, graphs={}))
-        for name in [name for name in world["phases"] if name in before["phases"]]:
-            was, now = before["phases"][name], world["phases"][name]
-            for what in sorted(was["sums"].keys() | now["sums"].keys()):
-                a, b = was["sums"].get(what, 0), now["sums"].get(what, 0)
-                if a == b:
+    for world_size, world in after["worlds"].items():
+        world_before = before["worlds"].get(world_size, dict(phases={}, graphs={}))
+        for name in [name for name in world["phases"] if name in world_before["phases"]]:
+            phase_before, phase = world_before["phases"][name], world["phases"][name]
+            for measure in sorted(phase_before["sums"].keys() | phase["sums"].keys()):
+                old, new = phase_before["sums"].get(measure, 0), phase["sums"].get(measure, 0)
+                if old == new:
                     continue
-                share = f"{b / a - 1:+.1%}" if a else "new"
-                change = f"W = {number}, {name}: {what} {amount_of(a, what)} -> {amount_of(b, what)} ({share})"
-                if b > a * (1 + MOST_GROWTH):
-                    too_much.append("\n    ".join([f"growth: {change}", *culprits_of(was, now, what)]))
+                relative = f"{new / old - 1:+.1%}" if old else "new"
+                amounts = f"{format_amount(old, measure)} -> {format_amount(new, measure)}"
+                change = f"W = {world_size}, {name}: {measure} {amounts} ({relative})"
+                if new > old * (1 + MAX_GROWTH):
+                    too_much.append("\n    ".join([f"growth: {change}", *largest_growth(phase_before, phase, measure)]))
                 else:
                     print(change)
-        titles = [title for title, graph in world["graphs"].items() if before["graphs"].get(title) != graph]
+        titles = [title for title, graph in world["graphs"].items() if world_before["graphs"].get(title) != graph]
         if titles:
-            print(f"W = {number}: other graphs: {'; '.join(titles)}")
+            print(f"W = {world_size}: changed graphs: {'; '.join(titles)}")
     return too_much
 
-def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str]:
-    """The lines or buffers that grew most; what the ledger did not keep by name counts as its others."""
-    if what == "peak_bytes":
-        before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in (was, now)]
+def largest_growth(phase_before: dict[str, Any], phase_after: dict[str, Any], measure: str) -> list[str]:
+    """List the lines or buffers that grew most. Lines that the file does not name are counted as `others`."""
+    phases = (phase_before, phase_after)
+    if measure == "peak_bytes":
+        before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in phases]
     else:
-        before, after = [{name: line.get(what, 0) for name, line in phase["lines"].items()} for phase in (was, now)]
-    more = grown(before, after)
-    found = [f"{name} +{amount_of(size, what)}" for name, size in more.most_common(CULPRITS) if size > 0]
-    if more[OTHERS] > 0:
+        before, after = [{name: line.get(measure, 0) for name, line in phase["lines"].items()} for phase in phases]
+    growth = growth_by_line(before, after)
+    named = [f"{name} +{format_amount(size, measure)}" for name, size in growth.most_common(MAX_NAMED) if size > 0]
+    if growth[OTHERS] > 0:
         unnamed = Counter({name: size for name, size in after.items() if name not in before})
-        largest = ", ".join(name for name, _ in unnamed.most_common(CULPRITS))
-        found.append(f"({OTHERS}: no lines of the ledger; their largest are now {largest})")
-    return found
+        largest = ", ".join(name for name, _ in unnamed.most_common(MAX_NAMED))
+        named.append(f"({OTHERS}: lines that the file does not name; the largest are now {largest})")
+    return named
 
-def amount_of(number: float, what: str) -> str:
-    if "bytes" in what:
-        return f"{number / 1e6:,.1f} MB"
-    if what.startswith("flops"):
-        return f"{number / 1e9:,.1f} GFLOP"
-    return f"{number:,}"
+def format_amount(amount: float, measure: str) -> str:
+    if "bytes" in measure:
+        return f"{amount / 1e6:,.1f} MB"
+    if measure.startswith("flops"):
+        return f"{amount / 1e9:,.1f} GFLOP"
+    return f"{amount:,}"
 
-def forbidden(ledger: dict[str, Any]) -> list[str]:
-    """What no update accepts."""
-    found = []
-    for number, world in ledger["worlds"].items():
-        found += [f"W = {number}: {x['kind']}: {x['where']}: {x['found']}" for x in world["failures"]]
+def find_failures(costs: dict[str, Any]) -> list[str]:
+    """List what --update never accepts: the failures, and host waits that are not allowed."""
+    failures = []
+    for world_size, world in costs["worlds"].items():
+        for failure in world["failures"]:
+            failures.append(f"W = {world_size}: {failure['kind']}: {failure['where']}: {failure['found']}")
         for line, count in world["host_waits"].items():
             if line not in ALLOWED_WAITS:
-                found.append(f"W = {number}: host wait: {line}: {count} times in the timed loop")
-    return found
+                failures.append(f"W = {world_size}: host wait: {line}: {count} times in the timed loop")
+    return failures

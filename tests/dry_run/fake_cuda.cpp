@@ -1,13 +1,14 @@
-// A CUDA backend without a device, for tests/phantom.py: autograd asks a guard and hooks before it runs backward on
-// tensors that say "cuda", and without these two it ends the process. Nothing here computes or stores anything.
+// A CUDA backend without a device, for fake_cuda.py. Autograd calls a device guard and CUDA hooks before it runs
+// backward on tensors whose device is "cuda"; without these two, the process aborts. Nothing here computes or stores
+// anything.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 namespace at {
-struct PhantomHooks : CUDAHooksInterface {
-  explicit PhantomHooks(CUDAHooksArgs) {}
+struct FakeCudaHooks : CUDAHooksInterface {
+  explicit FakeCudaHooks(CUDAHooksArgs) {}
   bool hasCUDA() const override { return true; }
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
@@ -20,11 +21,11 @@ struct PhantomHooks : CUDAHooksInterface {
   Generator getNewGenerator(DeviceIndex) const override { return detail::createCPUGenerator(); }
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetDefaultCPUAllocator(); }
 };
-C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", PhantomHooks)
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", FakeCudaHooks)
 }  // namespace at
 
 namespace c10::impl {
-struct PhantomGuard : NoOpDeviceGuardImpl<DeviceType::CUDA> {
+struct FakeCudaGuard : NoOpDeviceGuardImpl<DeviceType::CUDA> {
   static Device only() { return Device(DeviceType::CUDA, 0); }
   DeviceIndex deviceCount() const noexcept override { return 1; }
   Device getDevice() const override { return only(); }
@@ -37,5 +38,5 @@ struct PhantomGuard : NoOpDeviceGuardImpl<DeviceType::CUDA> {
   bool queryStream(const Stream&) const override { return true; }
   void synchronizeStream(const Stream&) const override {}
 };
-C10_REGISTER_GUARD_IMPL(CUDA, PhantomGuard)
+C10_REGISTER_GUARD_IMPL(CUDA, FakeCudaGuard)
 }  // namespace c10::impl

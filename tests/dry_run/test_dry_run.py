@@ -1,4 +1,4 @@
-"""The rehearsal: what a run does on GPUs is what the ledger says, and what may not be is found and named."""
+"""The dry run: its counts match the expected costs, and it reports every planted mistake."""
 from __future__ import annotations
 
 import copy
@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +16,53 @@ from common import ROOT
 
 from dry_run import command, expected_costs, price
 
-REASON = command.why_not()
-PATIENCE = 3600                          # s for walks on a busy machine
-needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
-TODAY = json.loads(price.LEDGER.read_text())
+REASON = command.unsupported_reason()
+TIMEOUT_S = 3600                         # for walks on a busy machine
+needs_tool = pytest.mark.skipif(bool(REASON), reason=f"dry run: {REASON}")
+EXPECTED_COSTS = json.loads(price.EXPECTED_COSTS.read_text())
 
-def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
-    environment = dict(os.environ, DRY_RUN_CACHE=str(cache), OMP_NUM_THREADS="1", PYTHONPATH=str(root / "tests"))
-    return subprocess.Popen([sys.executable, *words], cwd=root, env=environment, stdout=subprocess.PIPE,
+def start(folder: Path, compile_cache: Path, *arguments: str) -> subprocess.Popen:
+    environment = dict(os.environ, DRY_RUN_CACHE=str(compile_cache), OMP_NUM_THREADS="1",
+                       PYTHONPATH=str(folder / "tests"))
+    return subprocess.Popen([sys.executable, *arguments], cwd=folder, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
 
-def ended_well(root: Path, cache: Path, *words: str) -> None:
-    process = started(root, cache, *words)
+def assert_succeeds(folder: Path, compile_cache: Path, *arguments: str) -> None:
+    process = start(folder, compile_cache, *arguments)
     try:
-        said, _ = process.communicate(timeout=PATIENCE)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
-    assert process.returncode == 0, said
+    assert process.returncode == 0, output
 
 @pytest.fixture(scope="module")
-def quick(cache: Path) -> Iterator[subprocess.Popen]:
-    """The quick part, under way: it takes a core of its own."""
-    with started(ROOT, cache, "tests/dry_run.py", "--quick") as process:
+def quick(compile_cache: Path) -> Iterator[subprocess.Popen]:
+    """Start the quick dry run, which needs a core for itself."""
+    with start(ROOT, compile_cache, "tests/dry_run.py", "--quick") as process:
         yield process
         process.kill()
 
 @needs_tool
 @pytest.mark.slow
 @pytest.mark.style
-def test_dry_run__all_is_as_the_ledger_says(cache):
-    ended_well(ROOT, cache, "tests/dry_run.py")
+def test_dry_run__all_stages_match_the_expected_costs(compile_cache) -> None:
+    assert_succeeds(ROOT, compile_cache, "tests/dry_run.py")
 
 @needs_tool
-def test_Tally__counts_what_others_count(cache, quick):
-    ended_well(ROOT, cache, "-m", "dry_run.counted")
+def test_Tally__counts_agree_with_independent_counts(compile_cache, quick) -> None:
+    assert_succeeds(ROOT, compile_cache, "-m", "dry_run.counted")
 
 @needs_tool
-def test_dry_run__quick_finds_nothing_forbidden(quick):
-    """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
-    gradient beside its main_grad."""
-    said, _ = quick.communicate(timeout=PATIENCE)
-    assert quick.returncode == 0 and "stage 1 odd step" in said and " 0 spill" in said, said
+def test_dry_run__quick_finds_no_failure(quick) -> None:
+    """No graph breaks or recompiles, no kernel spills, and the host does not wait.
+
+    No f32 buffer of (tokens, vocabulary) exists, and no gradient next to its main_grad.
+    """
+    output, _ = quick.communicate(timeout=TIMEOUT_S)
+    assert quick.returncode == 0 and "stage 1 odd step" in output and " 0 spill" in output, output
 
 
-# ---- Mistakes on purpose, in a copy of the trainer
+# ---- Planted mistakes, in a copy of the trainer
 STEP = "        self.optimizer.step(step_cfg)\n"
 SUMS = "            sums.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
@@ -78,7 +81,7 @@ PINNED = "pin_memory=True) for x in self.shard))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
 FIRST_GRAPHS = ["--stages=1", "--first-stage"]
-PLANTED = {                              # what is replaced, how the copy is walked, what is said: kind, where
+PLANTED = {  # name -> replacements in the source, arguments of the walk, expected messages (kind, where)
     "waits, buffers, a spill": (
         {SUMS: SUMS + "            print(float(seq_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
@@ -112,8 +115,8 @@ PLANTED = {                              # what is replaced, how the copy is wal
 }
 
 @pytest.mark.style
-def test_walk__what_mistakes_are_planted_in_is_there():
-    """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
+def test_walk__every_planted_line_exists_once() -> None:
+    """Checks the slow cases too: a mistake can no longer be planted if its line of the trainer changes."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
     counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
     assert set(counts.values()) == {1}, counts
@@ -121,83 +124,86 @@ def test_walk__what_mistakes_are_planted_in_is_there():
 @needs_tool
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PLANTED)
-def test_walk__a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
-    changes, words, expected = PLANTED[name]
+def test_walk__a_mistake_in_the_trainer_is_reported(tmp_path, compile_cache, name) -> None:
+    changes, walk_args, expected = PLANTED[name]
     text = (ROOT / "train_gpt.py").read_text("utf-8")
     for old, new in changes.items():
         text = text.replace(old, new)
     (tmp_path / "train_gpt.py").write_text(text, "utf-8")
     shutil.copytree(ROOT / "tests/dry_run", tmp_path / "tests/dry_run",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    ended_well(tmp_path, cache, "-m", "dry_run.walk", "--out=found.json", "--world=8", *words)
+    assert_succeeds(tmp_path, compile_cache, "-m", "dry_run.walk", "--out=found.json", "--world=8", *walk_args)
     found = json.loads((tmp_path / "found.json").read_text())
-    failures = expected_costs.forbidden(dict(worlds={"8": found}))
-    said = failures + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
+    failures = expected_costs.find_failures(dict(worlds={"8": found}))
+    messages = failures + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
     for kind, where in expected:
-        assert any(f"{kind}: " in line and where in line for line in said), (kind, where, said)
+        assert any(f"{kind}: " in line and where in line for line in messages), (kind, where, messages)
     kinds = {kind for kind, _ in expected}
-    assert all(any(f"{kind}: " in line for kind in kinds) for line in said), "something else is said"
+    assert all(any(f"{kind}: " in line for kind in kinds) for line in messages), "unexpected message"
 
 @pytest.mark.style
-def test_forbidden__nothing_in_the_ledger_and_its_prices_are_of_todays_rates():
-    assert expected_costs.forbidden(TODAY) == [] and set(TODAY["worlds"]) == {"1", "8"}
-    assert TODAY["rates_sha256"] == expected_costs.hashlib.sha256(price.RATES.read_bytes()).hexdigest(), "--update"
-    for by_attention in price.kept_prediction(TODAY)["worlds"].values():
+def test_find_failures__none_in_the_expected_costs_whose_prices_have_the_present_rates() -> None:
+    assert expected_costs.find_failures(EXPECTED_COSTS) == [] and set(EXPECTED_COSTS["worlds"]) == {"1", "8"}
+    rates_sha256 = expected_costs.hashlib.sha256(price.RATES.read_bytes()).hexdigest()
+    assert EXPECTED_COSTS["rates_sha256"] == rates_sha256, "--update"
+    for by_attention in price.stored_prediction(EXPECTED_COSTS)["worlds"].values():
         assert by_attention["FA3"]["run_s"] < by_attention["FA2"]["run_s"]
-    assert expected_costs.report(TODAY, copy.deepcopy(TODAY)) == []
+    assert expected_costs.growth_beyond_limit(EXPECTED_COSTS, copy.deepcopy(EXPECTED_COSTS)) == []
 
 
-# ---- The command, with walks that are made up
-def walked(lines: int = 20, launches: int = 10, size: int = 10**6, **changes: Any) -> dict[str, Any]:
-    """What a walk says of one stage of one step: kernels k0, k1 ... of falling size, more than the ledger keeps."""
+# ---- The command, with synthetic walks
+def make_walk(lines: int = 20, launches: int = 10, size: int = 10**6, **changes: Any) -> dict[str, Any]:
+    """Build the result of a walk with one step: kernels k0, k1, ... of decreasing size, more than the file names."""
     kernels = {}
-    for at in range(lines):
-        kernels[f"k{at}"] = dict(kind="generated", name=f"kernel_{at}", bytes=10**9 - at * 10**6)
+    for i in range(lines):
+        kernels[f"k{i}"] = dict(kind="generated", name=f"kernel_{i}", bytes=10**9 - i * 10**6)
     timeline = [["run", key, launches] for key in kernels] + [["collective", 1, "all_reduce", size, "bfloat16", "nccl"]]
-    phase = dict(timeline=timeline, peak_bytes=100 * size, at_peak={f"f32({at})": [1, at * size] for at in range(9)})
+    phase = dict(timeline=timeline, peak_bytes=100 * size, at_peak={f"f32({i})": [1, i * size] for i in range(9)})
     return dict(kernels=kernels, graphs={"GPT.losses forward": 1}, phases={"stage 1 even step": phase},
                 host_waits={}, failures=[], steps={"stage 1": dict(even=7, odd=0)}) | changes
 
 @pytest.fixture
-def rehearse(monkeypatch, tmp_path, capsys):
-    """rehearse(found, *flags): status and text of a call whose walks all find this, beside a ledger of its own."""
+def run_dry_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Return a function that runs the command with this walk and these flags; it returns exit status and output."""
     def call(found: dict[str, Any], *flags: str) -> tuple[int, str]:
-        monkeypatch.setattr(command, "walk_all", lambda jobs, _: {name: copy.deepcopy(found) for name in jobs})
+        monkeypatch.setattr(command, "run_walks", lambda jobs, _: {name: copy.deepcopy(found) for name in jobs})
         status = command.main([f"--ledger={tmp_path}/expected_costs.json", *flags])
         return status, capsys.readouterr().out
 
-    monkeypatch.setattr(command, "why_not", str)
-    assert call(walked(), "--update")[0] == 0
+    monkeypatch.setattr(command, "unsupported_reason", str)
+    assert call(make_walk(), "--update")[0] == 0
     return call
 
-GROWN = {                                # what a walk finds -> what is said, and who has grown
-    "launches 200 -> 220": (walked(launches=11), ["kernel_0 +1", "others +12"]),
-    "launches 200 -> 210": (walked(lines=21), ["others +10", "largest are now kernel_8, kernel_9"]),
-    "peak_bytes 100.0 MB -> 200.0 MB": (walked(size=2 * 10**6), ["others +15.0 MB", "f32(8) +8.0 MB"]),
-    "collective_bytes 1.0 MB -> 2.0 MB": (walked(size=2 * 10**6), ["all_reduce of bfloat16 +1.0 MB"])}
+GROWN = {                                # change -> walk, lines that are named
+    "launches 200 -> 220": (make_walk(launches=11), ["kernel_0 +1", "others +12"]),
+    "launches 200 -> 210": (make_walk(lines=21), ["others +10", "largest are now kernel_8, kernel_9"]),
+    "peak_bytes 100.0 MB -> 200.0 MB": (make_walk(size=2 * 10**6), ["others +15.0 MB", "f32(8) +8.0 MB"]),
+    "collective_bytes 1.0 MB -> 2.0 MB": (make_walk(size=2 * 10**6), ["all_reduce of bfloat16 +1.0 MB"])}
 
-@pytest.mark.parametrize("said", GROWN)
-def test_report__growth_fails_by_name_until_an_update_accepts_it(rehearse, said):
-    assert rehearse(walked())[0] == 0
-    found, culprits = GROWN[said]
-    status, page = rehearse(found)
-    about, = (part for part in page.split("FAILED  ") if part.startswith(f"growth: W = 8, stage 1 even step: {said}"))
-    assert status == 1 and all(who in about for who in culprits), page
-    assert "FA2, now" in page and "FA3, now" in page
-    assert rehearse(found, "--update")[0] == 0 and rehearse(found)[0] == 0
+@pytest.mark.parametrize("change", GROWN)
+def test_growth_beyond_limit__fails_by_name_until_update_accepts_it(run_dry_run, change) -> None:
+    assert run_dry_run(make_walk())[0] == 0
+    found, culprits = GROWN[change]
+    status, output = run_dry_run(found)
+    start = f"growth: W = 8, stage 1 even step: {change}"
+    report, = (text for text in output.split("FAILED  ") if text.startswith(start))
+    assert status == 1 and all(name in report for name in culprits), output
+    assert "FA2, now" in output and "FA3, now" in output
+    assert run_dry_run(found, "--update")[0] == 0 and run_dry_run(found)[0] == 0
 
-FORBIDDEN = {                            # kind -> what a walk says of it
+FORBIDDEN = {                            # kind of failure -> changes of the walk
     "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
     "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
     "host wait": dict(host_waits=dict.fromkeys(expected_costs.ALLOWED_WAITS, 3) |
                       {"Log.flush: line.losses.sum().item()": 2})}
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
-def test_forbidden__no_update_accepts_it(rehearse, tmp_path, kind):
+def test_find_failures__update_does_not_accept_them(run_dry_run, tmp_path, kind) -> None:
     before = (tmp_path / "expected_costs.json").read_text()
-    for flag, worlds in (("--quick", "8"), ("--gpus=8,1", "81"), ("--update", "81")):
-        status, said = rehearse(walked(**FORBIDDEN[kind]), flag)
-        assert status == 1 and said.count("FAILED") == len(worlds)
-        assert all(f"FAILED  W = {world}: {kind}: " in said for world in worlds)
+    for flag, world_sizes in (("--quick", "8"), ("--gpus=8,1", "81"), ("--update", "81")):
+        status, output = run_dry_run(make_walk(**FORBIDDEN[kind]), flag)
+        assert status == 1 and output.count("FAILED") == len(world_sizes)
+        assert all(f"FAILED  W = {world_size}: {kind}: " in output for world_size in world_sizes)
     assert (tmp_path / "expected_costs.json").read_text() == before
-    assert rehearse(walked(launches=99), "--quick")[0] == 0, "growth is not the quick part's business"
+    assert run_dry_run(make_walk(launches=99), "--quick")[0] == 0, "--quick does not check growth"

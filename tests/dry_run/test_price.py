@@ -1,4 +1,4 @@
-"""The price: small timelines priced by hand, what a change costs, a measured run."""
+"""Prices: small timelines computed by hand, the cost of a change, a measured run."""
 import gzip
 import itertools
 import json
@@ -8,14 +8,15 @@ import pytest
 
 from dry_run import expected_costs, price
 
-# Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
+# Round rates: a GPU with 100 TFLOP/s and 1 TB/s that launches a kernel in 3 us, and links of 100 GB/s with a latency of
+# 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
                    special=1e12, issue=1e11, link=100e9, host_link=10e9)
 FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
 RATES = dict(fixed={name: dict(value=value) for name, value in FIXED.items()},
              cards=dict(round=dict(rates={kind: dict(peak=2 * rate, share=0.5) for kind, rate in ROUND_RATES.items()})))
 PRODUCT = dict(kind="product", name="aten.mm", dtype="bfloat16", bytes=1.0, flops=1e12, m=1024, n=64, k=64, batch=1)
-# A million programs of 4 warps: 100 instructions, of which a body of 30 turns 50 times and one of 10 five times.
+# A million programs of 4 warps with 100 instructions. A loop body of 30 runs 50 times, one of 10 five times.
 THREADS = dict(kind="generated", name="triton_red_fused", bytes=1e9, instructions=100, warps=4, programs=10**6)
 LOOPS = [dict(instructions=30, special=2, trips=50), dict(instructions=10, special=0, trips=5)]
 KERNELS = dict(
@@ -31,23 +32,23 @@ KERNELS = dict(
     upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 RECORDS = Path(__file__).resolve().parents[2] / "records"
-MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
+MS_PER_GB = 1000 * 7 / 8 / 100           # one GPU sends 7/8 of a gigabyte, at 100 GB/s
 
 def timelines(**phases: list | None) -> dict:
-    """Of eight cards. phases: even, odd: timelines of stage 1; even_2, odd_2: of stage 2."""
+    """Build timelines of eight GPUs. phases: even and odd for stage 1, even_2 and odd_2 for stage 2."""
     named = {}
     for name, timeline in phases.items():
         parity, _, stage = name.partition("_")
         if timeline is not None:
             named[f"stage {stage or 1} {parity} step"] = dict(timeline=timeline)
-    walked = dict(phases=named, segments=dict(forward=[run("move"), run("mm")]))
-    return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walked}, steps=COUNTS)
+    walk = dict(phases=named, segments=dict(forward=[launch("move"), launch("mm")]))
+    return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walk}, steps=COUNTS)
 
-def priced(even: list, odd: list | None = None) -> dict:
+def price_even_step(even: list, odd: list | None = None) -> dict:
     found = price.price(timelines(even=even, odd=odd), RATES)
     return found["worlds"]["8"]["FA2"]["stages"]["stage 1"]["even"]
 
-def run(kernel: str, count: int = 1) -> list:
+def launch(kernel: str, count: int = 1) -> list:
     return ["run", kernel, count]
 
 def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor") -> list:
@@ -57,104 +58,109 @@ ONE_KERNEL = [                           # kernel, part, ms
     ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
     ("turn", "memory-bound kernels", 2 * 1.25), ("upload", "memory-bound kernels", 10 * 1.25),
     ("mm", "products", 10 * 1.25), ("bytes_mm", "products", 20 * 1.25), ("scaled_mm", "products", 5 * 1.25),
-    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms that a pass of its own would take
+    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms of a separate pass
     ("flash", "attention", 20 * 1.25),
-    # 40 special functions of 32 threads each at 10^12 a second, or instructions at 10^11
+    # 40 special functions of 32 threads, at 10^12 per second; or instructions, at 10^11 per second
     ("think", "memory-bound kernels", 4e6 * 40 * 32 / 1e9 * 1.25),
     ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
 
 @pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
-def test_asked_of_card__the_largest_counts(kernel, part, ms):
-    found = priced([run(kernel)])
+def test_resource_seconds__the_largest_counts(kernel, part, ms) -> None:
+    found = price_even_step([launch(kernel)])
     assert found["ms"] == found["parts"][part] == pytest.approx(ms)
 
-STEPS = [                                # even step, odd step, ms of the even one, its parts
-    # two kernels of 1 us (1.25 with slack): the floor of 3 us adds 1.75 us twice
-    ([run("tiny", 2), run("move")], None, 1.256, dict(launches=0.0035)),
-    # it sets off at 1.25 ms, travels 0.02 + 8.75 ms, and meets 5 ms of kernels
-    ([run("move"), collective(1, 1.0), run("move", 4), ["wait", 1], run("move")], None, 7.5 + 3.77, {}),
-    ([collective(1, 0.1), run("move"), ["wait", 1]], None, 1.25, {}),
-    # the second is waited for first: it comes after the whole of the first
-    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_OF_SENT_GB), {}),
-    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_OF_SENT_GB, {}),
-    # the odd step launches 8.77 ms of rows and ends 1.25 ms later; the even step waits for the rest
-    ([["wait", "before 9"], run("move")], [collective(9, 1.0), run("move")], 1.25 + 0.02 + MS_OF_SENT_GB - 1.25, {}),
-    ([["repeat", 3, [["segment", "forward"], run("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
+STEPS = [                                # even step, odd step, ms of the even step, its parts
+    # Two kernels of 1 us (1.25 us with slack): the floor of 3 us adds 1.75 us twice.
+    ([launch("tiny", 2), launch("move")], None, 1.256, dict(launches=0.0035)),
+    # The collective starts at 1.25 ms and takes 0.02 + 8.75 ms, while kernels take 5 ms.
+    ([launch("move"), collective(1, 1.0), launch("move", 4), ["wait", 1], launch("move")], None, 7.5 + 3.77, {}),
+    ([collective(1, 0.1), launch("move"), ["wait", 1]], None, 1.25, {}),
+    # The wait for the second collective comes first. The second one starts after the first one has ended.
+    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_PER_GB), {}),
+    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_PER_GB, {}),
+    # The odd step launches a collective of 8.77 ms and ends 1.25 ms later. The even step waits for the rest.
+    ([["wait", "before 9"], launch("move")], [collective(9, 1.0), launch("move")], 1.25 + 0.02 + MS_PER_GB - 1.25, {}),
+    ([["repeat", 3, [["segment", "forward"], launch("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
 
 @pytest.mark.parametrize("even, odd, ms, parts", STEPS)
-def test_Streams__a_step_by_hand(even, odd, ms, parts):
-    found = priced(even, odd)
+def test_Streams__steps_computed_by_hand(even, odd, ms, parts) -> None:
+    found = price_even_step(even, odd)
     assert [found["ms"], sum(found["parts"].values())] == pytest.approx([ms, ms])
     assert found["parts"] | parts == pytest.approx(found["parts"])
 
-def test_difference__by_stage_and_by_line_where_both_have_it():
-    """One turned GB more in each even step of stage 1, 8 of 15; the other has no stage 2."""
-    odd = [run("move", 2)]
-    before = timelines(even=[run("move")], odd=odd, even_2=[run("move", 3)])
-    after = timelines(even=[run("move"), run("turn")], odd=odd)
+def test_format_difference__by_stage_and_line_where_both_have_them() -> None:
+    """A transposed GB is added to each even step of stage 1 (8 of 15 steps). One of the two has no stage 2."""
+    odd = [launch("move", 2)]
+    before = timelines(even=[launch("move")], odd=odd, even_2=[launch("move", 3)])
+    after = timelines(even=[launch("move"), launch("turn")], odd=odd)
     was = price.price(before, RATES)
     now = price.price(after, RATES)
     by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
     assert was["worlds"]["8"]["FA2"]["run_s"] == pytest.approx(by_hand)
-    page = price.difference(was, now)
+    page = price.format_difference(was, now)
     assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page
     assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
 
-def test_load__either_form_of_a_ledger(tmp_path) -> None:
-    """Timelines of the records are compressed; what is no JSON object ends in words in both forms."""
-    made = timelines(even=[run("move")], odd=[run("move")])
-    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(made).encode()))
-    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == made
+def test_load__compressed_or_not(tmp_path) -> None:
+    """Timelines in records are compressed. A file that is not a JSON object raises PriceError in both forms."""
+    example = timelines(even=[launch("move")], odd=[launch("move")])
+    (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(example).encode()))
+    assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == example
     published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
-    assert "no GPU has run anything" in price.text(price.price(published, price.load(price.RATES)))
+    assert "no GPU has run anything" in price.format_prediction(price.price(published, price.load(price.RATES)))
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
     for path in (tmp_path / "made.json", tmp_path / "none.json"):
         with pytest.raises(price.PriceError, match="a JSON file"):
             price.load(path)
-    assert expected_costs.ledger_in(tmp_path / "none.json") is None
+    assert expected_costs.load_expected_costs(tmp_path / "none.json") is None
 
 def write_log(folder: Path, config: dict, times: list[float]) -> None:
     """Write the log of a run whose steps take these ms."""
     steps = len(times)
     lines = [dict(type="header", config=config, seed=0, world_size=8, attention="FA2 of torch", torch="2.13")]
-    for done, ms in enumerate(itertools.accumulate(times), 1):
-        lines.append(dict(type="step", step=done, train_time_ms=ms, train_loss=3.0))
+    for step, ms in enumerate(itertools.accumulate(times), 1):
+        lines.append(dict(type="step", step=step, train_time_ms=ms, train_loss=3.0))
     lines.append(dict(type="val", step=steps, val_loss=3.3, train_time_ms=sum(times)))
     lines.append(dict(type="result", val_loss=3.3, train_time_ms=sum(times), steps=steps))
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-def test_measured_page__compared_with_the_prediction(tmp_path, capsys):
-    """By stage, away from its ends: the steps that settle and leave take 10 times as long, and must not count."""
-    made = timelines(even=[run("move")], odd=[run("move")])
-    made["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
+def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
+    """The steps at the ends of a stage take 10 times as long and must not count."""
+    example = timelines(even=[launch("move")], odd=[launch("move")])
+    example["steps"] = {"stage 1": dict(even=60, odd=60), "stage 2": dict(even=1, odd=1)}
     config = dict(num_scheduled_steps=120, num_extension_steps=0, seed=0, stages=[{}, {}])
     write_log(tmp_path, config, [300, 310] * 10 + [30, 31] * 47 + [30] + [310, 300, 310, 300, 310])
-    prediction = price.price(made, RATES)
-    page = price.measured_page(tmp_path, made, prediction)
+    prediction = price.price(example, RATES)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
 
     write_log(tmp_path, config | dict(num_scheduled_steps=122, stages=[]), [1.0] * 122)
-    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
+    assert "| FA2  | stage 1, ms a step | 1.25      | 1.00     |" in page
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
-    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as the ledger's run"):
-        price.measured_page(tmp_path, made, prediction)
+    with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as in the dry run"):
+        price.format_measured_run(tmp_path, example, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
 
-def test_measured_page__of_a_short_run(tmp_path):
-    """The header has where the stages begin: 16 steps of 20 ms, 16 of 40, 8 of an extension; the ledger's are longer.
-    A run that max_steps ends has no measured time of the stages it does not reach."""
-    made = timelines(even=[run("move")], odd=[run("move")], even_2=[run("move", 2)], odd_2=[run("move", 2)])
-    made["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
-    prediction = price.price(made, RATES)
+def test_format_measured_run__of_a_short_run(tmp_path) -> None:
+    """The header determines where stages begin: 16 steps of 20 ms, 16 of 40 ms, 8 of the extension.
+
+    The stages of the expected costs are longer. If --max_steps ends a run, stages that it does not reach have no
+    measured time.
+    """
+    one, two = [launch("move")], [launch("move", 2)]
+    example = timelines(even=one, odd=one, even_2=two, odd_2=two)
+    example["steps"] = COUNTS | {"stage 3": dict(even=9, odd=9)}
+    prediction = price.price(example, RATES)
     config = dict(num_scheduled_steps=32, num_extension_steps=8, seed=0, stages=[{}, {}, {}])
     write_log(tmp_path, config, [20.0] * 16 + [40.0] * 24)
-    page = price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert "| FA2  | stage 1, ms a step | 1.25      | 20.00    | 16.00 " in page
     assert "| FA2  | stage 2, ms a step | 2.50      | 40.00    | 16.00 " in page
     assert "| FA2  | 40 steps, s        | 0.06      | 1.28     |" in page
 
     write_log(tmp_path, config | dict(max_steps=16), [20.0] * 16)
-    page = price.measured_page(tmp_path, made, prediction)
+    page = price.format_measured_run(tmp_path, example, prediction)
     assert "| 20.00    | 16.00 " in page and "| FA2  | stage 2, ms a step | 2.50      |          |  " in page

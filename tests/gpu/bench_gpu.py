@@ -3,9 +3,9 @@
     python tests/gpu/bench_gpu.py [--out=FOLDER] [--rounds=N] [--seed=N]
     python tests/gpu/bench_gpu.py --device=cpu          the same code at tiny sizes; its times do not predict a GPU's
 
-Inputs are fresh random numbers in memory full of NaN; times are compared with plain PyTorch and torch.compile.
-FOLDER/bench.json is complete after each printed line. Exit status: 0, 1 if a check failed, 2 without a GPU. Times are
-not judged.
+Inputs are new random numbers, in memory filled with NaN. Times are listed next to those of plain PyTorch and
+torch.compile. FOLDER/bench.json is complete after each printed line. Exit status: 0; 1 if a check failed; 2 without a
+GPU. Times are not judged.
 """
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ import torch
 
 import train_gpt as tg
 
-L2_BYTES = 256 << 20                     # more than any card's cache
-FLUSHES = 8                              # of it before a call: the host runs ahead meanwhile
+L2_BYTES = 256 << 20                     # larger than the L2 cache of any GPU
+FLUSHES = 8                              # flushes before a call, during which the host runs ahead
 
 class Report:
-    """Lines for people, and figures for programs: what a later section breaks is not lost."""
+    """Prints lines for people and writes figures for programs after each result, so that a later failure loses nothing.
+    """
     def __init__(self, folder: Path) -> None:
         self.path = folder / "bench.json"
         self.figures: dict[str, Any] = dict(kernels=[], left_out=[], wrong=[])
         folder.mkdir(parents=True, exist_ok=True)
 
     def add(self, name: str, found: dict[str, Any], wrong: Sequence[str] = ()) -> None:
-        """To a list of the figures, or as one of them."""
+        """Append to the list of this name in the figures, or set the figure of this name."""
         if isinstance(self.figures.get(name), list):
             self.figures[name].append(found)
         else:
@@ -53,7 +54,7 @@ class Report:
 
 # ---- Operations
 def ms_of(call: Callable, inputs: list[torch.Tensor], flushed: torch.Tensor) -> float:
-    """One call on a cold cache: between events of the device, or by the clock where there is none."""
+    """Time one call with a cold cache, between CUDA events, or with the clock on a CPU."""
     copies = [x.clone() for x in inputs]
     if not flushed.is_cuda:
         began = time.perf_counter()
@@ -69,7 +70,8 @@ def ms_of(call: Callable, inputs: list[torch.Tensor], flushed: torch.Tensor) -> 
     return before.elapsed_time(after)
 
 def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[str, str]:
-    """Median, least and most ms of every way, in turn, so that a warmer card is warmer for all of them."""
+    """Return median, minimum and maximum ms of every way. The ways alternate, so that a warmer GPU affects all of them.
+    """
     flushed = torch.empty(L2_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
     times = {way: [] for way in case.ways}
     for _ in range(rounds + 1):
@@ -81,14 +83,14 @@ def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[s
     return spreads
 
 def large_head(lab: gpu_cases.Lab) -> gpu_cases.Lab | str:
-    """Return a lab whose micro-batch gives more than 2^32 logits, or why this device cannot have it."""
+    """Return a lab whose micro-batch has more than 2^32 logits, or the reason why this device cannot have it."""
     tokens, most = max(gpu_cases.LARGE_HEADS.items())
     if not lab.comm.on_cuda:
         return gpu_cases.Lab(lab.comm, lab.sizes._replace(T=2 * lab.sizes.T), backend=lab.backend)
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     if free < most:
-        return f"the head at {tokens:,} tokens takes {most / 1e9:.0f} GB; {free / 1e9:.0f} GB are free"
+        return f"the head at {tokens:,} tokens needs {most / 1e9:.0f} GB; {free / 1e9:.0f} GB are free"
     return gpu_cases.Lab(lab.comm, gpu_cases.RECORD._replace(T=tokens))
 
 def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
@@ -101,15 +103,16 @@ def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
         name = "head, fp8" if lab.has_fp8 else "head, plain"
         cases.append((f"{name}, {large.sizes.T} tokens", name, large))
     for title, name, sized in cases:
-        gc.collect()                                          # gigabytes of the case before
+        gc.collect()                                          # free the gigabytes of the previous case
         try:
             case = gpu_cases.CASES[name](sized)
-            if sized is not lab:                              # the memory of the trainer's way is what is known to fit
+            # Only the memory of the trainer's way is known to fit.
+            if sized is not lab:
                 first, *_ = case.ways
                 case = case._replace(ways={first: case.ways[first]})
             found = gpu_cases.check(title, case, sized)
             found["times"] = time_ways(case, sized.device, rounds)
-        except Exception as error:                            # one that fails leaves the others alone
+        except Exception as error:                            # the other cases still run
             words = " ".join(str(error).split())
             found = dict(name=title, wrong=[f"{title}: {type(error).__name__}: {words[:300]}"])
         report.add("kernels", found, found["wrong"])
@@ -120,11 +123,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     out = ROOT / f"logs/bench-gpu-{time.strftime('%Y%m%d-%H%M%S')}"
     parser = argparse.ArgumentParser("bench_gpu", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--out", type=Path, default=out, help="[logs/bench-gpu-TIME]")
-    parser.add_argument("--rounds", type=int, default=15, help="timings of an operation [%(default)s]")
-    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"), help="[a new one]")
-    parser.add_argument("--backend", default="", help="of torch.compile [inductor; on a CPU nothing compiles]")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="[%(default)s]")
+    parser.add_argument("--out", type=Path, default=out, help="directory for bench.json [logs/bench-gpu-TIME]")
+    parser.add_argument("--rounds", type=int, default=15, help="timings per operation [%(default)s]")
+    parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"),
+                        help="seed of the inputs [random]")
+    parser.add_argument("--backend", default="", help="backend of torch.compile [inductor; on a CPU: none, eager]")
     args = parser.parse_args(argv)
     if args.rounds < 1:
         parser.error("--rounds: at least 1")
@@ -133,9 +137,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     if args.device == "cuda" and not torch.cuda.device_count():
-        print(f"bench_gpu\n  found:    torch {torch.__version__}, which sees no CUDA device\n"
-              "  expected: an NVIDIA GPU and torch for CUDA\n"
-              "  hint:     --device=cpu runs the same lines at tiny sizes, which measures nothing", file=sys.stderr)
+        print(f"--device=cuda\n  found:    no CUDA device (torch {torch.__version__})\n"
+              "  expected: an NVIDIA GPU and a CUDA build of torch\n"
+              "  hint:     --device=cpu runs the same code at tiny sizes; its times mean nothing", file=sys.stderr)
         return 2
     comm = tg.Communicator(torch.device(args.device, 0))
     comm.set_thread_device()

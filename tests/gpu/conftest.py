@@ -1,4 +1,4 @@
-"""The device of a test of this folder: the CPU, where its lines run small, or a GPU, which is what they are for."""
+"""Fixtures for the device of a test in this folder: the CPU, at small sizes, or a GPU, which the tests are for."""
 import functools
 
 import pytest
@@ -8,7 +8,7 @@ import train_gpt as tg
 
 CUDA = pytest.param("cuda", marks=[
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: nothing of this is known here")])
+    pytest.mark.skipif(torch.cuda.device_count() == 0, reason="no CUDA device: not tested on a GPU")])
 
 @functools.cache
 def comm_of(device: str) -> tg.Communicator:
@@ -22,9 +22,9 @@ def comm(request: pytest.FixtureRequest) -> tg.Communicator:
 
 @pytest.fixture(params=[CUDA])
 def gpu(request: pytest.FixtureRequest) -> tg.Communicator:
-    """For what only a GPU has."""
+    """A communicator on a GPU, for tests of what only a GPU has."""
     return comm_of(request.param)
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ranks are forks of this process, and want it before it opens a GPU."""
+    """Run tests with several ranks first: ranks are forks of this process and must be started before it opens a GPU."""
     items.sort(key=lambda item: item.get_closest_marker("gpus2") is None)

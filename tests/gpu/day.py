@@ -1,23 +1,25 @@
-"""Check and measure this machine's GPUs with one command: is the trainer right here, and as fast as predicted?
+"""Check and measure this machine's GPUs with one command: is the trainer correct here, and as fast as predicted?
 
     python tests/gpu/day.py [--out=DIR] [--parts=NAME,...] [--limit=SECONDS] [--full]
-    python tests/gpu/day.py --device=cpu          rehearse: the same code at tiny sizes, on a machine without a GPU
+    python tests/gpu/day.py --device=cpu          dry run: the same code at tiny sizes, on a machine without a GPU
 
-It needs torch, numpy and the repository, but no network. Every step is a process with a time limit; its whole process
-group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is replaced
-atomically after each step. A second call with the same DIR and other --parts retains the steps it does not repeat.
+It needs torch, numpy and the repository, but no network. Every step is a process with a time limit, and its whole
+process group is killed at the end. DIR/day.json has a list `steps` (name, verdict, seconds, figures, reason) and is
+replaced atomically after each step. A second call with the same DIR and other --parts retains the steps that it does
+not repeat.
 
 | verdict | meaning | exit status |
 |---|---|---|
-| green | right, and as fast as expected | 0 |
-| rehearsed | on a CPU: the code ran to its end and its results could be read; they do not describe a GPU | 0 |
+| green | correct, and as fast as expected | 0 |
+| dry run | on a CPU: the code finished and its results were readable; they do not describe a GPU | 0 |
 | not required | this machine cannot run the step, or --full is not given | 0 |
-| yellow | right, but slower or other than expected | 3 |
-| skipped | asked for, but not run to its end: --limit is used up, preflight is red, or something is missing | 1 |
-| red | wrong results, unreadable results, a crash, or no end within the time limit | 1 |
+| yellow | correct, but slower or otherwise different than expected | 3 |
+| skipped | requested, but not finished: --limit is used up, preflight is red, or something is missing | 1 |
+| red | wrong or unreadable results, a crash, or not finished within the time limit | 1 |
 
-Each verdict but green has a reason. The day has the worst verdict of its steps, and that exit status; 2 is a bad
-command line. --parts asks for steps [all]; preflight always runs. A step starts only if --limit leaves its least time.
+Each verdict except green has a reason. The day has the worst verdict of its steps, and the exit status of that verdict;
+2 is an invalid command line. --parts selects steps [all]; preflight always runs. A step starts only if --limit leaves
+the time it needs at least.
 """
 from __future__ import annotations
 
@@ -40,17 +42,17 @@ import day_steps
 import numpy as np
 from day_steps import HERE, ROOT, Facts, Verdict
 
-STATUSES = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "rehearsed": 0, "not required": 0}      # the worst first
-CPU_LIMIT = 300                          # s for any step: a rehearsal may have to share its cores
-PATIENCE = 5                             # s from SIGTERM to SIGKILL
-GPT2 = 50_257, 50_256                    # size of the vocabulary, document start
+EXIT_STATUS = {"red": 1, "skipped": 1, "yellow": 3, "green": 0, "dry run": 0, "not required": 0}  # from worst to best
+CPU_LIMIT_S = 300                        # for any step, because a dry run may share its cores
+GRACE_S = 5                              # between SIGTERM and SIGKILL
+GPT2_SIZES = 50_257, 50_256              # vocabulary size, BOS id
 
 class Step(NamedTuple):
     judge: Callable[[Day, Facts], list[str]]
-    least: float                         # s that must be left for it to start
-    most: float                          # s after which it is killed
+    min_seconds: float                   # that must be left when it starts
+    max_seconds: float                   # until it is killed
 
-STEPS = {                                # the most valuable first
+STEPS = {                                # most valuable first
     "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
     "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
     "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
@@ -60,11 +62,11 @@ STEPS = {                                # the most valuable first
 
 # ---- Processes
 def has_ended(child: subprocess.Popen) -> bool:
-    """Look without reaping: while its leader is a zombie, no other process can get the id of the group."""
+    """Return whether a child has ended, without reaping it: no other process can reuse the group id of a zombie."""
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
 
 def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
-    """Return whether all children have ended in time."""
+    """Wait for all children; return whether they ended in time."""
     deadline = time.monotonic() + seconds
     while not all(map(has_ended, children)):
         if time.monotonic() > deadline:
@@ -74,7 +76,7 @@ def wait_for(children: list[subprocess.Popen], seconds: float) -> bool:
 
 @contextlib.contextmanager
 def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path) -> Iterator[list[subprocess.Popen]]:
-    """Start the command once per rank, with these variables. At the end no process of any group is left."""
+    """Start the command once per rank, with these environment variables. On exit, kill all processes of all groups."""
     children = []
     try:
         with open(output, "wb") as file:
@@ -86,24 +88,25 @@ def process_groups(command: list[str], ranks: list[dict[str, str]], output: Path
         for child in children:
             if not has_ended(child):
                 os.killpg(child.pid, signal.SIGTERM)
-        wait_for(children, PATIENCE)
+        wait_for(children, GRACE_S)
         for child in children:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)
-            with contextlib.suppress(subprocess.TimeoutExpired):              # a process that the driver blocks
-                child.wait(PATIENCE)
+            with contextlib.suppress(subprocess.TimeoutExpired):              # blocked in the driver
+                child.wait(GRACE_S)
 
-def variables_of_ranks(world: int) -> list[dict[str, str]]:
-    """Return what a launcher sets for each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as trial:
-        port = trial.getsockname()[1]
-    common = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world)]
+def rank_variables(world_size: int) -> list[dict[str, str]]:
+    """Return the environment variables that a launcher sets, for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    common = dict(WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1",
+                  MASTER_PORT=str(port))
+    return [common | dict(RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(world_size)]
 
 
 # ---- The day
 class Day:
-    """Folder, device, facts of preflight and results of earlier steps, and how a step starts its processes."""
+    """Directory, device, facts from preflight and results of earlier steps. Starts the processes of a step."""
     def __init__(self, args: argparse.Namespace) -> None:
         self.out: Path = args.out
         self.device: str = args.device
@@ -112,7 +115,7 @@ class Day:
         self.end = time.monotonic() + (args.limit or math.inf)
         self.deadline = math.inf                              # when the current step is killed
         self.facts: Facts = {}
-        self.figures: dict[str, Facts] = {}                   # by step, of this call or of an earlier one
+        self.figures: dict[str, Facts] = {}                   # step -> figures, of this call or an earlier one
         for kind in ("train", "val"):
             write_text(self.out / f"text_{kind}.bin", kind)
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -120,7 +123,7 @@ class Day:
         os.environ["PYTHONUNBUFFERED"] = "1"
 
     def free_path(self, name: str, suffix: str = "") -> Path:
-        """Return a path in DIR that does not exist: nothing is overwritten or removed."""
+        """Return a path in DIR that does not exist, so that nothing is overwritten."""
         path = self.out / f"{name}{suffix}"
         count = 1
         while os.path.lexists(path):
@@ -128,100 +131,107 @@ class Day:
             path = self.out / f"{name}-{count}{suffix}"
         return path
 
-    def call(self, name: str, *words: str, ranks: int = 0, limit: float = math.inf, statuses: tuple = (0,)) -> str:
-        """Run Python with these words, as so many ranks; 0: without a launcher's variables. Return its last lines.
-        Raises Verdict for another exit status, and if there is none within the limit or by the step's deadline."""
+    def call(self, name: str, *arguments: str, ranks: int = 0, limit: float = math.inf,
+             ok_statuses: tuple[int, ...] = (0,)) -> str:
+        """Run Python with these arguments on `ranks` ranks, and return the last lines of the output.
+
+        ranks: 0 runs one process without a launcher's variables. Raises Verdict if the exit status is not in
+        ok_statuses, or if the processes do not end within `limit` or by the deadline of the step.
+        """
         threads = 1 if self.cpu else max(1, os.cpu_count() // max(1, ranks))
-        variables = [dict(OMP_NUM_THREADS=str(threads)) | of_rank for of_rank in variables_of_ranks(ranks) or [{}]]
+        variables = [dict(OMP_NUM_THREADS=str(threads)) | rank_vars for rank_vars in rank_variables(ranks) or [{}]]
         seconds = min(limit, self.deadline - time.monotonic())
         output = self.free_path(name, ".txt")
-        with process_groups([sys.executable, *words], variables, output) as children:
+        with process_groups([sys.executable, *arguments], variables, output) as children:
             in_time = wait_for(children, seconds)
         lines = [line.strip() for line in output.read_bytes()[-4096:].decode("utf-8", "replace").splitlines()]
-        last = " | ".join([line for line in lines if line][-6:])[-500:]
+        tail = " | ".join([line for line in lines if line][-6:])[-500:]
         if not in_time:
             verdict = "skipped" if time.monotonic() > self.end else "red"
-            raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {last}")
+            raise Verdict(verdict, f"{name} did not end within {seconds:.0f} s: {tail}")
         status = max([child.returncode for child in children], key=abs)
-        if status not in statuses:
+        if status not in ok_statuses:
             how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-            raise Verdict("red", f"{name} {how}: {last}")
-        return last
+            raise Verdict("red", f"{name} {how}: {tail}")
+        return tail
 
-    def probe(self, probe: str, *words: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
-        """Return what a probe of day_probes.py has found."""
+    def probe(self, probe: str, *arguments: str, name: str = "", ranks: int = 0, limit: float = math.inf) -> Facts:
+        """Run a probe of day_probes.py and return its result."""
         name = name or probe
         path = self.free_path(name, ".json")
-        words = (f"--device={self.device}", f"--out={path}", *words)
-        self.call(name, str(HERE / "day_probes.py"), probe, *words, ranks=ranks, limit=limit)
+        arguments = (f"--device={self.device}", f"--out={path}", *arguments)
+        self.call(name, str(HERE / "day_probes.py"), probe, *arguments, ranks=ranks, limit=limit)
         return json.loads(path.read_text("utf-8"))
 
     def train(self, name: str, *flags: str) -> Path:
-        """Run the trainer with preset `record`, on a CPU `tiny`. Return its run directory."""
+        """Run the trainer with preset `record`, or `tiny` on a CPU. Return the run directory."""
         folder = self.free_path(name)
         preset = "tiny" if self.cpu else "record"
         common = (f"--preset={preset}", f"--device={self.device}", "--sample_tokens=0")
-        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world())
+        self.call(name, "train_gpt.py", *common, f"--run_dir={folder}", *flags, ranks=self.world_size())
         return folder
 
-    def world(self) -> int:
-        """Return as many ranks as there are GPUs, if that divides the 8 sequences of a step."""
-        return max(world for world in (1, 2, 4, 8) if world <= max(1, self.facts["gpus"]))
+    def world_size(self) -> int:
+        """Return the number of ranks: at most one per GPU, and a divisor of the 8 sequences of a step."""
+        return max(world_size for world_size in (1, 2, 4, 8) if world_size <= max(1, self.facts["gpus"]))
 
 def write_text(path: Path, kind: str) -> None:
-    """Write the tokens of `pocket` as a shard of GPT-2's vocabulary: real text that needs no network."""
-    # A header has 256 words of 4 bytes; 3 and 4 are vocabulary size and document start. All ids are below 2,048, so
-    # that only the document start must become another one.
-    words = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
-    header, tokens = words[:512], words[512:]
-    tokens[tokens == header[8]] = GPT2[1]
-    header[6], header[8] = GPT2
-    words.tofile(path)
+    """Write the tokens of `pocket` as a shard with GPT-2's vocabulary. This is real text that needs no download."""
+    # A header has 256 words of 4 bytes; words 3 and 4 are the vocabulary size and the BOS id. All token ids of pocket
+    # are below 2,048, so only the BOS id must be replaced.
+    shard = np.fromfile(ROOT / f"data/pocket/pocket_{kind}_000000.bin", "<u2")
+    header, tokens = shard[:512], shard[512:]
+    tokens[tokens == header[8]] = GPT2_SIZES[1]
+    header[6], header[8] = GPT2_SIZES
+    shard.tofile(path)
 
 def run_step(day: Day, name: str) -> Facts:
-    """Run one step; an error in it becomes its verdict."""
+    """Run one step and return its result. An exception becomes its verdict."""
     step = STEPS[name]
-    began = time.monotonic()
-    most = CPU_LIMIT if day.cpu else step.most
-    day.deadline = min(began + most, day.end)
+    start = time.monotonic()
+    max_seconds = CPU_LIMIT_S if day.cpu else step.max_seconds
+    day.deadline = min(start + max_seconds, day.end)
     day.figures[name] = figures = {}
     verdict = "skipped"
     if name != "preflight" and not day.facts:
         reason = "preflight is red"
-    elif day.end - began < step.least:
-        reason = f"--limit leaves {max(0, day.end - began):.0f} s, the step needs {step.least}"
+    elif day.end - start < step.min_seconds:
+        reason = f"--limit leaves {max(0, day.end - start):.0f} s, the step needs {step.min_seconds}"
     else:
         try:
             reason = "; ".join(step.judge(day, figures))
             verdict = "yellow" if reason else "green"
             if day.cpu:
-                verdict = "rehearsed"
-        except Verdict as found:
-            verdict, reason = found.args
-        except Exception as error:                            # rubbish in a result, a full disk: the day goes on
+                verdict = "dry run"
+        except Verdict as error:
+            verdict, reason = error.args
+        # Results may be unreadable, or the disk full. The day continues.
+        except Exception as error:
             verdict, reason = "red", f"results cannot be read: {type(error).__name__}: {str(error)[:300]}"
     if name == "preflight" and verdict == "red":
         day.facts = {}
-    return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - began, 1), figures=figures, reason=reason)
+    return dict(name=name, verdict=verdict, seconds=round(time.monotonic() - start, 1), figures=figures, reason=reason)
 
 
 # ---- The command
-def earlier_steps(path: Path, facts: Facts) -> dict[str, Facts]:
-    """Return the steps that an earlier call has left in the same folder, on the same device with the same trainer."""
+def earlier_steps(path: Path, same_run: Facts) -> dict[str, Facts]:
+    """Load the steps of an earlier call in the same directory, on the same device and with the same trainer."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = json.loads(path.read_text("utf-8"))
-        if all(found[key] == value for key, value in facts.items()):
-            return {step["name"]: step for step in found["steps"] if step["verdict"] in STATUSES}
+        earlier = json.loads(path.read_text("utf-8"))
+        if all(earlier[key] == value for key, value in same_run.items()):
+            return {step["name"]: step for step in earlier["steps"] if step["verdict"] in EXIT_STATUS}
     return {}
 
-def parse(argv: list[str]) -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("day", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda",
+                        help="cpu: a dry run at tiny sizes [%(default)s]")
     parser.add_argument("--out", type=Path, default=ROOT / f"logs/day-{time.strftime('%Y%m%d-%H%M%S')}",
-                        help="[logs/day-TIME]")
-    parser.add_argument("--parts", default=",".join(STEPS), help="[%(default)s]")
-    parser.add_argument("--limit", type=float, default=0.0, help="s for all steps together; 0: none [%(default)s]")
-    parser.add_argument("--full", action="store_true", help="also the whole run, and a record of it")
+                        help="directory for all results [logs/day-TIME]")
+    parser.add_argument("--parts", default=",".join(STEPS), help="steps to run [%(default)s]")
+    parser.add_argument("--limit", type=float, default=0.0,
+                        help="seconds for all steps together; 0: no limit [%(default)s]")
+    parser.add_argument("--full", action="store_true", help="also train the whole run, and create a record of it")
     args = parser.parse_args(argv)
     args.out = args.out.expanduser().resolve()
     args.parts = ["preflight", *args.parts.split(",")]
@@ -235,35 +245,36 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return args
 
 def main(argv: list[str]) -> int:
-    args = parse(argv)
-    began = time.monotonic()
+    args = parse_args(argv)
+    start = time.monotonic()
     day = Day(args)
     path = day.out / "day.json"
-    facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
-    asked = [name for name in STEPS if name in args.parts]
-    steps = {name: step for name, step in earlier_steps(path, facts).items() if name not in asked}
+    run_facts = dict(device=args.device, source_sha256=hashlib.sha256((ROOT / "train_gpt.py").read_bytes()).hexdigest())
+    requested = [name for name in STEPS if name in args.parts]
+    steps = {name: step for name, step in earlier_steps(path, run_facts).items() if name not in requested}
     day.figures = {name: step["figures"] for name, step in steps.items()}
-    for name in asked:
+    for name in requested:
         steps[name] = run_step(day, name)
-        worst = min((step["verdict"] for step in steps.values()), key=list(STATUSES).index)
-        verdict = worst if name == asked[-1] else "unfinished"
-        part = path.with_suffix(".part")
+        worst = min((step["verdict"] for step in steps.values()), key=list(EXIT_STATUS).index)
+        verdict = worst if name == requested[-1] else "unfinished"
+        partial_path = path.with_suffix(".part")
         steps = {name: steps[name] for name in STEPS if name in steps}
-        content = facts | dict(verdict=verdict, steps=list(steps.values()))
-        part.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
-        os.replace(part, path)
-        print(f"{time.monotonic() - began:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
+        content = run_facts | dict(verdict=verdict, steps=list(steps.values()))
+        partial_path.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        os.replace(partial_path, path)
+        print(f"{time.monotonic() - start:5.0f} s  {name}: {steps[name]['verdict']}  {steps[name]['reason']}".rstrip(),
               flush=True)
-    bad = [f"{name} {step['verdict']}" for name, step in steps.items() if STATUSES[step["verdict"]]]
-    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{': ' if bad else ''}{', '.join(bad)}; {path}")
-    return STATUSES[worst]
+    failed = [f"{name} {step['verdict']}" for name, step in steps.items() if EXIT_STATUS[step["verdict"]]]
+    causes = f": {', '.join(failed)}" if failed else ""
+    print(f"day: {worst.upper()}, {len(steps)} of {len(STEPS)} steps{causes}; {path}")
+    return EXIT_STATUS[worst]
 
-def end_by(number: int, _: object) -> None:
-    raise SystemExit(128 + number)       # `process_groups` then ends the processes of the step
+def exit_on_signal(signum: int, _: object) -> None:
+    raise SystemExit(128 + signum)       # `process_groups` then ends the processes of the step
 
 
 if __name__ == "__main__":
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores SIGHUP
-            signal.signal(number, end_by)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(signum) != signal.SIG_IGN:        # nohup ignores SIGHUP
+            signal.signal(signum, exit_on_signal)
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Measure one thing on this machine, for day.py, which runs each probe as a process with a time limit.
+"""Measure one thing on this machine. day.py runs each probe as a process with a time limit.
 
     python tests/gpu/day_probes.py PROBE --device=cuda|cpu --out=FILE.json [...]
 
@@ -36,19 +36,19 @@ import train_gpt as tg
 
 Facts = dict[str, Any]
 BF16 = torch.bfloat16
-TILE = 128                               # queries and keys of an attention tile, as the price counts them
-ROUNDS = 20                              # timings of a rate; the median counts
+TILE = 128                               # queries, and keys, of an attention tile, as in the prices
+ROUNDS = 20                              # timings per rate; the median counts
 PACKAGES = ("torch", "triton", "numpy", "pytest", "flash-attn-4", "flash-attn-3")
 QUERIED = ("name", "driver_version", "clocks.sm", "clocks.max.sm", "power.limit", "mig.mode.current",
            "ecc.errors.uncorrected.volatile.total", "clocks_throttle_reasons.active")
-SLOWED = 0x8 | 0x20 | 0x40 | 0x80        # throttle reasons: hardware slowdown, heat (two kinds), power brake
-SHARED_BYTES = 1 << 30                   # free in /dev/shm, which NCCL uses between the ranks of a machine
+SLOWDOWN_BITS = 0x8 | 0x20 | 0x40 | 0x80  # throttle reasons: hardware slowdown, heat (two kinds), power brake
+SHARED_BYTES = 1 << 30                   # free in /dev/shm; NCCL uses it between the ranks of a machine
 FREE_MEMORY = 0.95
 
 
 # ---- Preflight
-def answer_of(*command: str) -> str | None:
-    """Run a program and return its output; None if it is absent, fails, or does not end within 10 s."""
+def run_program(*command: str) -> str | None:
+    """Run a program and return its output; None if it is missing, fails, or does not end within 10 s."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -58,25 +58,25 @@ def first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0][:200]
 
 def missing_compilers() -> list[str]:
-    """List what torch.compile and Triton need and do not find, each with its remedy."""
+    """List what torch.compile and Triton need but cannot find, with remedies."""
     missing = []
     if not Path(sysconfig.get_paths()["include"], "Python.h").exists():
-        missing.append("no Python.h, which Triton compiles with: apt install python3-dev")
+        missing.append("no Python.h, which Triton needs: apt install python3-dev")
     if not any(map(shutil.which, os.environ.get("CC", "cc gcc clang").split())):
-        missing.append("no C compiler, which Triton calls: apt install gcc")
+        missing.append("no C compiler, which Triton needs: apt install gcc")
     if not any(map(shutil.which, os.environ.get("CXX", "g++ gcc clang").split())):
-        missing.append("no C++ compiler, which torch.compile calls: apt install g++")
+        missing.append("no C++ compiler, which torch.compile needs: apt install g++")
     return missing
 
-def cards(problems: list[str], remarks: list[str]) -> Facts:
-    """Describe the GPUs. problems: what no run can do without; remarks: what makes it slow."""
-    driver = answer_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+def describe_gpus(problems: list[str], remarks: list[str]) -> Facts:
+    """Describe the GPUs. Add what prevents a run to `problems`, and what slows it down to `remarks`."""
+    driver = run_program("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
         problems.append(f"torch {torch.__version__} finds no GPU: {first_line(error)}; driver {driver}: "
-                        "install a torch for CUDA that this driver runs, or a newer driver (580 for CUDA 13); on a CPU "
-                        "--device=cpu rehearses")
+                        "install a CUDA build of torch that this driver supports, or a newer driver (580 for CUDA 13); "
+                        "for a dry run on a CPU: --device=cpu")
         return {}
     count = torch.cuda.device_count()
     first = torch.cuda.get_device_properties(0)
@@ -84,7 +84,7 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
         problems.append(f"capability {first.major}.{first.minor} of {first.name}: bfloat16 needs 8.0")
     free, total = zip(*map(torch.cuda.mem_get_info, range(count)))
     if min(f / t for f, t in zip(free, total)) < FREE_MEMORY:
-        others = answer_of("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader")
+        others = run_program("nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader")
         remarks.append(f"{min(free) >> 20} of {total[0] >> 20} MiB are free; other processes (pid, memory): {others}")
     shared = shutil.disk_usage("/dev/shm").free
     if count > 1 and shared < SHARED_BYTES:
@@ -94,7 +94,7 @@ def cards(problems: list[str], remarks: list[str]) -> Facts:
                 kernels=tg.ATTENTION_BY_CAPABILITY.get(first.major, ("varlen",)))
 
 def preflight(args: argparse.Namespace) -> Facts:
-    """Return facts about the machine, problems that forbid a run, and remarks."""
+    """Return facts about the machine, problems that prevent a run, and remarks."""
     problems = []
     remarks = []
     facts = {package: tg.package_version(package) for package in PACKAGES}
@@ -105,24 +105,25 @@ def preflight(args: argparse.Namespace) -> Facts:
         facts |= dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"])
         return dict(facts=facts, problems=[], remarks=[])
     problems += facts["missing"]
-    facts |= cards(problems, remarks)
-    answer = answer_of("nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits")
+    facts |= describe_gpus(problems, remarks)
+    answer = run_program("nvidia-smi", f"--query-gpu={','.join(QUERIED)}", "--format=csv,noheader,nounits")
     facts["nvidia_smi"] = answer and [dict(zip(QUERIED, line.split(", "))) for line in answer.splitlines()]
-    facts["topology"] = answer_of("nvidia-smi", "topo", "-m")
+    facts["topology"] = run_program("nvidia-smi", "topo", "-m")
     if answer is None:
         remarks.append("nvidia-smi does not answer: clocks, ECC errors and throttling are unknown")
-    for number, card in enumerate(facts["nvidia_smi"] or ()):
+    for index, card in enumerate(facts["nvidia_smi"] or ()):
         throttle = card.get(QUERIED[-1], "")
-        if throttle.startswith("0x") and int(throttle, 16) & SLOWED:
-            remarks.append(f"GPU {number} is throttled ({throttle})")
+        if throttle.startswith("0x") and int(throttle, 16) & SLOWDOWN_BITS:
+            remarks.append(f"GPU {index} is throttled ({throttle})")
         if card.get(QUERIED[-2], "0").isdecimal() and int(card.get(QUERIED[-2], "0")):
-            remarks.append(f"GPU {number} has uncorrected ECC errors")
+            remarks.append(f"GPU {index} has uncorrected ECC errors")
     return dict(facts=facts, problems=problems, remarks=remarks)
 
 
 # ---- Attention
 def executed_tiles(bounds: list[int], window: int) -> int:
-    """Count the tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, windowed."""
+    """Count the tiles that an attention kernel with 128 x 128 blocks computes: causal, within documents and a window.
+    """
     visited = 0
     for length in map(int.__sub__, bounds[1:], bounds):
         for first in range(0, length, TILE):
@@ -131,13 +132,13 @@ def executed_tiles(bounds: list[int], window: int) -> int:
     return visited
 
 def median_ms(call: Callable, inputs: list[Tensor], rounds: int = 5) -> float:
-    """Return the median of several calls on a cold cache, after one that does not count."""
+    """Return the median ms of several calls with a cold cache. A first call is not counted."""
     size = bench_gpu.L2_BYTES if inputs[0].is_cuda else 1
-    flushed = torch.empty(size, dtype=torch.uint8, device=inputs[0].device)
-    return statistics.median([bench_gpu.ms_of(call, inputs, flushed) for _ in range(rounds + 1)][1:])
+    cache_flush = torch.empty(size, dtype=torch.uint8, device=inputs[0].device)
+    return statistics.median([bench_gpu.ms_of(call, inputs, cache_flush) for _ in range(rounds + 1)][1:])
 
 def attention(args: argparse.Namespace) -> Facts:
-    """Check one kernel against float64, and time the layers of one sequence in each of the three stages."""
+    """Check one kernel against float64, and time all layers on one sequence of each of the three stages."""
     comm = comm_of(args)
     try:
         lab = gpu_cases.Lab(comm, kernel=args.kernel)
@@ -156,21 +157,22 @@ def attention(args: argparse.Namespace) -> Facts:
                 continue
             fold = 2 if kind == "paired" else 1
             heads = lab.sizes.H // fold
-            reach = cfg.window_block * dict(short=stage.short_window, long=stage.long_window)[window]
+            window_tokens = cfg.window_block * dict(short=stage.short_window, long=stage.long_window)[window]
             bounds = [fold * bound for bound in lab.document_bounds()]
-            case = gpu_cases.attention_of(lab, bounds, reach, heads)
+            case = gpu_cases.attention_of(lab, bounds, window_tokens, heads)
             ms += layers * median_ms(case.ways[gpu_cases.TRAINER], case.inputs)
-            flops += layers * executed_tiles(bounds, reach) * TILE * TILE * lab.sizes.E * heads * (4 + 10)
+            flops += layers * executed_tiles(bounds, window_tokens) * TILE * TILE * lab.sizes.E * heads * (4 + 10)
         stages.append(dict(tokens=lab.sizes.T, ms=ms, flop_per_s=1000 * flops / ms))
     return dict(kernel=lab.attention_name, wrong=wrong, stages=stages)
 
 
 # ---- Ceilings
-def rate(amount: float, call: Callable, *inputs: Tensor) -> float:
+def work_per_second(amount: float, call: Callable, *inputs: Tensor) -> float:
     return 1000 * amount / median_ms(call, list(inputs), ROUNDS)
 
 def ceilings(args: argparse.Namespace) -> Facts:
-    """Measure what this device reaches: rates, by their names in rates.json, and matmuls of the trainer's shapes."""
+    """Measure the rates that this device reaches, with their names in rates.json, and matmuls of the trainer's shapes.
+    """
     comm = comm_of(args)
     device = comm.device
     T, D, H, V, cube = (64, 32, 64, 128, 64)
@@ -182,56 +184,57 @@ def ceilings(args: argparse.Namespace) -> Facts:
     for m, n, k in ((cube, cube, cube), (T, H, D), (T, D, H), (H, D, T), (T, V, D), (D, V, T), (T, D, V)):
         a = torch.randn(m, k, device=device).to(BF16)
         b = torch.randn(k, n, device=device).to(BF16)
-        shapes[f"bfloat16 ({m}, {n}, {k})"] = rate(2 * m * n * k, torch.mm, a, b)
+        shapes[f"bfloat16 ({m}, {n}, {k})"] = work_per_second(2 * m * n * k, torch.mm, a, b)
     rates = dict(bfloat16=shapes[f"bfloat16 ({cube}, {cube}, {cube})"])
 
     large = torch.randn(T, 16 * D, device=device).to(BF16)
-    rates["memory"] = rate(2 * large.nbytes, torch.clone, large)
-    rates["transposing"] = rate(2 * large.nbytes, transpose, large)
+    rates["memory"] = work_per_second(2 * large.nbytes, torch.clone, large)
+    rates["transposing"] = work_per_second(2 * large.nbytes, transpose, large)
     a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
-    rates["float32"] = rate(2 * (cube // 2)**3, torch.mm, a, b)
+    rates["float32"] = work_per_second(2 * (cube // 2)**3, torch.mm, a, b)
     if gpu_cases.Lab(comm, gpu_cases.TINY, kernel="reference").has_fp8:
         for m, n, k in ((cube, cube, cube), (T, V, D)):
             a = torch.randn(m, k, device=device).to(torch.float8_e4m3fn)
             b = torch.randn(n, k, device=device).to(torch.float8_e4m3fn)
-            for fast in (True, False):
-                found = rate(2 * m * n * k, partial(scaled_mm, fast=fast), a, b)
-                shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast}"] = found
+            for fast_accum in (True, False):
+                flops_per_s = work_per_second(2 * m * n * k, partial(scaled_mm, fast_accum=fast_accum), a, b)
+                shapes[f"float8 ({m}, {n}, {k}), fast accumulation: {fast_accum}"] = flops_per_s
         rates["float8"] = shapes[f"float8 ({cube}, {cube}, {cube}), fast accumulation: True"]
     if comm.on_cuda:
         host = comm.pinned(torch.zeros(1 << 28, dtype=torch.uint8))
         device_bytes = torch.empty(1 << 28, dtype=torch.uint8, device=device)
-        rates["host_link"] = rate(host.nbytes, partial(Tensor.copy_, other=host, non_blocking=True), device_bytes)
+        upload = partial(Tensor.copy_, other=host, non_blocking=True)
+        rates["host_link"] = work_per_second(host.nbytes, upload, device_bytes)
         if torch.cuda.device_count() > 1:
             other = torch.empty_like(large, device="cuda:1")
-            rates["link"] = rate(large.nbytes, partial(Tensor.copy_, other=other), large)
+            rates["link"] = work_per_second(large.nbytes, partial(Tensor.copy_, other=other), large)
     return dict(rates=rates, shapes=shapes)
 
 def transpose(x: Tensor) -> Tensor:
     return x.t().contiguous()
 
-def scaled_mm(a: Tensor, b: Tensor, fast: bool) -> Tensor:
-    """Multiply fp8 matrices (m, k), (n, k) as the head does."""
+def scaled_mm(a: Tensor, b: Tensor, fast_accum: bool) -> Tensor:
+    """Multiply fp8 matrices (m, k) and (n, k) as the head does."""
     one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b.t(), one, by_tensor, one, by_tensor, output_dtype=BF16, use_fast_accum=fast)
+    return F.scaled_mm(a, b.t(), one, by_tensor, one, by_tensor, output_dtype=BF16, use_fast_accum=fast_accum)
 
 
-# ---- Equal ranks
+# ---- Equality of ranks
 def ranks(args: argparse.Namespace) -> Facts:
-    """Train 20 steps with as many ranks as were started: losses of all of them, and each rank's hash of the weights."""
+    """Train 20 steps on all ranks; return the losses of the whole batch, and each rank's hash of the weights."""
     files = dict(train_files=args.files, val_files=args.files) if args.files else {}
     settings = tg.Config(device=args.device)
     comm = tg.init_distributed(settings)
     comm.set_timeout(10 * settings.comm_timeout)          # the ranks compile
     run = gpu_cases.Run(comm, debug_rows=1, **files)
     losses = []
-    for found in run.steps(0, 20 // run.schedule.cycle_steps):
-        losses.append(sum(comm.all_gather(float(found.seq_sums.sum()))) / (found.tokens * comm.world_size))
+    for step_loss in run.steps(0, 20 // run.schedule.cycle_steps):
+        losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))) / (step_loss.tokens * comm.world_size))
     digest = hashlib.sha256()
-    rows = {row.label for row in tg.parameter_specs(run.cfg) if row.table}
+    table_labels = {spec.label for spec in tg.parameter_specs(run.cfg) if spec.table}
     for label, p in run.engine.model.named_parameters():
-        if label not in rows:                                 # a rank stores only its shard of a table
+        if label not in table_labels:                         # a rank stores only its shard of a table
             digest.update(p.detach().cpu().contiguous().view(torch.uint8).numpy())
     return dict(rank=comm.rank, world=comm.world_size, losses=losses, hashes=comm.all_gather(digest.hexdigest()))
 
@@ -251,8 +254,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("probe", choices=PROBES)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--kernel", default="auto", help="of attention [%(default)s]")
-    parser.add_argument("--files", default="", help="shards to train on [a formula]")
+    parser.add_argument("--kernel", default="auto", help="attention kernel [%(default)s]")
+    parser.add_argument("--files", default="", help="training shards [synthetic tokens]")
     args = parser.parse_args(argv)
     found = PROBES[args.probe](args)
     if found.get("rank", 0) == 0:
@@ -261,4 +264,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
-    os._exit(0)                          # like the trainer: destroying NCCL's groups may hang
+    os._exit(0)                          # like the trainer, because destroying NCCL's groups may hang

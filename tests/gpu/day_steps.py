@@ -1,4 +1,4 @@
-"""Judge the steps of day.py: each function takes a `Day` and the step's figures, to which it adds.
+"""Criteria of the steps of day.py. Each function takes a `Day` and the step's figures, to which it adds results.
 
 It returns remarks, which make the step yellow, or raises Verdict with another verdict and the reason.
 """
@@ -25,18 +25,18 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 # Means and standard deviations of ten runs of the same mathematics, published with modded-nanogpt 2026-02-03_VeTuned.
 PUBLISHED = {250: (4.546, 0.005), 1547: (3.278, 0.002)}
-MATCH = 0.05                             # largest difference of a step's loss between the fast path and float32
-EQUAL = 2e-3                             # relative difference of losses between numbers of ranks
-SLOW = 1.15                              # measured over predicted
-LOW = 0.85                               # measured over assumed rates
-SLOWER = 1.1                             # an operation over plain PyTorch
-USABLE_MEMORY = 0.9                      # the trainer's estimate may fill this fraction of a GPU
-GUESS = math.log(50_257)                 # nats per token
-ATTENTION_LIMIT = 60                     # s for one kernel, which may compile
-RATES = "rates_measured.json"
-KINDS = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")       # the rate of each attention kernel
-CURE = "pip install -r requirements-gpu.txt, which names faster attention, then this step again"
-# Pattern of a kernel's name (the first that matches counts): its group, and the part of the price that contains it.
+MAX_LOSS_DIFFERENCE = 0.05               # nats, per step, between the fast path and float32
+MAX_RELATIVE_DIFFERENCE = 2e-3           # between the losses of different world sizes
+SLOW_STEP_RATIO = 1.15                   # measured / predicted
+LOW_RATE_RATIO = 0.85                    # measured / assumed
+SLOW_OPERATION_RATIO = 1.1               # trainer / plain PyTorch
+USABLE_MEMORY = 0.9                      # fraction of a GPU's memory that the trainer's estimate may fill
+UNIFORM_LOSS = math.log(50_257)          # nats per token
+ATTENTION_LIMIT = 60                     # s for one kernel, including compilation
+MEASURED_RATES = "rates_measured.json"
+RATE_BY_KERNEL = dict(varlen="FA2", FA3="FA3", FA4="FA3", reference="reference")  # kernel -> its rate in rates.json
+INSTALL_HINT = "run pip install -r requirements-gpu.txt for faster attention, and repeat this step"
+# Pattern of a kernel's name -> its group, and the part of the price that contains it. The first match counts.
 GROUPS = {
     r"nccl": ("communication", "exposed communication"),
     r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
@@ -49,24 +49,24 @@ GROUPS = {
 class Verdict(Exception):
     """The verdict of a step, and the reason."""
 
-def short_run(day: Day) -> list[str]:
-    """Return flags of a run through all stages in few steps, on FineWeb or else on the text of `pocket`."""
+def short_run_flags(day: Day) -> list[str]:
+    """Return flags for a run through all stages in a few steps, on FineWeb or otherwise on the text of `pocket`."""
     steps = (12, 6) if day.cpu else (60, 10)
     flags = [f"--num_scheduled_steps={steps[0]}", f"--num_extension_steps={steps[1]}", "--epochs=0", "--val_every=0"]
-    if fineweb() and not day.cpu:
+    if has_fineweb() and not day.cpu:
         return [*flags, "--val_tokens=2097152"]
     val = 512 if day.cpu else 262_144
     return [*flags, f"--train_files={day.out}/text_train.bin", f"--val_files={day.out}/text_val.bin",
             f"--val_tokens={val}", f"--val_batch_tokens={val}"]
 
-def fineweb() -> bool:
+def has_fineweb() -> bool:
     folder = ROOT / "data/fineweb10B"
     return any(folder.glob("fineweb_train_*.bin")) and any(folder.glob("fineweb_val_*.bin"))
 
 
 # ---- Before the trainer runs
 def preflight(day: Day, figures: Facts) -> list[str]:
-    """Is everything here that a run needs, and is the card free, cool and whole?"""
+    """Does this machine have everything that a run needs, and is the GPU free, cool and healthy?"""
     found = day.probe("preflight")
     figures |= found["facts"]
     day.facts |= found["facts"]
@@ -77,18 +77,18 @@ def preflight(day: Day, figures: Facts) -> list[str]:
 def slow_attention(day: Day, kernel: str) -> list[str]:
     major, minor = day.facts["capability"]
     if major in (9, 10) and kernel.startswith("varlen"):
-        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {CURE}"]
+        return [f"attention is FlashAttention 2 ({kernel}) on a GPU of capability {major}.{minor}: {INSTALL_HINT}"]
     return []
 
 def attention(day: Day, figures: Facts) -> list[str]:
-    """Which kernels compute the right attention, which of them does the trainer take, and which is the fastest?"""
+    """Which kernels compute attention correctly, which one does the trainer choose, and which is the fastest?"""
     ms = {}
     remarks = []
     for name in day.facts["kernels"]:                         # in the order in which the trainer tries them
         try:
             found = day.probe("attention", f"--kernel={name}", name=f"attention-{name}", limit=ATTENTION_LIMIT)
-        except Verdict as crash:                              # a kernel that hangs or crashes does not hide the others
-            verdict, reason = crash.args
+        except Verdict as error:                              # continue with the other kernels
+            verdict, reason = error.args
             if verdict == "skipped":
                 raise
             found = dict(refused=reason)
@@ -101,20 +101,20 @@ def attention(day: Day, figures: Facts) -> list[str]:
     if not ms:
         refused = [f"{name}: {found['refused']}" for name, found in figures.items()]
         raise Verdict("red", f"no attention kernel works: {'; '.join(refused)}")
-    taken = next(iter(ms))
+    chosen = next(iter(ms))
     fastest = min(ms, key=ms.__getitem__)
-    if fastest != taken:
-        remarks.append(f"the trainer takes {taken}, {ms[taken]:.2f} ms; {fastest} takes {ms[fastest]:.2f}: "
+    if fastest != chosen:
+        remarks.append(f"the trainer chooses {chosen} ({ms[chosen]:.2f} ms), but {fastest} takes {ms[fastest]:.2f} ms: "
                        f"--attention={fastest}")
-    return remarks + slow_attention(day, figures[taken]["kernel"])
+    return remarks + slow_attention(day, figures[chosen]["kernel"])
 
 def ceilings(day: Day, figures: Facts) -> list[str]:
-    """Does this card reach the rates that predictions assume? Writes DIR/rates_measured.json."""
+    """Does this GPU reach the rates that predictions assume? Writes DIR/rates_measured.json."""
     figures |= day.probe("ceilings")
     rates = figures["rates"]
     for kernel, found in day.figures.get("attention", {}).items():
         if "stages" in found:
-            kind = KINDS[kernel]
+            kind = RATE_BY_KERNEL[kernel]
             rates[kind] = max(rates.get(kind, 0.0), found["stages"][-1]["flop_per_s"])
     table = price.load(price.RATES)
     card = next((name for name in table["cards"] if name in day.facts["card"]), day.facts["card"])
@@ -122,20 +122,20 @@ def ceilings(day: Day, figures: Facts) -> list[str]:
     remarks = []
     for kind, rate in rates.items():
         assumed = known["rates"].get(kind, {})
-        if assumed and rate < LOW * assumed["peak"] * assumed["share"]:
-            share = rate / (assumed["peak"] * assumed["share"])
-            remarks.append(f"{kind}: {share:.2f} of the rate that predictions assume for {card}")
+        if assumed and rate < LOW_RATE_RATIO * assumed["peak"] * assumed["share"]:
+            relative = rate / (assumed["peak"] * assumed["share"])
+            remarks.append(f"{kind}: {relative:.2f} of the rate that predictions assume for {card}")
         known["rates"][kind] = dict(peak=rate, share=1.0, unit=assumed.get("unit", "1/s"), source="measured here")
     page = table | dict(cards={card: known})
-    (day.out / RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
+    (day.out / MEASURED_RATES).write_text(json.dumps(page, indent=1) + "\n", "utf-8")
     return remarks
 
 def operations(day: Day, figures: Facts) -> list[str]:
-    """Does every operation agree with float64, and is it faster than plain PyTorch?"""
+    """Does every operation match float64, and is it faster than plain PyTorch?"""
     folder = day.free_path("operations")
     rounds = "--rounds=1" if day.cpu else "--rounds=5"
     day.call("operations", str(HERE / "bench_gpu.py"), f"--device={day.device}", "--seed=1", f"--out={folder}", rounds,
-             statuses=(0, 1))
+             ok_statuses=(0, 1))
     found = json.loads((folder / "bench.json").read_text("utf-8"))
     if found["wrong"] or not found["kernels"]:
         raise Verdict("red", "; ".join(found["wrong"]) or "no operation was checked")
@@ -143,19 +143,19 @@ def operations(day: Day, figures: Facts) -> list[str]:
     for case in found["kernels"]:
         figures[case["name"]] = case["times"]
         ms = {way: float(text.split()[0]) for way, text in case["times"].items()}
-        if ms.get("trainer", 0.0) > SLOWER * ms.get("plain", math.inf):
+        if ms.get("trainer", 0.0) > SLOW_OPERATION_RATIO * ms.get("plain", math.inf):
             remarks.append(f"{case['name']}: {ms['trainer']:.3f} ms, plain PyTorch takes {ms['plain']:.3f}")
     return remarks
 
 
 # ---- Runs
 def events_of(folder: Path, kind: str) -> list[Facts]:
-    """Return the lines of one type in a run's log."""
+    """Return the lines of one type in the log of a run."""
     events = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
     return [event for event in events if event["type"] == kind]
 
 def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
-    """Compute ms a step of the kernels of each group of a profile, and of the gaps in which none ran."""
+    """Compute the ms per step of each group of kernels in a profile, and of the gaps between kernels."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     events = [event for event in events if event.get("cat") in (category, "gpu_memcpy", "gpu_memset")]
@@ -173,29 +173,30 @@ def kernel_groups(trace: Path, steps: int, category: str) -> dict[str, float]:
     return {group: found / 1000 / steps for group, found in us.most_common()}
 
 def predicted_parts(day: Day, kernel: str) -> dict[str, dict[str, float]]:
-    """Return the ledger's ms by stage and part for as many ranks, at the rates measured here; {} if there is none."""
-    ledger = price.load(price.LEDGER)
+    """Return the expected ms by stage and part for this world size, scaled to the rates measured here; {} if unknown.
+    """
+    costs = price.load(price.EXPECTED_COSTS)
     attention_kind = "FA3" if kernel.startswith(("FA3", "FA4")) else "FA2"
-    world = price.kept_prediction(ledger)["worlds"].get(str(day.world()))
-    is_measured = (day.out / RATES).exists()
-    if day.cpu or world is None or not (is_measured or ledger["card"] in day.facts["card"]):
+    prediction = price.stored_prediction(costs)["worlds"].get(str(day.world_size()))
+    is_measured = (day.out / MEASURED_RATES).exists()
+    if day.cpu or prediction is None or not (is_measured or costs["card"] in day.facts["card"]):
         return {}
-    factors = dict.fromkeys(price.PARTS, 1.0)
+    scale = dict.fromkeys(price.PARTS, 1.0)
     if is_measured:
-        measured = price.load(day.out / RATES)
+        measured = price.load(day.out / MEASURED_RATES)
         card, = measured["cards"]
         rates = price.Card(measured, card).rates
-        assumed = price.Card(price.load(price.RATES), ledger["card"]).rates
+        assumed = price.Card(price.load(price.RATES), costs["card"]).rates
         kinds = {"products": "bfloat16", "memory-bound kernels": "memory", "attention": attention_kind}
         for part, kind in kinds.items():
-            factors[part] = assumed[kind] / rates.get(kind, assumed[kind])
+            scale[part] = assumed[kind] / rates.get(kind, assumed[kind])
     parts = {}
-    for stage, found in world[attention_kind]["stages"].items():
-        parts[stage] = {part: factors[part] * ms for part, ms in found["mean"]["parts"].items()}
+    for stage, found in prediction[attention_kind]["stages"].items():
+        parts[stage] = {part: scale[part] * ms for part, ms in found["mean"]["parts"].items()}
     return parts
 
 def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures: Facts) -> list[str]:
-    """Compare ms a step of each stage with the prediction, and name the part of the profile that exceeds it most."""
+    """Compare the ms per step of each stage with the prediction. Name the part of the profile that exceeds it most."""
     header, = events_of(folder, "header")
     seconds = {0: 0.0}
     for event in events_of(folder, "step"):
@@ -206,24 +207,24 @@ def compare_stages(folder: Path, predicted: dict[str, dict[str, float]], figures
         ms = price.measured_ms(span, seconds)
         expected = sum(predicted.get(stage, {}).values())
         figures[stage] = dict(ms=ms, predicted_ms=expected or None)
-        if expected and ms > SLOW * expected:
+        if expected and ms > SLOW_STEP_RATIO * expected:
             remarks.append(f"{stage}: {ms:.1f} ms a step, {ms / expected:.2f} of the predicted {expected:.1f}")
     if remarks and "stage 4" in predicted:                    # the profile is of the extension
-        more = Counter()
-        partial_path = dict(GROUPS.values()) | dict(gaps="launches")
+        excess = Counter()
+        part_of_group = dict(GROUPS.values()) | dict(gaps="launches")
         for group, ms in figures["kernels"].items():
-            more[partial_path[group]] += ms
-        more.subtract(predicted["stage 4"])
-        part, ms = more.most_common(1)[0]
-        remarks.append(f"most of it in {part}: {ms:+.1f} ms in a profiled step of the extension")
+            excess[part_of_group[group]] += ms
+        excess.subtract(predicted["stage 4"])
+        part, ms = excess.most_common(1)[0]
+        remarks.append(f"largest excess: {part}, {ms:+.1f} ms in a profiled step of the extension")
     return remarks
 
 def stages(day: Day, figures: Facts) -> list[str]:
-    """Does the trainer go through all stages without a recompile, within the estimated memory and predicted times?"""
-    # The profile is of the extension, so that it slows no step of the stages whose times are compared.
+    """Does the trainer run all stages without a recompile, within the estimated memory and the predicted times?"""
+    # The profile is of the extension, so that it does not slow down the stages whose times are compared.
     first = 14 if day.cpu else 64
     fast_path = ["--dtype=bfloat16", "--head=emulated"] if day.cpu else []
-    folder = day.train("stages", *short_run(day), *fast_path, f"--profile={first}:{first + 2}")
+    folder = day.train("stages", *short_run_flags(day), *fast_path, f"--profile={first}:{first + 2}")
     (header,), (result,) = events_of(folder, "header"), events_of(folder, "result")
     losses = [event["train_loss"] for event in events_of(folder, "step")]
     estimate = re.search("^estimated memory: .*$", (folder / "log.txt").read_text("utf-8"), re.MULTILINE)[0]
@@ -238,60 +239,66 @@ def stages(day: Day, figures: Facts) -> list[str]:
     predicted = predicted_parts(day, header["attention"])
     remarks = compare_stages(folder, predicted, figures) + slow_attention(day, header["attention"])
     if figures["recompiles"]:
-        raise Verdict("red", f"{figures['recompiles']} graphs were compiled after the warm-up: its output says why")
+        raise Verdict("red",
+                      f"{figures['recompiles']} graphs were compiled after the warm-up; its output has the reasons")
     if not day.cpu and not 0.4 * mib < peak < mib / USABLE_MEMORY:
         raise Verdict("red", f"peak memory {peak} MiB, estimated {mib} MiB")
-    if not result["val_loss"] < GUESS:
-        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, a guess has {GUESS:.3f}")
+    if not result["val_loss"] < UNIFORM_LOSS:
+        raise Verdict("red", f"loss {result['val_loss']:.3f} after {len(losses)} steps, "
+                             f"uniform guess {UNIFORM_LOSS:.3f}")
     if not predicted and not day.cpu:
-        remarks.append(f"times are not judged: no prediction for {day.world()} x {day.facts['card']}")
+        remarks.append(f"times are not judged: no prediction for {day.world_size()} x {day.facts['card']}")
     return remarks
 
 def match(day: Day, figures: Facts) -> list[str]:
-    """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32, step by step?"""
+    """Does the fast path (bfloat16, fp8, compiled kernels) have the losses of plain float32 at every step?"""
     steps = 4 if day.cpu else 12
-    flags = [*short_run(day), f"--max_steps={steps}"]
+    flags = [*short_run_flags(day), f"--max_steps={steps}"]
     folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
     folders.append(day.train("match-float32", *flags, "--dtype=float32", "--head=plain", "--attention=reference",
                              "--compile=0"))
     fast, plain = ([event["train_loss"] for event in events_of(Path(folder), "step")][:steps] for folder in folders)
     differences = [a - b for a, b in zip(fast, plain, strict=True)]
     figures |= dict(fast=fast, float32=plain, differences=differences)
-    if not all(abs(difference) < MATCH for difference in differences):        # a NaN is not
-        raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, allowed +- {MATCH}")
+    if not all(abs(difference) < MAX_LOSS_DIFFERENCE for difference in differences):  # False for NaN
+        raise Verdict("red", f"losses of the fast path minus those of float32: {differences}, "
+                             f"allowed +- {MAX_LOSS_DIFFERENCE}")
     return []
 
 def ranks(day: Day, figures: Facts) -> list[str]:
-    """Do several GPUs have the losses of one, and all ranks the same weights?"""
-    world = 2 if day.cpu else day.world()
-    if world < 2:
-        raise Verdict("not required", "one GPU: equal ranks take two or more")
+    """Do several GPUs compute the losses of one, and do all ranks have the same weights?"""
+    world_size = 2 if day.cpu else day.world_size()
+    if world_size < 2:
+        raise Verdict("not required", "one GPU: a comparison of ranks needs two")
     files = f"--files={day.out}/text_train.bin"
-    one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world))
+    one, several = (day.probe("ranks", files, name=f"ranks-{count}", ranks=count) for count in (1, world_size))
     differences = [abs(a / b - 1) for a, b in zip(several["losses"], one["losses"], strict=True)]
-    figures |= dict(world=world, losses=one["losses"], relative_differences=differences)
-    wrong = [difference for difference in differences if not difference < EQUAL]         # a NaN is not
+    figures |= dict(world=world_size, losses=one["losses"], relative_differences=differences)
+    wrong = [difference for difference in differences if not difference < MAX_RELATIVE_DIFFERENCE]  # True for NaN
     if wrong:
-        raise Verdict("red", f"losses of {world} ranks and of one differ by {wrong[0]:.1e}, allowed {EQUAL:.0e}")
+        raise Verdict("red", f"losses of {world_size} ranks and of one differ by {wrong[0]:.1e}, "
+                             f"allowed {MAX_RELATIVE_DIFFERENCE:.0e}")
     if len(set(several["hashes"])) != 1:
         raise Verdict("red", f"the ranks end with different weights: sha256 {several['hashes']}")
     return []
 
 def check_loss(folder: Path, step: int, figures: Facts) -> None:
-    """Compare the validation loss after so many steps with the published one, if there is one."""
+    """Compare the validation loss after this many steps with the published loss, if there is one."""
     losses = {event["step"]: event["val_loss"] for event in events_of(folder, "val")}
     figures |= dict(step=step, val_loss=losses[step])
     if step in PUBLISHED:
         mean, deviation = PUBLISHED[step]
-        allowed = 3 * deviation * math.sqrt(1.1)              # three deviations between a run and the mean of ten
+        # Allow three standard deviations of the difference between one run and the mean of ten.
+        allowed = 3 * deviation * math.sqrt(1.1)
         figures |= dict(published=mean, allowed=allowed)
         if not abs(losses[step] - mean) < allowed:
             raise Verdict("red", f"loss {losses[step]:.4f} at step {step}, published {mean}, allowed +- {allowed:.3f}")
 
 def loss(day: Day, figures: Facts) -> list[str]:
     """Does the real run have the published loss at step 250?"""
-    if not fineweb() and not day.cpu:
-        raise Verdict("not required", "no FineWeb here: python data/cached_fineweb10B.py 1, with a network")
+    if not has_fineweb() and not day.cpu:
+        raise Verdict("not required",
+                      "no FineWeb shards: run python data/cached_fineweb10B.py 1, which needs a network")
     step = 5 if day.cpu else 250
     check_loss(day.train("loss", f"--max_steps={step + 1}", f"--val_every={step}"), step, figures)
     return []
@@ -299,35 +306,35 @@ def loss(day: Day, figures: Facts) -> list[str]:
 def tests(day: Day, figures: Facts) -> list[str]:
     """Do the tests that need a GPU pass?"""
     if not day.facts["pytest"]:
-        raise Verdict("skipped", "no pytest here: pip install pytest")
+        raise Verdict("skipped", "pytest is not installed: pip install pytest")
     chosen = ["tests/gpu", "-m", "gpu or gpus2"]
     if day.cpu:
         chosen = ["tests/gpu/test_gpu.py", "-k", "cpu and snapshot"]
     pytest = ("-m", "pytest", "-q", "-rfs", "--tb=short", "-p", "no:cacheprovider")
     figures["summary"] = day.call("tests", *pytest, *chosen)
     if not re.search(r"\b[1-9]\d* passed", figures["summary"]):
-        raise Verdict("red", f"no test has passed: {figures['summary']}")
+        raise Verdict("red", f"no test passed: {figures['summary']}")
     return []
 
 def race(day: Day, figures: Facts) -> list[str]:
-    """Does the whole run have the published loss at its end? Makes a record of it in DIR/records."""
+    """Does the whole run end with the published loss? Creates a record of it in DIR/records."""
     if not day.full:
         raise Verdict("not required", "--full is not given")
-    if not fineweb() and not day.cpu:
-        raise Verdict("skipped", "no FineWeb here: python data/cached_fineweb10B.py 9, with a network")
-    folder = day.train("race", "--runs=3" if day.world() == 8 else "--runs=1")
+    if not has_fineweb() and not day.cpu:
+        raise Verdict("skipped", "no FineWeb shards: run python data/cached_fineweb10B.py 9, which needs a network")
+    folder = day.train("race", "--runs=3" if day.world_size() == 8 else "--runs=1")
     runs = sorted(folder.glob("seed_*")) or [folder]
     for run in runs:
-        figures[run.name] = of_run = {}
+        figures[run.name] = run_figures = {}
         result, = events_of(run, "result")
-        of_run["train_time_ms"] = result["train_time_ms"]
-        check_loss(run, result["steps"], of_run)
+        run_figures["train_time_ms"] = result["train_time_ms"]
+        check_loss(run, result["steps"], run_figures)
     remarks = []
     (day.out / "records").mkdir(exist_ok=True)
     new = ("records", "new", "Day", str(folder), "--kind=comparison", f"--records={day.out / 'records'}")
     for name, words in dict(price=("tests/price.py", f"--measured={runs[0]}"), record=new).items():
         try:
             day.call(f"race-{name}", *words)
-        except Verdict as error:                              # a page that fails does not make the run wrong
-            remarks.append(error.args[1])
+        except Verdict as failure:                            # the run itself is correct
+            remarks.append(failure.args[1])
     return remarks

@@ -1,8 +1,8 @@
-"""Operations that the trainer gives to a GPU, with fresh inputs, and training steps: for the tests and tools here.
+"""The operations that the trainer runs on a GPU, with random inputs, and training steps, for the tests and tools here.
 
-Exact is what the trainer's plain code gives in f64: other tests compare that with references of another kind, on the
-CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory full of NaN. All of it is a
-function of device and sizes: a CPU runs the same lines, small.
+The exact results are those of the trainer's plain code in f64; other tests compare that code with independent
+references on the CPU. Every way to compute an operation gets its inputs between frames of NaN, in memory filled with
+NaN. Everything depends on device and sizes, so that a CPU runs the same code at small sizes.
 """
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ import train_gpt as tg
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TRAINER, PLAIN = "trainer", "plain"
-FRAME = 2048                             # elements before and after a framed tensor: whole lines of any alignment
-MOST_POISON = 8 << 30                    # bytes
-SLOT_OF_HEAD = 2048                      # tokens: of so many, logits fit in f64
+FRAME = 2048                             # elements before and after a framed tensor, which preserve its alignment
+MAX_POISON_BYTES = 8 << 30
+EXACT_HEAD_TOKENS = 2048                 # tokens whose logits fit in memory as f64
 
 Call = Callable[..., list[Tensor]]
 
 class Sizes(NamedTuple):
-    """Of one rank's slot, in the letters of the trainer."""
+    """Sizes of one rank's sequence, named by the letters of the trainer."""
     T: int
     D: int
     H: int
@@ -42,92 +42,92 @@ class Sizes(NamedTuple):
     R: int                               # rows of the table whose gradients are summed
     squares: int                         # matrices (D, D) of the attention bank
     talls: int                           # matrices (F, D) of the MLP bank
-    short: int                           # windows in tokens
+    short: int                           # windows, in tokens
     long: int
     max_doc_len: int
 
-RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
+RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # one rank in the first stage
 SMALL_CARD = RECORD._replace(T=4096, R=50_304, squares=8, talls=6)
-BIG_CARD = 60 << 30                      # bytes
-LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # tokens of a micro-batch: estimated bytes of a check
+BIG_CARD = 60 << 30                      # of memory
+LARGE_HEADS = {49_152: 30e9, 98_304: 45e9}                    # micro-batch tokens -> estimated bytes of a check
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
 
 class Case(NamedTuple):
     inputs: list[Tensor]
-    ways: dict[str, Call]                # of copies of the inputs; what the trainer does stands first
-    exact: Call                          # of copies in f64
-    bounds: tuple[float, ...]            # largest relative error of each output, in the Frobenius norm
-    kernel: str = "torch.compile"        # what the trainer's way is
+    ways: dict[str, Call]                # called with copies of the inputs; the trainer's way is first
+    exact: Call                          # called with f64 copies
+    bounds: tuple[float, ...]            # maximum relative error of each output, in the Frobenius norm
+    kernel: str = "torch.compile"        # implementation of the trainer's way
 
 class PoisonedAllocations(TorchDispatchMode):
-    """What eager code allocates holds NaN, or the largest integer, until it is written."""
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    """Fill what eager code allocates with NaN, or -1 in integers."""
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if "empty" in func.__name__ and isinstance(found, Tensor):
             fill_with_nan(found)
         return found
 
 def fill_with_nan(x: Tensor) -> None:
-    """Bytes of ones: NaN in every float type, -1 in every integer. Views of other memory stay as they are."""
+    """Set all bits to 1: NaN in every float type, -1 in every integer type. Non-contiguous views are not changed."""
     if x.numel() and x.is_contiguous():
         x.view(-1).view(torch.uint8).fill_(255)
 
 def fill_free_memory(device: torch.device) -> bool:
-    """Fill what the allocator will hand out next. Returns whether a new tensor holds NaN."""
+    """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    large = torch.full((min(MOST_POISON, free // 2),), 255, dtype=torch.uint8, device=device)
+    large = torch.full((min(MAX_POISON_BYTES, free // 2),), 255, dtype=torch.uint8, device=device)
     small = [torch.full((1 << 19,), 255, dtype=torch.uint8, device=device) for _ in range(64)]
     del large, small
-    few = torch.empty(64, device=device)
-    many = torch.empty(1 << 22, device=device)
-    return bool(few.isnan().all() and many.isnan().all())
+    small_tensor = torch.empty(64, device=device)
+    large_tensor = torch.empty(1 << 22, device=device)
+    return bool(small_tensor.isnan().all() and large_tensor.isnan().all())
 
 @contextlib.contextmanager
-def poisoned(lab: Lab) -> Iterator[bool]:
-    """Memory that nobody has written holds NaN. Yields whether that is so."""
+def poison_memory(lab: Lab) -> Iterator[bool]:
+    """Fill unwritten memory with NaN during the body. Yield whether that worked."""
     if lab.comm.on_cuda:
         yield fill_free_memory(lab.device)
-    elif lab.backend:                                         # no mode reaches into a compiled graph
+    elif lab.backend:                                         # a dispatch mode does not affect compiled graphs
         yield True
     else:
         with PoisonedAllocations():
             yield True
 
-def framed(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A contiguous copy of x inside of a larger tensor of NaN, and the larger one. Integers have no frame."""
+def add_frame(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a contiguous copy of x inside a larger tensor of NaN, and the larger tensor. Integers get no frame."""
     if not x.is_floating_point():
         copy = x.clone()
         return copy, copy
-    whole = torch.empty(x.numel() + 2 * FRAME, dtype=x.dtype, device=x.device)
-    fill_with_nan(whole)
-    inside = whole[FRAME:-FRAME].view(x.shape)
+    framed_memory = torch.empty(x.numel() + 2 * FRAME, dtype=x.dtype, device=x.device)
+    fill_with_nan(framed_memory)
+    inside = framed_memory[FRAME:-FRAME].view(x.shape)
     inside.copy_(x)
-    return inside, whole
+    return inside, framed_memory
 
-def frame_is_whole(whole: Tensor) -> bool:
-    frame = torch.cat((whole[:FRAME], whole[-FRAME:]))
-    return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
+def frame_is_intact(framed_memory: Tensor) -> bool:
+    frame = torch.cat((framed_memory[:FRAME], framed_memory[-FRAME:]))
+    return not framed_memory.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 def relative(x: Tensor, exact: Tensor) -> float:
-    """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
+    """Return the Frobenius norm of the error, relative to the exact tensor; NaN or infinite if x is."""
     exact = exact.detach().double()
     return float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
-    """Errors of every way, and what is wrong: an empty list if nothing is."""
+    """Compute the errors of every way and list what is wrong."""
     exact = case.exact(*(x.double() if x.is_floating_point() else x for x in case.inputs))
     errors = {}
     wrong = []
     for way, call in case.ways.items():
-        framed_inputs = [framed(x) for x in case.inputs]
-        with poisoned(lab) as is_poisoned:
+        framed_inputs = [add_frame(x) for x in case.inputs]
+        with poison_memory(lab) as is_poisoned:
             outputs = call(*(inside for inside, _ in framed_inputs))
         errors[way] = [relative(x, reference) for x, reference in zip(outputs, exact, strict=True)]
-        for number, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
-            if not error < bound:                                             # NaN is not
-                wrong.append(f"{name}, {way}: output {number} is off by {error:.2e}, allowed {bound:.0e}")
-        if not all(frame_is_whole(whole) for _, whole in framed_inputs):
+        for index, (error, bound) in enumerate(zip(errors[way], case.bounds, strict=True)):
+            if not error < bound:                                             # True for NaN
+                wrong.append(f"{name}, {way}: output {index} is off by {error:.2e}, allowed {bound:.0e}")
+        if not all(frame_is_intact(memory) for _, memory in framed_inputs):
             wrong.append(f"{name}, {way}: writes before an input or after it")
         if not is_poisoned:
             wrong.append(f"{name}, {way}: its memory could not be filled with NaN")
@@ -138,11 +138,13 @@ def chosen_attention(comm: tg.Communicator, head_dim: int, kernel: str = "auto")
     return tg.choose_attention(cfg, comm)
 
 class Lab:
-    """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
+    """Builds cases: device, sizes, random numbers, the chosen attention kernel, the compiler."""
     def __init__(self, comm: tg.Communicator, sizes: Sizes | None = None, seed: int = 0, backend: str = "",
                  kernel: str = "auto") -> None:
-        """sizes: None for what fits on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
-        kernel: the attention, as --attention has it."""
+        """sizes: None for those that fit on the device. backend: of torch.compile [inductor on a GPU, none on a CPU].
+
+        kernel: the attention kernel, as in --attention.
+        """
         self.comm = comm
         self.device = comm.device
         self.sizes = sizes or TINY
@@ -154,7 +156,7 @@ class Lab:
             self.backend = backend or "inductor"
             self.has_fp8 = (properties.major, properties.minor) >= (8, 9)
         self.generator = torch.Generator(comm.device).manual_seed(seed)
-        self.host = np.random.default_rng(seed)                               # for what the host has to know, too
+        self.host = np.random.default_rng(seed)                               # for values that the host also needs
         self.attention, self.attention_name = chosen_attention(comm, self.sizes.E, kernel)
 
     def cases(self) -> list[str]:
@@ -171,26 +173,35 @@ class Lab:
         return torch.compile(function, backend=self.backend, dynamic=False, fullgraph=True)
 
     def ways(self, function: Callable, wrap: Callable[[Callable], Call]) -> dict[str, Call]:
-        """A function that the trainer compiles, and the same in plain PyTorch. wrap: makes a way of a function."""
+        """Return the ways of a function that the trainer compiles: compiled and plain.
+
+        wrap: converts a function to a way.
+        """
         found = {PLAIN: wrap(function)}
         if self.backend:
             found = {TRAINER: wrap(self.compiled(function)), **found}
         return found
 
     def document_bounds(self) -> list[int]:
-        """cu_seqlens of one slot: lengths from 1 to max_doc_len, most of them short; an empty document at the end."""
+        """Draw cu_seqlens of one sequence.
+
+        Lengths are from 1 to max_doc_len, most of them short. The last document is empty.
+        """
         bounds = [0]
         while bounds[-1] < self.sizes.T:
             length = 1 + int(self.sizes.max_doc_len * self.host.random()**2)
             bounds.append(min(self.sizes.T, bounds[-1] + length))
         return [*bounds, self.sizes.T]
 
-def and_gradients(function: Callable, wanted: int) -> Call:
-    """The output of a function and the gradients of its first `wanted` inputs; its last input is the output's."""
+def and_gradients(function: Callable, num_grads: int) -> Call:
+    """Return a function that computes the output and the gradients of the first `num_grads` inputs.
+
+    The last input is the gradient of the output.
+    """
     def call(*inputs: Tensor) -> list[Tensor]:
         *read, seed = inputs
-        leaves = [x.detach().requires_grad_() for x in read[:wanted]]
-        out = function(*leaves, *read[wanted:])
+        leaves = [x.detach().requires_grad_() for x in read[:num_grads]]
+        out = function(*leaves, *read[num_grads:])
         return [out.detach(), *torch.autograd.grad(out, leaves, seed)]
     return call
 
@@ -204,30 +215,33 @@ def mlp(lab: Lab) -> Case:
     def relu_sq(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return tg.relu_sq_mlp(n, tg.as_matrix(up), tg.as_matrix(down))
 
-    ways = lab.ways(relu_sq, partial(and_gradients, wanted=3))
+    ways = lab.ways(relu_sq, partial(and_gradients, num_grads=3))
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
-    """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
+    """Build a case of one attention layer.
+
+    window: "short" or "long". fold: 2 for paired heads, which are half as many on twice the positions.
+    """
     bounds = [fold * bound for bound in lab.document_bounds()]
     return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
 
 def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
     q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
+    attn_args = tg.AttentionArgs(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
     def way(attend: Callable) -> Call:
-        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
+        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, attn_args), 3)
 
     ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
 
 def head(lab: Lab, precision: str) -> Case:
-    """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
+    """Build a case of the losses of the next three tokens. Exact: in chunks of tokens, with fp8 rounding for fp8."""
     s = lab.sizes
-    length = min(SLOT_OF_HEAD, s.T // 2)
+    length = min(EXACT_HEAD_TOKENS, s.T // 2)
     y = tg.rms_norm(lab.normal(s.T, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
     targets = lab.below(s.V, s.T // length, length)
@@ -242,16 +256,16 @@ def head(lab: Lab, precision: str) -> Case:
         return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))
 
     def exact(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, seed: Tensor) -> list[Tensor]:
-        of_slots = []
-        for rows, ids, of_rows in zip(y.split(length), targets.split(1), seed.split(length)):
-            of_slots.append(and_gradients(losses, 2)(rows, w, ids, weights, of_rows))
-        found, grads_y, grads_w = zip(*of_slots)
+        chunks = []
+        for chunk_y, chunk_targets, chunk_seed in zip(y.split(length), targets.split(1), seed.split(length)):
+            chunks.append(and_gradients(losses, 2)(chunk_y, w, chunk_targets, weights, chunk_seed))
+        found, grads_y, grads_w = zip(*chunks)
         return [torch.cat(found), torch.cat(grads_y), sum(grads_w)]
 
     bounds = 4e-3, 2e-2, 2e-2
     if precision == "fp8":
-        bounds = 4e-3, 6e-2, 6e-2                             # 2 bits of the logits' gradient
-    return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
+        bounds = 4e-3, 6e-2, 6e-2                             # the gradient of the logits has 2 mantissa bits
+    return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, num_grads=2)), exact, bounds)
 
 def evaluation_head(lab: Lab) -> Case:
     s = lab.sizes
@@ -259,21 +273,21 @@ def evaluation_head(lab: Lab) -> Case:
     y = tg.rms_norm(lab.normal(rows, s.D))
     w = lab.normal(s.D, s.V, scale=0.05)
 
-    def listed(losses: Callable) -> Call:
+    def wrap(losses: Callable) -> Call:
         def call(y: Tensor, w: Tensor, targets: Tensor) -> list[Tensor]:
             with torch.no_grad():
                 return [losses(y, w, targets)]
         return call
 
-    ways = lab.ways(tg.next_token_losses, listed)
+    ways = lab.ways(tg.next_token_losses, wrap)
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 def row_sums(lab: Lab) -> Case:
-    """Some rows are read thousands of times, most are not; the last one is among them."""
+    """Build a case in which some rows are looked up thousands of times and most are not. The last row is looked up."""
     s = lab.sizes
-    found = (s.R * lab.host.random(s.T)**4).astype(np.int32)
-    found[s.T // 2:s.T // 2 + s.T // 16 + 1] = s.R - 1
-    index = torch.from_numpy(found).to(lab.device)
+    lookups = (s.R * lab.host.random(s.T)**4).astype(np.int32)
+    lookups[s.T // 2:s.T // 2 + s.T // 16 + 1] = s.R - 1
+    index = torch.from_numpy(lookups).to(lab.device)
     sums = lab.normal(s.R, s.D, dtype=F32)
     grad = lab.normal(s.T, s.D)
 
@@ -287,21 +301,22 @@ def row_sums(lab: Lab) -> Case:
     return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
 def normuon(lab: Lab, bank: str) -> Case:
-    """One update of the bank "squares" or "talls". Outputs: how the exact weight moves, both moments."""
+    """Build a case of one update of the bank "squares" or "talls". Outputs: change of the exact weight, both moments.
+    """
     s = lab.sizes
     count, height, width = dict(squares=(s.squares, s.D, s.D), talls=(s.talls, s.F, s.D))[bank]
     p = lab.normal(count, height, width, scale=width**-0.5)
     mantissa = lab.below(1 << 16, count, height, width).sub(1 << 15).to(torch.int16)
     grad = lab.normal(count, height, width)
     momentum = lab.normal(count, height, width, scale=0.5, dtype=F32)
-    second = lab.normal(count, height, 1, dtype=F32).square() / width + 1e-4
+    second_moment = lab.normal(count, height, 1, dtype=F32).square() / width + 1e-4
     lr_muls = 1 + torch.rand(count, 1, 1, generator=lab.generator, device=lab.device)
 
     def step(update: Callable, p: Tensor, mantissa: Tensor | None, state: Sequence[Tensor]) -> list[Tensor]:
-        grad, momentum, second, lr_muls = state
+        grad, momentum, second_moment, lr_muls = state
         mu, lr, decay = map(tg.cpu_scalar, (0.9, 0.02, 0.03))
-        update(p, mantissa, grad, momentum, second, 0.125, mu, lr, lr_muls, decay, 0.95)
-        return [momentum, second]
+        update(p, mantissa, grad, momentum, second_moment, 0.125, mu, lr, lr_muls, decay, 0.95)
+        return [momentum, second_moment]
 
     def in_halves(update: Callable) -> Call:
         def call(p: Tensor, mantissa: Tensor, *state: Tensor) -> list[Tensor]:
@@ -316,7 +331,7 @@ def normuon(lab: Lab, bank: str) -> Case:
         moments = step(tg.normuon_update, weight, None, state)
         return [weight - before, *moments]
 
-    return Case([p, mantissa, grad, momentum, second, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
+    return Case([p, mantissa, grad, momentum, second_moment, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
                 (0.15, 1e-6, 0.05))
 
 def adam(lab: Lab) -> Case:
@@ -346,18 +361,20 @@ CASES: dict[str, Callable[[Lab], Case]] = {
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }
 
-SYNTHETIC_PREFIX = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
+SYNTHETIC_FILES = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_BOS_ID}:8000000:1"
 
 class Run:
-    """Training steps of `record`, on a CPU of `tiny`, without warm-up, clock and log."""
+    """Training steps of `record`, or `tiny` on a CPU, without warm-up, clock and log."""
     def __init__(self, comm: tg.Communicator, **changes: Any) -> None:
-        """changes: of settings; without train_files a GPU trains on a formula's tokens. Raises RunError if the preset
-        does not fit in memory."""
+        """changes: settings. Without train_files a GPU trains on synthetic tokens.
+
+        Raises RunError if the preset does not fit in memory.
+        """
         name = "record" if comm.on_cuda else "tiny"
         cfg = tg.Config(preset=name, **tg.PRESETS[name], epochs=0)
         if comm.on_cuda:
             torch.cuda.empty_cache()                          # cached memory does not count as free
-            cfg = replace(cfg, train_files=SYNTHETIC_PREFIX)
+            cfg = replace(cfg, train_files=SYNTHETIC_FILES)
         cfg = replace(cfg, **changes)
         tg.check_config(cfg)
         self.comm = comm
@@ -369,15 +386,15 @@ class Run:
         self.engine = tg.Engine(self.cfg, comm, kernel, tg.resolve_head_precision(self.cfg, comm), micro_batch_size)
 
     def steps(self, stage: int, cycles: int) -> Iterator[tg.StepLoss]:
-        """Take the steps of a stage: its first cycle, which may untie, then the second one again and again."""
+        """Train the steps of a stage: its first cycle, which may untie, then its second cycle repeatedly."""
         cycle = self.schedule.cycle_steps
         first = self.schedule.stage_starts[stage] // cycle * cycle
         starts = [first] + (cycles - 1) * [first + cycle]
-        of_cycles = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
+        cycles_of_steps = [[self.schedule.at(step) for step in range(start, start + cycle)] for start in starts]
         loader = tg.Loader(self.cfg, self.comm, self.headers)
         with contextlib.closing(loader):
-            loader.start(of_cycles[0])
-            for of_cycle, following in zip(of_cycles, [*of_cycles[1:], []]):
-                loader.advance(following)
-                for values in of_cycle:
-                    yield tg.train_step(self.engine, loader, values)
+            loader.start(cycles_of_steps[0])
+            for cycle_steps, next_cycle in zip(cycles_of_steps, [*cycles_of_steps[1:], []]):
+                loader.advance(next_cycle)
+                for step_cfg in cycle_steps:
+                    yield tg.train_step(self.engine, loader, step_cfg)

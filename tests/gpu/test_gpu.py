@@ -1,7 +1,6 @@
-"""What a GPU computes and keeps:  python -m pytest -m gpu -s tests/gpu
+"""Results and state on a GPU:  python -m pytest -m gpu -s tests/gpu
 
-The same tests run small on a CPU; -s shows the figures. Step `stages` of day.py shows what a run compiles, and its
-memory.
+The same tests run at small sizes on a CPU; -s prints the errors. Step `stages` of day.py checks recompiles and memory.
 """
 import functools
 import itertools
@@ -19,27 +18,31 @@ from torch import Tensor
 import train_gpt as tg
 
 @functools.cache
-def lab_of(comm: tg.Communicator) -> gpu_cases.Lab:
+def cached_lab(comm: tg.Communicator) -> gpu_cases.Lab:
     seed = 0
     if comm.on_cuda:
-        seed = torch.seed() % 2**31                           # fresh inputs, and printed
+        seed = torch.seed() % 2**31                           # new inputs every time, with the seed printed
         print(f"inputs of seed {seed}")
     return gpu_cases.Lab(comm, seed=seed)
 
-def needs_memory(size: float) -> None:
+def needs_memory(num_bytes: float) -> None:
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    if free < size:
-        pytest.skip(f"this CUDA device has {free / 1e9:.0f} GB of free memory, the test takes {size / 1e9:.0f} GB")
+    if free < num_bytes:
+        pytest.skip(f"this CUDA device has {free / 1e9:.0f} GB of free memory, the test needs {num_bytes / 1e9:.0f} GB")
 
 RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
           ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
           ("sums of rows", dict(R=5, T=33, D=5))]
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
-def test_operation__against_f64_in_poisoned_memory(comm, name, sizes):
-    """Ragged: tiles that end at no edge; thousands of lines of one row, added in one order, to the same bits again."""
-    lab = lab_of(comm)
+def test_check__every_operation_against_f64(comm, name, sizes) -> None:
+    """Every operation at the sizes of the device, and at ragged sizes.
+
+    Ragged sizes have partial tiles, and thousands of positions of one row, which are added in one order: a second call
+    returns the same bits.
+    """
+    lab = cached_lab(comm)
     if name not in lab.cases():
         pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm_v2")
     if sizes:
@@ -53,8 +56,8 @@ def test_operation__against_f64_in_poisoned_memory(comm, name, sizes):
         first, again = (way(*(x.clone() for x in case.inputs)) for _ in range(2))
         assert all(x.equal(y) for x, y in zip(first, again))
 
-def test_add_rows__beyond_2_to_31_elements(gpu):
-    """Of a table of 8.6 GB only the last rows are looked at."""
+def test_add_rows__beyond_2_to_31_elements(gpu) -> None:
+    """The table has 8.6 GB. Only its last rows are compared."""
     width = 768
     rows = 2**31 // width + 1000
     needs_memory(5 * rows * width)
@@ -66,8 +69,8 @@ def test_add_rows__beyond_2_to_31_elements(gpu):
     assert relative(sums[last], 1 + grad[:4].double() + grad[4:].double()) < 1e-6
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
-def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
-    """Forward and backward; only the last rows are looked at."""
+def test_relu_sq__beyond_2_to_31_elements(gpu, dtype) -> None:
+    """Forward and backward. Only the last rows are compared."""
     columns, depth = 3072, 16
     count = 2**31 // columns + 200
     needs_memory(8 * count * columns)
@@ -81,18 +84,18 @@ def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
     assert relative(squares[last], product.clamp(min=0).square()) < 1e-2
     assert relative(tg.relu_sq(x, w, squares)[last], 2 * product * squares[last].double().sqrt()) < 1e-2
 
-DOCUMENTS = {                            # their ends in one flattened batch: ragged, pairs, empty ones, none cut
+DOCUMENTS = {  # ends of documents in one flattened batch: ragged, pairs, empty ones, not truncated
     "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "pairs": list(range(2, 257, 2)),
     "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
 }
-WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all
-HEADS = (6, 3)                           # of plain layers, of paired ones
+WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all keys
+HEADS = (6, 3)                           # plain layers, paired layers
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_choose_attention__against_the_reference(comm, name):
-    lab = lab_of(comm)
-    # A CPU has no other kernel than the reference, and gets shorter documents. Pairs stay pairs: in documents of one
-    # token the exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
+def test_choose_attention__against_the_reference(comm, name) -> None:
+    lab = cached_lab(comm)
+    # A CPU has only the reference kernel, and gets shorter documents. Pairs remain pairs: in documents of one token the
+    # exact gradients of q and k are 0, and a CPU with AMX computes 4e-6, which has no relative error.
     smaller = 1 if comm.on_cuda or name == "pairs" else 8
     bounds = [0, *(end // smaller for end in DOCUMENTS[name])]
     for heads, window in itertools.product(HEADS, WINDOWS):
@@ -102,75 +105,81 @@ def test_choose_attention__against_the_reference(comm, name):
         assert found["wrong"] == []
 
 @pytest.mark.parametrize("tokens, memory", gpu_cases.LARGE_HEADS.items())
-def test_HeadLoss__beyond_2_to_31_logits(gpu, tokens, memory):
-    """The micro-batch of a stage 3 with 8 ranks, and the one with 1 to 4 of them, whose logits exceed 2^32."""
+def test_HeadLoss__beyond_2_to_31_logits(gpu, tokens, memory) -> None:
+    """The micro-batch of stage 3 with 8 ranks, and with 1 to 4 ranks. The latter has more than 2^32 logits."""
     needs_memory(memory)
     lab = gpu_cases.Lab(gpu, gpu_cases.RECORD._replace(T=tokens))
     name = "head, fp8" if lab.has_fp8 else "head, plain"
     case = CASES[name](lab)
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
 
-SUMS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")     # over all positions
-BOUNDS = {                               # relative errors of losses, gradients of matrices and of SUMS, which cancel:
-    F32: (1e-6, 1e-5, 1e-5),             # about five times what a CPU shows
+# These gradients are sums over all positions, whose terms cancel.
+SUM_GRADIENTS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")
+MAX_ERRORS = {                           # relative errors of losses, gradients of matrices and SUM_GRADIENTS
+    F32: (1e-6, 1e-5, 1e-5),             # about five times the errors on a CPU
     BF16: (1e-3, 0.1, 0.15)}
-SPREAD = 0.25                            # of weights: larger ones make more of a rounding
+WEIGHT_SCALE = 0.25                      # larger weights amplify rounding errors
 
 @torch.no_grad()
-def fill_alike(model: tg.GPT) -> None:
-    """Random weights that bf16 can hold, so that they are the same in every dtype."""
+def fill_with_bf16_values(model: tg.GPT) -> None:
+    """Fill with random weights that bf16 represents exactly, so that they are equal in every dtype."""
     fill_randomly(model)
     for p in model.parameters():
-        p.copy_(SPREAD * p.bfloat16())
+        p.copy_(WEIGHT_SCALE * p.bfloat16())
 
 def gradients_of_step(cfg: tg.Config, comm: tg.Communicator, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
-    """Losses and gradients of two slots of random documents."""
+    """Compute losses and gradients of two sequences of random documents."""
     kernel = tg.attention_reference
     if dtype == BF16:
         kernel, _ = gpu_cases.chosen_attention(comm, cfg.head_dim)
     cfg = replace(cfg, dtype=str(dtype).removeprefix("torch."), compile=int(comm.on_cuda and dtype == BF16))
     engine = tg.Engine(cfg, comm, kernel, "plain", 2)
-    fill_alike(engine.model)
+    fill_with_bf16_values(engine.model)
     batch = random_batch(cfg, 3, 2, tokens, step=1).to(comm.device)
     losses = engine.forward_backward(batch, tg.Schedule(cfg).at(1)).seq_sums
     grads = {label: grad_of(engine.optimizer, label) for label, _ in engine.model.named_parameters()}
     return dict(grads, losses=losses)
 
-def test_forward_backward__bf16_and_f32_against_f64(comm):
-    """The full width with small tables; on a CPU all is small."""
+def test_forward_backward__bf16_and_f32_against_f64(comm) -> None:
+    """Full width with small tables; on a CPU all sizes are small."""
     cfg = preset("record", 4096, 4095, bigram_rows=8192, max_doc_len=256)
     tokens = 2048
     if not comm.on_cuda:
         cfg = replace(cfg, bigram_rows=512, model_dim=64, num_heads=4, head_dim=16, attn_scale=0.8)
         tokens = 128
     exact = gradients_of_step(cfg, comm, F64, tokens)
-    for dtype, (of_losses, of_matrices, of_sums) in BOUNDS.items():
+    for dtype, (max_loss_error, max_matrix_error, max_sum_error) in MAX_ERRORS.items():
         found = gradients_of_step(cfg, comm, dtype, tokens)
         errors = {label: relative(x, exact[label]) for label, x in found.items()}
         print(dtype, errors)
-        assert errors.pop("losses") < of_losses
-        wrong = {label: x for label, x in errors.items() if not x < (of_sums if label in SUMS else of_matrices)}
+        assert errors.pop("losses") < max_loss_error
+        wrong = {}
+        for label, error in errors.items():
+            if not error < (max_sum_error if label in SUM_GRADIENTS else max_matrix_error):
+                wrong[label] = error
         assert not wrong, dtype
 
-def touched_by_steps(comm: tg.Communicator, home: str) -> list[Tensor]:
-    """Rows with their state that six steps have touched, on the host. A GPU copies those of the host store on streams
-    of their own."""
-    tables = (tg.NgramTable("trigram_embed", 3, 3001, location=home),)
+def touched_after_steps(comm: tg.Communicator, location: str) -> list[Tensor]:
+    """Return the rows that six steps touched, with their state, on the host.
+
+    On a GPU, the host row store copies them on side streams.
+    """
+    tables = (tg.NgramTable("trigram_embed", 3, 3001, location=location),)
     cfg = preset("tiny", dtype="bfloat16", tables=tables, compile=0)
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
     with started_loader(cfg, comm, 6) as (loader, steps):
-        for values in steps_of(loader, steps):
-            tg.train_step(engine, loader, values)
+        for step_cfg in steps_of(loader, steps):
+            tg.train_step(engine, loader, step_cfg)
     (local_rows, state), = engine.tables["trigram_embed"].store.touched_state()
     return [local_rows, *state]
 
-def test_HostRowStore__has_the_bits_of_the_device_store(comm):
-    device, again, host = (touched_by_steps(comm, home) for home in ("device", "device", "host"))
+def test_HostRowStore__has_the_bits_of_the_device_store(comm) -> None:
+    device, again, host = (touched_after_steps(comm, location) for location in ("device", "device", "host"))
     assert len(device[0]) > 300
-    assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: stores cannot be compared"
+    assert all(x.equal(y) for x, y in zip(device, again)), "two equal runs differ, so that stores cannot be compared"
     assert all(x.equal(y) for x, y in zip(device, host))
 
-def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
+def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path) -> None:
     """Warm-up, training through all stages, validation, checkpoints, sample."""
     losses = []
     for device in ("cpu", "cuda"):
@@ -180,24 +189,24 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 @functools.cache
-def started(comm: tg.Communicator) -> gpu_cases.Run:
-    """The record preset at full size, on a CPU tiny."""
+def cached_run(comm: tg.Communicator) -> gpu_cases.Run:
+    """Return a Run of preset `record` at full size, or of `tiny` on a CPU."""
     try:
         return gpu_cases.Run(comm)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
 
-def test_snapshot__restored_the_same_steps_give_the_same_losses(comm):
-    run = started(comm)
+def test_snapshot__restored_the_same_steps_give_the_same_losses(comm) -> None:
+    run = cached_run(comm)
     restore = run.engine.snapshot()
     losses = []
     for _ in range(2):
         losses.append(torch.cat([x.seq_sums for x in run.steps(2, 1)]))
         restore()
-    assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
+    assert relative(*losses) < 1e-3, "equal to rounding, because sums on a GPU have no fixed order"
 
-def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
-    """All operations, and one that fails, after which the others are still checked."""
+def test_main__bench_on_a_cpu(tmp_path, monkeypatch, capsys) -> None:
+    """All operations, and one that raises. The others are still checked."""
     def broken(_: gpu_cases.Lab) -> gpu_cases.Case:
         raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
 
@@ -207,50 +216,51 @@ def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     found = json.loads((tmp_path / "bench.json").read_text())
     assert found["wrong"] == ["broken: OutOfMemoryError: Tried to allocate 20.00 GiB. More."]
     *rows, large = (row["name"] for row in found["kernels"])
-    assert rows == LAB.cases() and large.startswith("head, ") and large.endswith(" tokens")
+    assert rows == CPU_LAB.cases() and large.startswith("head, ") and large.endswith(" tokens")
     if not torch.cuda.device_count():
-        assert bench_gpu.main(flags[1:]) == 2 and "sees no CUDA device" in capsys.readouterr().err
+        assert bench_gpu.main(flags[1:]) == 2 and "no CUDA device" in capsys.readouterr().err
 
-LAB = gpu_cases.Lab(tg.Communicator(torch.device("cpu")))
+CPU_LAB = gpu_cases.Lab(tg.Communicator(torch.device("cpu")))
 
-def half_written(*inputs):
-    output, *gradients = CASES["mlp"](LAB).ways[PLAIN](*inputs)
+def last_row_missing(*inputs: Tensor) -> list[Tensor]:
+    output, *gradients = CASES["mlp"](CPU_LAB).ways[PLAIN](*inputs)
     result = torch.empty_like(output)
     result[:-1] = output[:-1]                                 # the last row is never stored
     return [result, *gradients]
 
-def wrong_gradient(*inputs):
-    out, grad_n, grad_up, grad_down = CASES["mlp"](LAB).ways[PLAIN](*inputs)
+def wrong_gradient(*inputs: Tensor) -> list[Tensor]:
+    out, grad_n, grad_up, grad_down = CASES["mlp"](CPU_LAB).ways[PLAIN](*inputs)
     return [out, grad_n, 1.03 * grad_up, grad_down]
 
-def longer(x):
-    """With the row after the last, which is not its own."""
+def with_next_row(x: Tensor) -> Tensor:
+    """Return a view with one more row, which belongs to other memory."""
     return torch.as_strided(x, (len(x) + 1, x.shape[1]), x.stride(), x.storage_offset())
 
-def reads_after(sums, index, grad):
+def reads_after(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
     tg.add_rows(sums, index, grad)
-    sums[0] += 0 * longer(grad)[-1]                           # finite but for what lies there
+    sums[0] += 0 * with_next_row(grad)[-1]                    # changes the sums only if that memory is not finite
     return [sums]
 
-def writes_after(sums, index, grad):
+def writes_after(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
     tg.add_rows(sums, index, grad)
-    longer(sums)[-1] = 0.0
+    with_next_row(sums)[-1] = 0.0
     return [sums]
 
-def one_line_short(sums, index, grad):
+def last_row_skipped(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
     tg.add_rows(sums, index[:-1], grad[:-1])
     return [sums]
 
-def wider_window(*inputs):
-    lab = gpu_cases.Lab(LAB.comm, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
+def wider_window(*inputs: Tensor) -> list[Tensor]:
+    lab = gpu_cases.Lab(CPU_LAB.comm, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
     return CASES["attention, short window"](lab).ways[PLAIN](*inputs)
 
-@pytest.mark.parametrize("name, mistake, said", [
-    ("mlp", half_written, "output 0 is off by nan"), ("mlp", wrong_gradient, "output 2 is off"),
+@pytest.mark.parametrize("name, mistake, message", [
+    ("mlp", last_row_missing, "output 0 is off by nan"), ("mlp", wrong_gradient, "output 2 is off"),
     ("sums of rows", reads_after, "output 0 is off by nan"),
     ("sums of rows", writes_after, "writes before an input or after it"),
-    ("sums of rows", one_line_short, "output 0 is off"), ("attention, short window", wider_window, "output 0 is off")])
-def test_check__a_planted_mistake(name, mistake, said):
-    case = CASES[name](LAB)._replace(ways={TRAINER: mistake})
-    wrong = gpu_cases.check(name, case, LAB)["wrong"]
-    assert wrong and f"{name}, trainer: {said}" in wrong[0]
+    ("sums of rows", last_row_skipped, "output 0 is off"),
+    ("attention, short window", wider_window, "output 0 is off")])
+def test_check__finds_a_planted_mistake(name, mistake, message) -> None:
+    case = CASES[name](CPU_LAB)._replace(ways={TRAINER: mistake})
+    wrong = gpu_cases.check(name, case, CPU_LAB)["wrong"]
+    assert wrong and f"{name}, trainer: {message}" in wrong[0]

@@ -1,7 +1,7 @@
-"""What only several GPUs can show:  python -m pytest -m gpus2 -s tests/gpu
+"""Tests that need several GPUs:  python -m pytest -m gpus2 -s tests/gpu
 
-Steps over NCCL; then ranks that die or stall. Without two GPUs the same over gloo on the CPU; how ranks end there is
-what test_faults.py shows, and is tried here with --all.
+Training steps over NCCL; then ranks that die or stall. Without two GPUs, the same runs over gloo on the CPU. How ranks
+end there is tested by test_faults.py, and here with --all.
 """
 import pytest
 import torch
@@ -12,44 +12,50 @@ from forked_ranks import COMM_TIMEOUT, Rank
 import train_gpt as tg
 
 TOKENS = 20_000
-SIZES = 512, 0                           # of the vocabulary; the token at which documents start
+VOCAB_AND_BOS = 512, 0                   # vocabulary size, BOS id
 
-def devices(*of_cpu: pytest.MarkDecorator):
-    """Two ranks on the CPU, with these marks; on GPUs as many as there are."""
-    places = [pytest.param("cpu", 2, marks=of_cpu)]
-    here = torch.cuda.device_count()
+def devices(*cpu_marks: pytest.MarkDecorator) -> pytest.MarkDecorator:
+    """Parametrize by device and ranks: two ranks on the CPU, with these marks; on GPUs as many ranks as there are GPUs.
+    """
+    params = [pytest.param("cpu", 2, marks=cpu_marks)]
+    num_gpus = torch.cuda.device_count()
     for world in (2, 4, 8):
-        reason = f"{here} CUDA devices, {world} wanted: nothing of this is known here"
-        if world <= max(here, 2):
-            marks = [pytest.mark.gpus2, pytest.mark.skipif(here < world, reason=reason)]
-            places.append(pytest.param("cuda", world, marks=marks))
-    return pytest.mark.parametrize("device, world", places)
+        reason = f"{num_gpus} CUDA devices, {world} needed: not tested on several GPUs"
+        if world <= max(num_gpus, 2):
+            marks = [pytest.mark.gpus2, pytest.mark.skipif(num_gpus < world, reason=reason)]
+            params.append(pytest.param("cuda", world, marks=marks))
+    return pytest.mark.parametrize("device, world", params)
 
 def losses_of_steps(rank: Rank, device: str) -> list[float]:
-    """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying. Every token is even:
-    with an even number of ranks, half of them own no row that anybody wants of a token."""
-    shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *SIZES)
+    """Return the losses of all ranks together through all stages: rows, reductions, in-place gathers, untying.
+
+    Every token is even. With an even number of ranks, half of the ranks therefore own no row that is looked up by
+    token.
+    """
+    shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *VOCAB_AND_BOS)
     comm = rank.comm(tg.Config(device=device, seqs_per_step=rank.world, comm_timeout=COMM_TIMEOUT))
-    cfg = preset("tiny", *SIZES, device=device, compile=0, train_files=str(shard))
+    cfg = preset("tiny", *VOCAB_AND_BOS, device=device, compile=0, train_files=str(shard))
     engine = tg.Engine(cfg, comm, tg.attention_reference, "plain")
-    found = []
+    losses = []
     with started_loader(cfg, comm, tg.Schedule(cfg).end_step) as (loader, steps):
-        for values in steps_of(loader, steps):
-            losses = tg.train_step(engine, loader, values)
-            found.append(sum(comm.all_gather(float(losses.seq_sums.sum()))))
-    return found
+        for step_cfg in steps_of(loader, steps):
+            step_loss = tg.train_step(engine, loader, step_cfg)
+            losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))))
+    return losses
 
 @devices()
-def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
-    (alone,) = ranks(1, losses_of_steps, device="cpu")
+def test_train_step__ranks_have_the_losses_of_one(ranks, device, world) -> None:
+    (expected,) = ranks(1, losses_of_steps, device="cpu")
     for found in ranks(world, losses_of_steps, device=device):
-        assert found == pytest.approx(alone, rel=1e-4)
+        assert found == pytest.approx(expected, rel=1e-4)
 
 @devices(pytest.mark.slow)
-@pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
-def test_main__ranks_that_lose_one(tmp_path, fault, device, world):
-    """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other
-    ranks after the first that fails."""
+@pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # in rank 1
+def test_main__a_lost_rank_ends_all(tmp_path, fault, device, world) -> None:
+    """All ranks end in time with an error, and a surviving rank reports the loss.
+
+    As under torchrun, the other ranks are ended after the first one fails.
+    """
     ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault}, ends=True).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}\n{text}")
