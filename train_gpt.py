@@ -3026,9 +3026,9 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
             weight = head.t()
         yield spec.label, weight
 
-def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates between 0 and 1: features (..., GATE_INPUTS), weight (gates, GATE_INPUTS) -> (..., gates)."""
-    return torch.sigmoid(F.linear(features, weight))
+def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Compute gates between 0 and 1: inputs (..., GATE_INPUTS), weight (gates, GATE_INPUTS) -> (..., gates)."""
+    return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
     """The transformer of RECIPE 2. Independent of ranks; parameters are named by their labels."""
@@ -3068,8 +3068,8 @@ class GPT(nn.Module):
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
             # Channels 2i and 2i + 1 rotate by the same angle. Its sign is negated for the second, as `apply_rotary`
             # needs it. The second half of the channels has angle 0 and does not rotate.
-            rotated = torch.stack((freqs, -freqs), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(rotated, (0, len(rotated)))
+            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.channel_freqs[frequencies])
         self.rotary_cos.copy_(angles.cos())
@@ -3100,8 +3100,8 @@ class GPT(nn.Module):
         # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds by the start of
         # their sequence in it. The T that pads cu_seqlens becomes the start of the next sequence: an empty document.
         B, T = batch.tokens.shape
-        starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()
+        seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
+        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
 
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
         x = x0
@@ -3196,13 +3196,13 @@ class GPT(nn.Module):
         k = rms_norm(k)
         # Each head adds the rows, multiplied by a gate between 0 and 2. In plain layers, half of the gate's inputs are
         # features of the rows. Paired layers do not use the rows.
-        for gate_idx, rows in value_embeds:
-            features = normed[..., :GATE_INPUTS]
+        for gate_idx, value_embed in value_embeds:
+            gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
-                features = torch.cat((normed[..., :half], rows[..., :half]), dim=-1)
-            gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
-            v = v + gate[..., None] * rows.view(v.shape)
+                gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
+            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
+            v = v + gate[..., None] * value_embed.view(v.shape)
 
         # In paired layers, heads j and j + H/2 of token t are at positions 2t and 2t + 1 of one sequence. The rotary
         # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. This is
@@ -3221,11 +3221,11 @@ class GPT(nn.Module):
         # reads the value of token t. The offset crosses document boundaries, as in modded-nanogpt (RECIPE 2.4). The key
         # of the first token of a sequence does not change.
         if layer.key_offset:
-            rotated, unrotated = k.chunk(2, dim=-1)
-            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)
-            k = torch.cat((rotated, shifted), dim=-1)
-        packed = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*packed, cu_seqlens, attn_args).view(v.shape)
+            rotary_half, other_half = k.chunk(2, dim=-1)
+            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
+            k = torch.cat((rotary_half, shifted), dim=-1)
+        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
 
 
 # ====== Section 8: Optimizer ==========================================================================================
