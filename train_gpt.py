@@ -2902,8 +2902,9 @@ class ParameterSpec(NamedTuple):
     """A parameter: shape, initialization, optimizer and multipliers (RECIPE 2.1)."""
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
-    # ("constant", value or values), ("normal", standard deviation), ("uniform", bound), or ("up", bound). The last is
-    # uniform in up matrices, and zero in down matrices.
+    # Distribution of the initial values and its argument: ("constant", one value or one per element),
+    # ("normal", standard deviation), ("uniform", bound) in [-bound, bound], or ("up", bound). "up" is for the bank of
+    # MLPs, (L, 2, F, D): its up matrices are uniform, and its down matrices are zero.
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0
@@ -2911,13 +2912,13 @@ class ParameterSpec(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)
     full_precision: bool = False         # f32 even if the weights are bf16
     # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: heights of the matrices that a layer stacks. Their gradients accumulate in a main_grad; if it is
-    # empty, autograd stores the gradient.
+    # matrix_heights: heights of the weight matrices that the parameter stacks, per layer. Gradients of weight matrices
+    # accumulate in a main_grad. Autograd stores the gradients of replicated parameters in .grad.
     matrix_heights: tuple[int, ...] = ()
-    table: TableSpec | None = None       # lookups of an embedding table
+    table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
-# Initial values of the packed scalars, by name (RECIPE 2.6). `attention` has two per layer: the first multiplies the
-# weights of q, k and v, the second those of the output.
+# Initial values of the learned scalars, keyed by name (RECIPE 2.6). They are packed into the parameter `scalars`. Each
+# layer has two attention scalars: the first multiplies the weights of q, k and v, the second the output projection.
 SCALARS = {
     "residual": (1.1,) * len(LAYERS),
     "attention": (0.5, 1.0) * len(LAYERS),
@@ -2929,41 +2930,46 @@ SCALARS = {
 NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
 MLP_RATIO = 4                            # MLP hidden dim / model dim
 MLP_MATRICES = 2                         # matrices of an MLP: up, down
-QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output
-QKV = 3                                  # matrices that are applied before attention: q, k, v
+QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output projection
+QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Draw the initial values of a parameter, f32 and unsharded."""
+    """Initialize a parameter as `spec.init` describes. Returns an unsharded f32 tensor of shape spec.shape."""
     kind, value = spec.init
     shape = spec.shape
     if kind == "constant":
-        return torch.tensor(value).expand(shape)          # one value, or as many as the parameter has elements
+        return torch.tensor(value).expand(shape)          # value: a float, or one float per element
     if kind == "normal":
         return torch.randn(shape, generator=generator) * value
     if kind == "up":
         shape = (shape[0], 1, *shape[2:])
     weight = torch.rand(shape, generator=generator) * (2 * value) - value
-    # Down matrices start as zeros, so that the output of an MLP is zero at first.
+    # Down matrices start as zeros, so that every MLP outputs zeros at first.
     if kind == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Return the initial values of the packed scalars, by name.
+    """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
-    Those of `SCALARS` are followed by one coefficient per layer for every n-gram table in the residual stream.
+    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
+    table has one coefficient per layer.
     """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6)."""
+    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6).
+
+    D model dim, H attention heads, V padded vocabulary size, L layers.
+    """
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
+    # Value embeddings, and n-gram tables that are added to attention values, have a gate per head.
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # Several parameters share these settings. A uniform distribution within +-bound has the standard deviation
+    # Settings that several parameters share. A uniform distribution in [-bound, bound] has the standard deviation
     # 0.5 / sqrt(D).
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5
@@ -2983,24 +2989,28 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
         ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
-        # While head and embedding are tied, embed is the transpose of lm_head.
+        # While head and embedding are tied, embed is the transpose of lm_head. `initial_weights` replaces the zeros.
         ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
         # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                         table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-# Types of the values that functions of the model pass to each other. A gradient buffer is f32, or f64 in an f64 run. It
-# is None in evaluation.
+# Type aliases of the arguments and results of GPT's methods. Rows to read are (num_rows, D). Their gradient buffer has
+# the same shape, in f32, or in f64 in an f64 run; it is None in evaluation. Embeddings are (B, T, D).
 RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
-ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, looked up rows)
-ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer -> (gate index, looked up rows)
-AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (attention, window) of a layer -> arguments
+ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
+ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
+AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (Layer.attention, Layer.window) -> arguments
 
 def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
-    """Return the AttentionArgs of every kind of layer.
+    """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window).
 
-    short, long: windows in positions. max_len: upper bound of the length of a document in tokens. A token has two
-    positions in paired layers, so that a window reaches half as many tokens there.
+    short, long   sizes of the short and the long window, in positions
+    max_len       upper bound of the document length, in tokens
+    scale         softmax scale
+
+    A token has two positions in paired layers. A document therefore has twice as many positions there, and a window
+    covers half as many tokens.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     f"{attention} {window_name}")
@@ -3008,39 +3018,46 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, initial weight) of every parameter, unsharded. Row-wise tables are left out: they are zeros."""
+    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
+
+    Weights are bf16, or f32 if the spec has full_precision. They depend only on seed, label and shape.
+    """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
-        # Each label seeds a separate generator, so that adding or removing a parameter does not change the others.
+        # Seed a separate generator for each label, so that adding or removing a parameter does not change the others.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = init_parameter(spec, generator)
-        # Round to bf16 in every run, so that initial values are the same in any dtype.
+        # Round to bf16 in every run, so that initial values do not depend on --dtype.
         if not spec.full_precision:
             weight = weight.bfloat16()
         if spec.label == "lm_head":
             head = weight
-        # Head and embedding are tied at first.
+        # Head and embedding are tied at first: embed (V, D) is the transpose of lm_head (D, V).
         if spec.label == "embed":
             weight = head.t()
         yield spec.label, weight
 
-def sigmoid_gate(features: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates between 0 and 1: features (..., GATE_INPUTS), weight (gates, GATE_INPUTS) -> (..., gates)."""
-    return torch.sigmoid(F.linear(features, weight))
+def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
+    """Compute gates in (0, 1): inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates)."""
+    return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
-    """The transformer of RECIPE 2. Independent of ranks; parameters are named by their labels."""
+    """The transformer of RECIPE 2. Runs no collectives. Each parameter is named by the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        """attention: computes what `attention_reference` does. max_seq_len: length of the longest sequence in tokens.
-        shard_rows: number of rows in this rank's shard of a table, by label; {} for whole tables.
+        """Allocate all parameters, uninitialized, and the RoPE buffers, as zeros.
+
+        attention     attention function with the signature and results of `attention_reference`
+        max_seq_len   length of the longest sequence, in tokens
+        shard_rows    number of rows in this rank's shard of each table, keyed by label; {} allocates whole tables
         """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters. Row stores contain them, and `losses` receives their rows in row_buffers.
+        # Row-wise tables are not parameters of the model. Row stores contain the tables, and the methods receive their
+        # rows in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
@@ -3051,25 +3068,30 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # These buffers are derived from settings and schedule, so checkpoints do not contain them.
+        # These buffers are computed from settings and schedule. They are not persistent, so checkpoints omit them.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):         # paired layers have 2T positions
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        # frequencies -> angle per position of each channel
+        # Cache of `set_rotary`: frequencies -> signed frequency of each of the E channels of a head, (E,)
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Set the cos and sin of position * frequency, in place. Angles are f32, or f64 in an f64 run."""
+        """Fill the RoPE buffers rotary_cos and rotary_sin with cos and sin of position * frequency, in place.
+
+        frequencies: E/4 angles in radians per position, for a head dim of E. The buffers are (2 * max_seq_len, E).
+        Angles are computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
+        """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
-        # Copy frequencies to the device once, in the warm-up. A copy at the first step of a stage would synchronize.
+        # Cache the frequencies of each stage on the device. The warm-up fills the cache, because a copy from the host
+        # at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            # Channels 2i and 2i + 1 rotate by the same angle. Its sign is negated for the second, as `apply_rotary`
-            # needs it. The second half of the channels has angle 0 and does not rotate.
-            rotated = torch.stack((freqs, -freqs), dim=-1).flatten()
-            self.channel_freqs[frequencies] = F.pad(rotated, (0, len(rotated)))
+            # Channels 2i and 2i + 1 rotate by the same angle. Negating the second frequency negates the sin of channel
+            # 2i + 1, as `apply_rotary` requires. The second half of the channels has frequency 0 and does not rotate.
+            signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
+            self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.channel_freqs[frequencies])
         self.rotary_cos.copy_(angles.cos())
@@ -3077,18 +3099,27 @@ class GPT(nn.Module):
 
     def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
                head_precision: str, row_buffers: RowBuffers) -> Tensor:
-        """Compute the multi-token loss of every position, (B, T).
+        """Compute the multi-token loss of every position, (B, T), for B sequences of T tokens (RECIPE 2.8).
 
-        weights (G,): MTP weights. loss_scale (): the gradient that backward will receive for every loss.
+        weights             (G,): MTP weights, one for each of the next G tokens
+        loss_scale          a 0-dim tensor: the upstream gradient of every loss
+        attn_args_by_kind   AttentionArgs, keyed by (Layer.attention, Layer.window)
+        head_precision      "plain", "fp8" or "emulated"; see `HeadLoss`
+        row_buffers         for each table: the rows to read, and the buffer that their gradients accumulate in
         """
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-        # Only an fp8 head uses this dtype.
+        # HeadLoss ignores logits_dtype if head_precision is "plain".
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
 
     def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
-        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3)."""
+        """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3).
+
+        B sequences of T tokens, model dim D. attn_args_by_kind: AttentionArgs, keyed by (Layer.attention,
+        Layer.window). row_buffers: for each table, the rows to read, and the buffer that their gradients accumulate in
+        (None in evaluation).
+        """
         # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
@@ -3097,17 +3128,18 @@ class GPT(nn.Module):
         attn = matrices_by_layer(self.attn, self.specs["attn"].matrix_heights)
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
-        # Attention reads the micro-batch as one sequence of B * T tokens, so offset the document bounds by the start of
-        # their sequence in it. The T that pads cu_seqlens becomes the start of the next sequence: an empty document.
+        # Attention treats the micro-batch as one sequence of B * T tokens, so offset the document bounds of sequence b
+        # by b * T. Entries of T that pad batch.cu_seqlens become empty documents.
         B, T = batch.tokens.shape
-        starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
-        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()
+        seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
+        cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
 
         x0, residual_inputs, value_embeds = self.embed_inputs(batch, scalars, row_buffers)
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            # Add the saved output first, so that the residual scalar multiplies it, too.
+            # Add the saved output before the residual scalar is applied, so that the scalar multiplies it, too. The
+            # gate is in (0, 2) and reads the first GATE_INPUTS channels of x0.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
                 skip_coef = torch.sigmoid(scalars["skip"]).type_as(x)
@@ -3116,7 +3148,8 @@ class GPT(nn.Module):
             for coefs, rows in residual_inputs:
                 x = x + coefs[i] * rows
 
-            # A gate multiplies the output of each head, so that a head can be switched off per token (RECIPE 2.4).
+            # Multiply the output of each head by a gate in (0, 1), so that a head can be switched off per token
+            # (RECIPE 2.4). The gate reads the first GATE_INPUTS channels of the attention input.
             if layer.attention != "none":
                 attn_idx = ATTENTION_LAYERS.index(i)      # index in `attn` and attn_gate_bank
                 w_qkv, w_out = attn[attn_idx]
@@ -3138,11 +3171,17 @@ class GPT(nn.Module):
 
     def embed_inputs(self, batch: Batch, scalars: dict[str, Tensor],
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
-        """Look up all tables, and compute the inputs of the layers; rows are (B, T, D).
+        """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D).
 
-        x0                normalized embedding, the first residual stream
-        residual_inputs   added to the residual stream by every layer: bigrams, then n-gram tables
-        value_embeds      added to the attention values of some layers
+        B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: for each table,
+        the rows to read, and the buffer that their gradients accumulate in (None in evaluation).
+        Returns
+            x0                normalized token embedding, the initial residual stream
+            residual_inputs   (coefficient of each layer, embedding): every layer adds coefficient * embedding to the
+                              residual stream. Bigrams are first, then n-gram tables.
+            value_embeds      layer index -> (index in ve_gate_bank, embedding): added to the layer's attention values
+
+        The smear gate is in (0, 1) and reads the first GATE_INPUTS channels of a token's embedding.
         """
         # Smear: add to each token's embedding a gated multiple of the previous token's. It crosses document boundaries
         # within a sequence, as in modded-nanogpt (RECIPE 2.3).
@@ -3160,10 +3199,12 @@ class GPT(nn.Module):
             if layer.value_embed is not None:
                 value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
 
-        # In ve_gate_bank, gates of n-gram tables follow those of the value embeddings, in the order of --tables.
+        # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
             rows, = self.lookup(ngram.label, batch, row_buffers)
+            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. The hash selects a random
+            # +-1 vector from sign_vectors, so that n-grams that share a row differ in about half of the signs.
             if ngram.signs:
                 rows = rows * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.layer is None:
@@ -3174,40 +3215,52 @@ class GPT(nn.Module):
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up a table: row_index (B, T) or (B, lookups_per_token, T) -> one (B, T, D) per lookup of a token."""
+        """Look up every token in the table `label`. Returns one embedding (B, T, D) per lookup of a token.
+
+        B sequences of T tokens, model dim D. batch.row_index[label], (B, T) or (B, lookups_per_token, T), indexes the
+        rows in row_buffers[label] = (rows (num_rows, D), row_grads (num_rows, D) or None in evaluation).
+        """
         index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # Every lookup of a token is a separate autograd node. So its gradient is added to row_grads as soon as it is
-        # computed, and gradients are never stacked.
+        # Make each lookup of a token a separate autograd node. Backward then adds each gradient to row_grads as soon as
+        # the gradient is computed, and never stacks gradients.
         indices = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
                cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-        """Compute the attention of one layer, before its output gate and output matrix (RECIPE 2.4).
+        """Compute the attention of one layer, before the output gate and output projection (RECIPE 2.4).
 
-        qkv (B, T, 3D) -> (B, T, H, E). normed (B, T, D): the normalized stream, the input of qkv and of the gates.
-        value_embeds: (gate index, rows (B, T, D)) that are added to the values. Rotary positions count from the start
-        of the sequence, not of the document.
+        qkv (B, T, 3D) -> (B, T, H, E), for B sequences of T tokens, H heads and head dim E; D = H * E.
+
+        normed         (B, T, D): normalized residual stream, the input of the qkv projection and of the gates
+        value_embeds   pairs of an index in ve_gate_bank and an embedding (B, T, D) that is added to v
+        cu_seqlens     (num_docs + 1,) i32: document bounds, in tokens, of the micro-batch flattened to B * T tokens
+        attn_args      window, maximum document length and softmax scale for this kind of layer
+
+        Plain layers have one position per token and H heads. Paired layers have two positions per token and H/2 heads,
+        because they fold heads j and j + H/2 into one sequence of length 2T. RoPE positions count from the start of the
+        sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        # Each head adds the rows, multiplied by a gate between 0 and 2. In plain layers, half of the gate's inputs are
-        # features of the rows. Paired layers do not use the rows.
-        for gate_idx, rows in value_embeds:
-            features = normed[..., :GATE_INPUTS]
+        # Add each value embedding to v, scaled per head by a gate in (0, 2). The gate reads the first GATE_INPUTS
+        # channels of the normalized residual stream. In plain layers, the second half of these inputs is replaced by
+        # the first GATE_INPUTS / 2 channels of the value embedding.
+        for gate_idx, value_embed in value_embeds:
+            gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
-                features = torch.cat((normed[..., :half], rows[..., :half]), dim=-1)
-            gate = 2 * sigmoid_gate(features, self.ve_gate_bank[gate_idx])
-            v = v + gate[..., None] * rows.view(v.shape)
+                gate_inputs = torch.cat((normed[..., :half], value_embed[..., :half]), dim=-1)
+            gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
+            v = v + gate[..., None] * value_embed.view(v.shape)
 
-        # In paired layers, heads j and j + H/2 of token t are at positions 2t and 2t + 1 of one sequence. The rotary
-        # angles follow another pairing: even heads have the angle of position 2t, odd heads that of 2t + 1. This is
-        # modded-nanogpt's order: it applies the angles before it regroups the heads. Its published losses include this
-        # (RECIPE 2.4).
+        # In the folded sequence of a paired layer, position 2t is head j of token t, and 2t + 1 is head j + H/2. But
+        # RoPE is applied before the heads are regrouped, so the angles follow head parity instead: even heads have the
+        # angles of position 2t, odd heads the angles of 2t + 1. This looks like a bug, but modded-nanogpt does the
+        # same, and its published losses include this order (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -3217,15 +3270,16 @@ class GPT(nn.Module):
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: the unrotated half of a key is that of the previous token. A query that matches token t - 1 then
-        # reads the value of token t. The offset crosses document boundaries, as in modded-nanogpt (RECIPE 2.4). The key
-        # of the first token of a sequence does not change.
+        # Key offset: shift the non-rotary half of the keys by one token, so that attending to a match at t - 1 returns
+        # the value at t (a one-layer induction head). The shift crosses document boundaries, as in modded-nanogpt
+        # (RECIPE 2.4). The first key of a sequence does not change.
         if layer.key_offset:
-            rotated, unrotated = k.chunk(2, dim=-1)
-            shifted = torch.cat((unrotated[:, :1], unrotated[:, :-1]), dim=1)
-            k = torch.cat((rotated, shifted), dim=-1)
-        packed = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
-        return self.attention(*packed, cu_seqlens, attn_args).view(v.shape)
+            rotary_half, other_half = k.chunk(2, dim=-1)
+            shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
+            k = torch.cat((rotary_half, shifted), dim=-1)
+        # Regroup the heads: (positions_per_token * B * T, H / positions_per_token, E).
+        flat_qkv = [x.reshape(-1, self.num_heads // positions_per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat_qkv, cu_seqlens, attn_args).view(v.shape)
 
 
 # ====== Section 8: Optimizer ==========================================================================================
