@@ -4352,34 +4352,36 @@ class Clock:
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
         self.initial_ms = initial_ms     # training time at the last stop
-        self.since: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
-        self.cycle_start_ms = initial_ms  # training time at the last call of `next_cycle_ms`
+        self.start_s: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
+        self.cycle_start_ms = initial_ms  # training time at the last call of `predict_next_cycle_start_ms`
 
     @property
     def ms(self) -> float:
         """Training time so far, including the time since the last start."""
-        return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
+        if self.start_s is None:
+            return self.initial_ms
+        return self.initial_ms + (time.perf_counter() - self.start_s) * 1000
 
     def start(self) -> None:
         """Synchronize with the device, and start the clock."""
         self.comm.synchronize()
-        self.since = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     def stop(self) -> None:
         """Synchronize with the device, and stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
-        self.since = None
+        self.start_s = None
 
-    def next_cycle_ms(self) -> float:
+    def predict_next_cycle_start_ms(self) -> float:
         """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
 
         The prediction assumes that the cycle that starts now takes as long as the last one.
         """
         now_ms = self.ms
-        last_cycle_ms = now_ms - self.cycle_start_ms
+        previous_cycle_ms = now_ms - self.cycle_start_ms
         self.cycle_start_ms = now_ms
-        return now_ms + last_cycle_ms
+        return now_ms + previous_cycle_ms
 
 class Log:
     """The log files of a run, and the console of rank 0.
@@ -4582,7 +4584,7 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
-        fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
+        fraction = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0] / budget_ms
         previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
         schedule.cycle_progress.append(max(previous_progress, fraction * schedule.planned_steps))
     if first_step >= schedule.end_step:
@@ -4864,7 +4866,7 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
                 "windows")
     return attention_reference, "reference"
 
-def slow_attention(attention_name: str, comm: Communicator) -> str:
+def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
     if not comm.on_cuda:
         return ""
@@ -4931,7 +4933,7 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             f"flags that differ from the preset: {changes or 'none'}",
             "=" * 100,
             f"logs in {log.run_dir}",
-            slow_attention(info.attention_name, comm)):
+            slow_attention_warning(info.attention_name, comm)):
         if line:
             log.info(line)
     if info.resumed:
@@ -5062,7 +5064,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if recompiled:
         result["recompiles"] = recompiled
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
-    slow_warning = slow_attention(info.attention_name, comm)
+    slow_warning = slow_attention_warning(info.attention_name, comm)
     if slow_warning:
         result["slow_attention"] = slow_warning
     if cfg.profile:
