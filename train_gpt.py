@@ -4358,9 +4358,8 @@ class Clock:
     @property
     def ms(self) -> float:
         """Training time so far, including the time since the last start."""
-        if self.start_s is None:
-            return self.initial_ms
-        return self.initial_ms + (time.perf_counter() - self.start_s) * 1000
+        return self.initial_ms if self.start_s is None else (
+            self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
 
     def start(self) -> None:
         """Synchronize with the device, then start the clock."""
