@@ -4398,67 +4398,71 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
 
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
-CONSOLE_STEP_LINES = 20                  # step lines of a whole run, if the console is not a terminal
+CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the console is not a terminal
 EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
 
 class Clock:
-    """Training time in ms. Synchronizes with the device only when it starts and stops."""
+    """Measures training time in ms. Synchronizes with the device only when it starts and stops."""
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
         self.initial_ms = initial_ms     # training time at the last stop
-        self.since: float | None = None  # `time.perf_counter` at the last start; None while the clock is stopped
-        self.cycle_start_ms = initial_ms  # training time at the last call of `next_cycle_ms`
+        self.start_s: float | None = None  # time.perf_counter() at the last start; None while the clock is stopped
+        self.cycle_start_ms = initial_ms  # training time at the last call of `predict_next_cycle_start_ms`
 
     @property
     def ms(self) -> float:
         """Training time so far, including the time since the last start."""
-        return self.initial_ms if self.since is None else self.initial_ms + (time.perf_counter() - self.since) * 1000
+        return self.initial_ms if self.start_s is None else (
+            self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
 
     def start(self) -> None:
-        """Synchronize with the device, and start the clock."""
+        """Synchronize with the device, then start the clock."""
         self.comm.synchronize()
-        self.since = time.perf_counter()
+        self.start_s = time.perf_counter()
 
     def stop(self) -> None:
-        """Synchronize with the device, and stop the clock."""
+        """Synchronize with the device, then stop the clock."""
         self.comm.synchronize()
         self.initial_ms = self.ms
-        self.since = None
+        self.start_s = None
 
-    def next_cycle_ms(self) -> float:
+    def predict_next_cycle_start_ms(self) -> float:
         """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
 
-        The prediction assumes that the cycle that starts now takes as long as the last one.
+        The prediction assumes that the current cycle takes as long as the previous cycle. The duration of the previous
+        cycle is the time since the previous call.
         """
         now_ms = self.ms
-        last_cycle_ms = now_ms - self.cycle_start_ms
+        previous_cycle_ms = now_ms - self.cycle_start_ms
         self.cycle_start_ms = now_ms
-        return now_ms + last_cycle_ms
+        return now_ms + previous_cycle_ms
 
 class Log:
-    """The log files of a run, and the console of rank 0.
+    """Log files of a run, and console output of rank 0.
 
-    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are read
-    one Adam cycle late, so that no step waits for the device. Every rank checks its own losses.
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The loss of a
+    step is read --adam_every steps later, so that no step waits for the device. Every rank checks its own losses.
 
-    files: content of further files of the run directory, by name. resumed: what `state` returned for a checkpoint.
+    files: {name: content} of additional files to write to the run directory.
+    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  resumed: dict[str, Any] = EMPTY_LOG_STATE):
         self.run_dir = run_dir
         self.comm = comm
         self.schedule = schedule
-        self.total_steps = schedule.planned_steps         # steps of the run; a prediction if there is a time budget
+        self.total_steps = schedule.planned_steps         # steps of the run; an estimate with --time_budget
         self.tokens = resumed["tokens"]
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
-        # Steps whose loss was not read yet: (fields of the line, loss sums of the sequences, tokens, CUDA event).
+        # Steps whose log lines are not written yet: (fields of the line in log.jsonl, (sequences,) loss sums on the
+        # host, number of tokens, CUDA event after the copy of the loss sums or None on the CPU).
         self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
-        self.files: dict[str, Any] = {}  # the open log files, by name
+        self.files: dict[str, Any] = {}  # open log files, keyed by name; empty unless rank 0
         self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
-            # Refuse to overwrite a log, because it belongs to another run. The files are unbuffered, so that a killed
-            # run loses no line.
+            # Mode "x" refuses to overwrite an existing log, because it belongs to another run. The files are
+            # unbuffered, so that a killed run loses no lines.
             with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOG_FILES:
@@ -4469,31 +4473,40 @@ class Log:
             self._write(name, text.encode())
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs to continue this log. Raises RunError if a pending loss is not finite."""
+        """Flush pending lines, and return the log's state for a checkpoint, including the text of the log files.
+
+        Raises RunError if a pending loss is not finite.
+        """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a line of log.jsonl."""
+        """Append a JSON object, dict(type=kind, **fields), to log.jsonl."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str) -> None:
-        """Write a line of log.txt, and print it on the console."""
+        """Append a line to log.txt, and print the line on the console."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Show this text in place of the last line of the terminal. The next line overwrites it."""
+        """Show this text as the progress line of the terminal. "" erases the progress line.
+
+        The next printed line overwrites the progress line. A no-op if the console is not a terminal.
+        """
         if self.is_tty:
             with contextlib.suppress(OSError):
-                # Truncate the text to the terminal, because a line that wraps is not erased completely.
+                # Truncate the text to the width of the terminal, because a wrapped line is not erased completely.
                 width = shutil.get_terminal_size().columns - 1
                 print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes) -> None:
-        """Append to a log file, on rank 0 and until the log is closed. Raises RunError if that fails."""
+        """Append data to the log file `name`. Raises RunError if writing fails.
+
+        A no-op on ranks other than 0, and after the log is closed.
+        """
         file = self.files.get(name)
         if file is not None:
             with write_errors(self.run_dir / name):
@@ -4502,7 +4515,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the duration of the body. timed: the clock was running."""
+        """Log the wall time of the body. timed: the wall time is part of the training time."""
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -4510,10 +4523,10 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Count one more step. Its lines are written one Adam cycle later.
+        """Count one trained step, and queue its log lines. The lines are written --adam_every steps later.
 
-        ms: training time on the host. On a GPU, the step has been launched by then, but not finished. Raises RunError
-        if the loss of an earlier step is not finite.
+        ms: training time on the host after the step. On a GPU, the step has been launched, but has not finished.
+        Raises RunError if the loss of an earlier step is not finite.
         """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
@@ -4522,7 +4535,8 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # On a GPU, this copy runs after the step. `flush` reads it when the device is already one Adam cycle further.
+        # Copy the loss sums to the host asynchronously. `flush` reads the copy --adam_every steps later. By then, the
+        # device is already running later steps.
         seq_sums = losses.seq_sums
         copied = None
         if seq_sums.is_cuda:
@@ -4532,7 +4546,10 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
-        """Write the lines of all pending steps except the last `keep`. Raises RunError if a loss is not finite."""
+        """Write the log lines of all pending steps except the last `keep` steps.
+
+        Raises RunError if a loss is not finite.
+        """
         while len(self.pending) > keep:
             fields, seq_sums, num_tokens, copied = self.pending.pop(0)
             if copied is not None:
@@ -4550,14 +4567,17 @@ class Log:
                 self.comm.print0(f"{line} {summary}")
 
     def check_finite(self, loss: float, what: str) -> None:
-        """Raise RunError unless the loss is finite."""
+        """Raise RunError unless the loss is finite. what: description of the loss, for the error message."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite loss (last finite validation loss: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Log the validation loss after the steps done so far. Raises RunError if it is not finite."""
+        """Flush pending lines, and log the validation loss, in nats per token, after the steps done so far.
+
+        ms: training time. Raises RunError if the loss is not finite.
+        """
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
         self.last_val = f"{loss:.4f} at step {self.steps_done}"
@@ -4567,8 +4587,8 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Write the last lines of a run that did not finish. Never raises. Can be called on any thread."""
-        # Discard later lines of the main thread, which may still be in a step.
+        """Append the cause to the logs of a run that did not finish. Never raises. Can be called from any thread."""
+        # Clear self.files first, so that `_write` discards later lines. The main thread may still be running a step.
         files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                       "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
@@ -4577,32 +4597,32 @@ class Log:
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the files. Later lines are discarded."""
+        """Close the log files. Lines that are logged later are discarded."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the next batch, and fetch the table rows of the next step. Collective."""
+    """Train on the next batch, and fetch the table rows for the step after it. Returns this rank's loss. Collective."""
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # At the end of a cycle, this waits for the loader thread, while the GPU keeps computing.
+    # On the last step of a cycle, next_plans() waits for the loader thread. Meanwhile, the GPU keeps computing.
     next_plans = loader.next_plans()
-    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
+    engine.prefetch_rows(next_plans)     # copy rows of host tables to the device asynchronously
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)        # all-to-all of the rows of the next cycle
+    engine.fetch_rows(next_plans)        # launch the all-to-all of the rows in next_plans
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
 
-    The largest stage runs first, so that a lack of memory shows early.
+    The largest stage runs first, so that an OOM surfaces early.
     """
-    # A rank that compiles makes the others wait for minutes, so use a longer timeout.
     restore = engine.snapshot()
+    # Use a longer timeout, because ranks wait for minutes for a rank that is still compiling.
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    # Provide enough tokens for a cycle of any stage. Documents are truncated to max_doc_len, which discards tokens.
+    # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
@@ -4611,7 +4631,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
     cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
 
-    # Log one phase per cycle, so that the console shows the progress of a slow compiler.
+    # Log each cycle as a phase, so that the console shows progress while graphs compile slowly.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
     for cycle, next_cycle in zip(cycles, [*cycles[1:], []]):
@@ -4620,7 +4640,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Attention windows differ by stage, and again in the final validation.
+        # Attention windows differ between stages, and the final validation uses yet another window.
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
@@ -4630,34 +4650,38 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget, the clock of rank 0 sets the schedule progress of the cycle, one cycle ahead: the fraction of
-    the budget that will have passed when the cycle starts, in planned steps. Progress never decreases. Cycles whose
-    progress is known from a checkpoint keep it.
+    With --time_budget, this also sets the schedule progress of the cycle, in planned steps, from rank 0's clock:
+
+        progress = planned_steps * (predicted start time of this cycle / budget)
+
+    Progress is computed one cycle ahead, because the loader needs it. Progress never decreases. The progress of a cycle
+    that was restored from a checkpoint is not changed.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
-        fraction = clock.comm.all_gather(clock.next_cycle_ms())[0] / budget_ms
+        predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
         previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
-        schedule.cycle_progress.append(max(previous_progress, fraction * schedule.planned_steps))
+        schedule.cycle_progress.append(max(previous_progress, predicted_start_ms / budget_ms * schedule.planned_steps))
     if first_step >= schedule.end_step:
         return []
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """What logs and checkpoints record about all runs of this process."""
+    """Run metadata for logs and checkpoints, shared by all runs of this process."""
     run_id: str
-    source: bytes                        # text of this file
+    source: bytes                        # content of this file
     raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
-    attention_name: str                  # kernel, with the name and version of its package
-    fingerprint: dict[str, str]          # settings, hashes and versions that affect the results of a run
-    resumed: dict[str, Any]              # what `check_resume` returns; {} for a new run
+    attention_name: str                  # kernel, package and version, for example "FA3 (flash-attn-3 3.0.0)"
+    fingerprint: dict[str, str]          # {name: text} of settings, hashes and versions that affect results
+    resumed: dict[str, Any]              # dict(step, source, differs) from `check_resume`; {} for a new run
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
-    """Train until the end of the schedule or of the data. Collective.
+    """Train until the schedule or the data ends. Collective.
 
-    Returns the final validation loss in nats per token, and the error if the data ended early. The clock includes
-    reading and packing of data, row plans, training steps and logging. It excludes checkpoints and validations.
+    Returns the final validation loss in nats per token, and OutOfData if the data ended before the schedule, else None.
+    The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
+    checkpoints and validations.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -4684,11 +4708,11 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the steps so far still count
+    except OutOfData as error:           # the steps so far are still validated and logged
         out_of_data = error
     clock.stop()
 
-    # The number of steps of a time budget is known only now.
+    # With --time_budget, the number of steps is known only now.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done
@@ -4702,14 +4726,15 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample up to sample_tokens tokens after a BOS token and the prompt, or until the document ends. Collective.
+    """Sample up to sample_tokens tokens that follow BOS and the prompt, or fewer if BOS is sampled. Collective.
 
-    Returns text or, without token_bytes, token ids. Raises RunError if the logits are not finite.
+    prompt: token ids. token_bytes: the bytes of each token id. Returns the decoded text, without the prompt. If
+    token_bytes is None, the text lists the token ids instead. Raises RunError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # The columns after the vocabulary are padding, and are never sampled.
+        # Logits from vocab_size on belong to the padded vocabulary, and must never be sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
         check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
@@ -4717,7 +4742,7 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
         probs = torch.softmax(logits / cfg.temperature, 0)
         sampled = torch.multinomial(probs, 1, generator=generator)
-        token = min(engine.comm.all_gather(int(sampled)))  # the same on all ranks, even if they round differently
+        token = min(engine.comm.all_gather(int(sampled)))  # same token on all ranks, even if rounding differs
         if token == cfg.bos_id:
             break
         tokens.append(token)
@@ -4729,24 +4754,24 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # for the TCP store of the ranks, which decides whose cause was first
+STORE_TIMEOUT_S = 2.0                    # timeout of the TCPStore in which ranks agree on the cause of an exit
 BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
-ALL_RANKS_TIMEOUT_S = 1.0                # for a signal that is sent to all ranks to reach all of them
-EXIT_TIMEOUT_S = 5.0                     # the process ends after this time, even if the exit handler is stuck
+ALL_RANKS_TIMEOUT_S = 1.0                # wait this long for all ranks to receive the same signal
+EXIT_TIMEOUT_S = 5.0                     # the process exits after this time even if the exit handler hangs
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # as in data/pocket.py
-FALLBACK_SAVE_DIR = "save"               # in the run directory: the weights, if --save cannot be written
+POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # same as in data/pocket.py
+FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return its result. Raises TimeoutError if that takes longer than `seconds`.
+    """Run `call` on a new thread, and return its result. Raises TimeoutError after `seconds`.
 
     After a timeout, the thread keeps running.
     """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, and join the process groups of the launch. Raises ConfigError. Collective."""
-    # Check the launch environment. A rank that lacks a variable would train separately from the others.
+    """Select the device, and create the process groups of a launch by torchrun. Raises ConfigError. Collective."""
+    # Check the environment variables. A rank that lacks one of the variables would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
@@ -4779,17 +4804,17 @@ def init_distributed(cfg: Config) -> Communicator:
           hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # Keep freed memory in the process. By default, glibc returns it to the system after each step, and the next step
-    # has a page fault for every page it allocates.
+    # Keep freed memory in the process. By default, glibc returns freed memory to the system after each step, and the
+    # next step takes a page fault for every page it allocates.
     if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never
+        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never trim
         libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: 32 MiB, the largest value that every glibc accepts
     if world_size == 1:
         return comm
 
-    # Join the process groups on a thread with a timeout, because torch waits forever for a port that accepts
-    # connections but does not respond.
+    # Create the process groups on a thread with a timeout, because torch waits forever if the port accepts connections
+    # but does not respond.
     def join() -> dist.ProcessGroup:
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
@@ -4805,7 +4830,7 @@ def init_distributed(cfg: Config) -> Communicator:
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator) -> str:
-    """Return the name of the GPUs and the number of ranks, or the CPU with its cores and torch's threads."""
+    """Describe the hardware for the log: GPU name and number of ranks, or CPU name, cores and threads of torch."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -4814,45 +4839,49 @@ def describe_hardware(comm: Communicator) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
-    """Return --head, with `auto` resolved to fp8 or plain. Raises ConfigError if the device does not support fp8."""
-    settings_fit = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
-    has_fp8 = settings_fit and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
-    check(has_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
+    """Return the precision of the head: --head, with "auto" resolved to "fp8" if supported, else "plain".
+
+    Raises ConfigError if --head=fp8 is not supported by the GPU, the dtype or the matrix sizes.
+    """
+    settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
+    supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
+    check(supports_fp8 or cfg.head != "fp8", "--head=fp8", found=f"{cfg.dtype} on {describe_hardware(comm)}",
           expected="bfloat16 on a GPU of compute capability 8.9 or later; model_dim and padded_vocab multiples of "
                    f"{FP8_MULTIPLE}",
           hint="--head=auto or --head=plain; or --head=emulated, for the same numbers on any device")
     if cfg.head == "auto":
-        return "fp8" if has_fp8 else "plain"
+        return "fp8" if supports_fp8 else "plain"
     return cfg.head
 
-# The kernels of torch's variable-length attention, by the GPU's major compute capability, in the order in which they
-# are tried; and their packages. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: it
-# was no faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. The two have not been
-# timed with this trainer on a GPU yet.
+# Kernels of torch's variable-length attention, keyed by the GPU's major compute capability, in the order in which they
+# are tried. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no faster than
+# FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been timed with this
+# trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
-ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-# `check_attention` uses documents that end inside tiles of 128 and inside windows, empty documents, and one with one
-# token.
+ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}         # package of each kernel
+# Inputs of `check_attention`. Documents end inside tiles of 128 tokens and inside windows. Some documents are empty,
+# and one document has a single token.
 CHECK_CU_SEQLENS = (0, 0, 150, 151, 420, 420, 700)
-CHECK_WINDOWS = (2, 128, 300, 1000)      # the last one is longer than any document
+CHECK_WINDOWS = (2, 128, 300, 1000)      # the last window is longer than any document
 CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or too few changes the output
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Check that outputs and gradients of the active kernel match the reference, to the rounding of the dtype.
+    """Check outputs and gradients of the active attention kernel against the reference, to the rounding of the dtype.
 
-    Raises AssertionError if they do not match, and RunError, with the name of the kernel, if it does not return.
+    name: name of the active kernel, for messages. Raises AssertionError if the results do not match, and RunError if
+    the kernel does not return within CHECK_TIMEOUT.
     """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
     generator = torch.Generator(device).manual_seed(0)
     cu_seqlens = torch.tensor(CHECK_CU_SEQLENS, device=device, dtype=torch.int32)
-    # Check the layouts of plain and of paired layers. Paired layers have twice the positions and half the heads.
+    # Check the shapes of plain and of paired layers. Paired layers have twice the positions and half the heads.
     for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
         num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
         inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
         q, k, v, grad = inputs
-        if positions_per_token == 1:     # a slice of qkv, as in layers without value embeddings
+        if positions_per_token == 1:     # v is a slice of qkv, as in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
         attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
@@ -4860,7 +4889,7 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
             qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
-        # A kernel that never ends blocks the device for this process, so no other kernel can be tried.
+        # A kernel that never returns blocks the device for this process, so no other kernel can be tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
               found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
               hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
@@ -4871,7 +4900,7 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
                 msg=f"the output or a gradient is off by more than {atol:.1e}, window {window}, {num_heads} heads")
 
 def package_version(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
+    """Return the version of an installed package, or None if the package is not installed."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -4879,17 +4908,18 @@ def package_version(package: str) -> str | None:
 def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
 
-    With --attention=auto, falls back to the reference if no kernel works, except in the presets `record*`. Raises
-    ConfigError if there is no fallback, and RunError if a kernel does not return.
+    The name includes package and version, for example "FA3 (flash-attn-3 3.0.0)". If no kernel works, --attention=auto
+    falls back to the reference, except in the presets `record*`. Without a fallback, raises ConfigError. Raises
+    RunError if a kernel does not return.
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
     candidates = (cfg.attention,)
     if cfg.attention == "auto":
-        capability, _ = torch.cuda.get_device_capability(comm.device)
-        candidates = ATTENTION_BY_CAPABILITY.get(capability, ("varlen",))
+        major, _ = torch.cuda.get_device_capability(comm.device)
+        candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
 
-    # All ranks use the same kernel, because ranks with different kernels would not train the same model.
+    # All ranks must use the same kernel, because ranks with different kernels would not train the same model.
     first_error = ""
     for name in candidates:
         error_text = ""
@@ -4918,8 +4948,11 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
                 "windows")
     return attention_reference, "reference"
 
-def slow_attention(attention_name: str, comm: Communicator) -> str:
-    """Return a warning if this GPU has faster kernels than the chosen one, else an empty string."""
+def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
+    """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
+
+    attention_name: name of the chosen kernel, from `choose_attention`.
+    """
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
@@ -4931,9 +4964,9 @@ def slow_attention(attention_name: str, comm: Communicator) -> str:
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
-    """Return the CPU time in s that other processes have used on this machine so far. Collective.
+    """Return the CPU time in s that processes other than the ranks have used on this machine since boot. Collective.
 
-    The result is negative if the system does not report CPU times.
+    The result is negative if the system does not report CPU times in /proc/stat.
     """
     used_s = 0.0
     with contextlib.suppress(OSError):
@@ -4942,8 +4975,8 @@ def other_cpu_seconds(comm: Communicator) -> float:
     return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Log what a run is: settings, versions, hardware and sizes."""
-    # Collect what is needed to repeat the run: flags, commit, versions.
+    """Write the header of the log: settings, versions, hardware and model sizes."""
+    # Collect what is needed to reproduce the run: flags, config and git commit.
     cfg = log.schedule.cfg
     comm = log.comm
     preset_flags = vars(make_config(dict(preset=cfg.preset)))
@@ -4957,7 +4990,8 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # Count all parameters, and those that one token uses: the rows it looks up, and everything that is not a table.
+    # Count all parameters, and the parameters that one token uses: the table rows that the token looks up, and all
+    # parameters that are not tables.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
@@ -4985,7 +5019,7 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
             f"flags that differ from the preset: {changes or 'none'}",
             "=" * 100,
             f"logs in {log.run_dir}",
-            slow_attention(info.attention_name, comm)):
+            slow_attention_warning(info.attention_name, comm)):
         if line:
             log.info(line)
     if info.resumed:
@@ -4995,9 +5029,9 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Create the run directory of one run, with its source and settings, and open its log.
+    """Create the run directory of one run with source and settings, open the log, and write the header of the log.
 
-    resumed: what `Log.state` returned for a checkpoint.
+    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError.
     """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
@@ -5007,10 +5041,11 @@ def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
 
 def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
-    """Check all shards, and fill in the sizes that depend on them. Collective.
+    """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
 
-    Returns the config with all sizes, the headers of the training shards and of the validation shards, and the
-    fingerprint: {flag or fact: text}, with the hashes of data and source. Raises TrainerError.
+    source: content of this file. Returns the config with all sizes, the headers of the training shards, the headers of
+    the validation shards, and the fingerprint. The fingerprint is {name: text} of the settings that affect results,
+    the version of torch, and the hashes of data and source. Raises TrainerError.
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
@@ -5019,7 +5054,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | versions)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
-    # Resolve links, because two names may refer to the same file.
+    # Resolve symbolic links, because two paths may refer to the same file.
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
     if in_both:
@@ -5036,7 +5071,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
     if not comm.on_cuda:
         return
 
-    # Triton compiles a Python extension module in C before its first kernel. Eager code uses Triton kernels, too.
+    # Before its first kernel, Triton compiles a Python extension module in C. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
           found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
@@ -5050,9 +5085,9 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Check what could end the run hours later: run directories, --save and compilers. Collective.
+    """Fail fast: check what would otherwise fail hours into the run. Collective.
 
-    Raises ConfigError or RunError, on every rank.
+    Checks the run directories, --save and the compilers. Raises ConfigError or RunError on every rank.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
@@ -5067,23 +5102,25 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
             directory = Path(cfg.save)
             check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
                   expected="a path that does not exist", hint="choose another name; nothing is overwritten")
+            # Create and remove a directory, to check that --save can be written.
             with write_errors(directory, ConfigError):
                 partial_path(directory, run_id).mkdir(parents=True)
                 partial_path(directory, run_id).rmdir()
 
-def check_resume(cfg: Config, resumed: dict[str, Any], fingerprint: dict[str, str],
+def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
     """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
 
-    differs: entries of the fingerprint that have changed since the checkpoint, {name: (then, now)}. Raises DataError if
+    checkpoint: content of the checkpoint. fingerprint, end_step: of this run. step: steps done. source: --resume.
+    differs: {name: (then, now)}, the fingerprint entries that have changed since the checkpoint. Raises DataError if
     the data differ, and ConfigError if the checkpoint is past the end of this run.
     """
-    previous = resumed["fingerprint"]
+    previous = checkpoint["fingerprint"]
     check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
           found=f"shards with sha256 {fingerprint['data_sha256'][:16]}...",
           expected=f"the shards of the earlier run, with sha256 {previous['data_sha256'][:16]}...",
           hint="omit --train_files and --val_files, or give other paths of the same shards", error=DataError)
-    steps_done = resumed["log"]["steps_done"]
+    steps_done = checkpoint["log"]["steps_done"]
     check(steps_done <= end_step, f"--max_steps with --resume={cfg.resume}",
           found=f"{cfg.max_steps}: the run would end at step {end_step}",
           expected=f"{steps_done} or more, because the checkpoint is at step {steps_done}",
@@ -5096,13 +5133,13 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
                num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
     """Log the result of a run, and save the weights. Returns the result, and the error of --save or None. Collective.
 
-    num_graphs: number of graphs that were compiled before the training loop.
+    loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
     """
     cfg = log.schedule.cfg
     comm = log.comm
-    if comm.on_cuda:                     # peak since the start of the training loop
+    if comm.on_cuda:                     # peak in MiB since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    else:                                # peak of the whole process; ru_maxrss is in KiB, on macOS in bytes
+    else:                                # peak in MiB of the whole process; ru_maxrss is in KiB, on macOS in bytes
         shift = 20 if sys.platform == "darwin" else 10
         peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift)
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
@@ -5111,12 +5148,12 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading.
+    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, too little data.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         result["recompiles"] = recompiled
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
-    slow_warning = slow_attention(info.attention_name, comm)
+    slow_warning = slow_attention_warning(info.attention_name, comm)
     if slow_warning:
         result["slow_attention"] = slow_warning
     if cfg.profile:
@@ -5136,7 +5173,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if touched_rows:
         result["touched_rows"] = touched_rows
 
-    # If --save cannot be written, write the weights into the run directory.
+    # If --save cannot be written, write the weights to the run directory instead.
     save_error: RunError | None = None
     if cfg.save:
         outcome = "not saved"
@@ -5154,7 +5191,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, and a JSON object with the means over all runs as the last line of stdout. Collective.
+    """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
 
     Raises RunError if sampling or printing fails.
     """
@@ -5169,9 +5206,9 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
         print_stdout(json.dumps(summary))
 
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
-    """Build the profiler of --profile for a run that starts at `first_step`; None without --profile.
+    """Build the profiler of --profile=a:b, to trace steps a to b - 1. Returns None without --profile.
 
-    Raises ConfigError if the run does not contain these steps.
+    The run trains steps first_step to end_step - 1. Raises ConfigError unless steps a - 1 to b are inside the run.
     """
     if not cfg.profile:
         return None
@@ -5185,7 +5222,7 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write this rank's trace, and log a table of the most expensive operations. Raises RunError."""
+    """Write this rank's profiler trace, and log a table of the most expensive operations. Raises RunError."""
     path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
     with write_errors(path):
         profiler.export_chrome_trace(str(path))
@@ -5193,7 +5230,11 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
     log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
 
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
-    """Return (exit status, message) for the error or signal that ended the run. A bug keeps its traceback."""
+    """Return (exit status, message) for the error or signal that ended the run.
+
+    OOM, I/O errors and lost connections are reported as TrainerErrors with a hint. Other exceptions are bugs, and are
+    reported with their traceback.
+    """
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
     first_line = str(error).partition("\n")[0]
@@ -5210,16 +5251,20 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error))
 
 def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
-    """Agree with the other ranks on what ended the run first. Returns this cause, and whether this rank prints it.
+    """Agree with the other ranks on the first cause of the exit. Returns that cause, and whether this rank prints it.
 
-    if_alone: replaces `cause`, unless all ranks end within ALL_RANKS_TIMEOUT_S.
+    cause: reported if all ranks exit together (for example Ctrl-C). if_alone: reported instead if only some ranks exit
+    within ALL_RANKS_TIMEOUT_S, because then a rank was lost. If both texts are equal, as for an error, this rank does
+    not wait for the others. The first rank to write to the TCPStore wins and prints.
     """
+    # The store outlives a restart by torchrun, so its keys contain the number of restarts.
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended() -> bool:
+        """Return whether all ranks exit within ALL_RANKS_TIMEOUT_S. Adding 0 to a key returns its value."""
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -5229,9 +5274,11 @@ def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
 
     if cause != if_alone and not all_ended():
         cause = if_alone
+    # Store the cause unless another rank has stored one. The rank distinguishes equal causes.
     my_cause = f"{env['RANK']}\n{cause}"
     first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
-    # If rank 0 hosts the store, and not torchrun, it waits for the others, because the store ends with this process.
+    # If rank 0 hosts the store instead of torchrun, rank 0 waits for the other ranks, because the store ends with this
+    # process.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()
     return first_cause.partition("\n")[2], first_cause == my_cause
@@ -5239,7 +5286,7 @@ def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
 class ExitHandler:
     """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
 
-    A signal wakes up a thread, which ends the process even if the main thread is blocked in C code.
+    A signal wakes up a background thread. The thread ends the process even if the main thread is blocked in C code.
     """
     def __init__(self):
         self.log: Log | None = None                                           # log of the current run
@@ -5248,29 +5295,29 @@ class ExitHandler:
         self.wakeup_send.setblocking(False)               # required by set_wakeup_fd
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
         for signum in EXIT_SIGNALS:
-            if signal.getsignal(signum) != signal.SIG_IGN:                    # stays ignored, as under nohup
-                signal.signal(signum, lambda *_: None)                        # the thread reads the signal
+            if signal.getsignal(signum) != signal.SIG_IGN:                    # keep SIG_IGN, for example under nohup
+                signal.signal(signum, lambda *_: None)                        # the thread handles the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
-        """Print why the run ended, on one of the ranks, end the log, and end the process. Does not return."""
+        """Print the cause of the exit on one rank, write it to the log, and end the process. Does not return."""
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
-        # End the process in time even if the code below is stuck, for example on a dead disk.
+        # Exit after EXIT_TIMEOUT_S even if the code below hangs, for example on a dead disk.
         threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # If only some ranks receive a signal, a rank was lost, and torchrun or srun ends the others.
+            # If only some ranks receive a signal, then a rank was lost, and torchrun or srun is ending the other ranks.
             if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
                 agree = functools.partial(agree_on_cause, cause, if_alone)
                 cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
-            except Exception:                                                 # a stopped launcher does not respond
+            except Exception:                                                 # a stopped torchrun does not respond
                 cause = if_alone
         if prints:
-            with contextlib.suppress(Exception):                              # stderr is closed, or a full pipe
-                erase = "\r\x1b[K" if self.log and self.log.is_tty else ""              # erases the progress line
-                call_with_timeout(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
+            with contextlib.suppress(Exception):                              # stderr may be closed, or a full pipe
+                erase_progress = "\r\x1b[K" if self.log and self.log.is_tty else ""
+                call_with_timeout(1, functools.partial(print, erase_progress + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
         for path in tuple(PARTIAL_DIRS):
@@ -5280,44 +5327,45 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: settings before the shard headers fill in the sizes. source: text of this file, for the logs.
+    raw_cfg: config before the shard headers fill in the sizes. source: content of this file, for the logs.
     """
-    # Check everything that could end the run hours later before data is read and anything is written.
+    # Fail fast: before reading data or writing anything, check what would otherwise fail hours into the run.
     start = time.perf_counter()
     other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
-    # All ranks use the directory of rank 0, because their clocks may differ.
+    # All ranks use the run directory of rank 0. The default name contains the time, and clocks of ranks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
     root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
     seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Open the data before building the model, because the shard headers determine its sizes and bad data ends the run.
+    # Open the data before building the model. The shard headers determine the sizes of the model, and bad data ends the
+    # run.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
-    # The attention kernel determines the memory per sequence, and with it the micro-batch size. Attention packages may
-    # compile now, and some ranks may take longer than others, so use a longer timeout.
+    # Choose attention before the micro-batch size, because the kernel determines the memory per sequence. Use a longer
+    # timeout, because attention packages may compile now, and some ranks may take longer than others.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
-    # With --resume, continue with the state, log, clock and schedule progress of the last checkpoint.
-    resumed = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
+    # With --resume, restore the state, log, clock and schedule progress from the last checkpoint.
+    checkpoint = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
     if cfg.resume:
-        resumed = load_checkpoint(Path(cfg.resume), engine)
-    schedule = Schedule(cfg, resumed["cycle_progress"])
-    resume_facts = check_resume(cfg, resumed, fingerprint, schedule.end_step) if cfg.resume else {}
-    first_step = resumed["log"]["steps_done"]
+        checkpoint = load_checkpoint(Path(cfg.resume), engine)
+    schedule = Schedule(cfg, checkpoint["cycle_progress"])
+    resume_facts = check_resume(cfg, checkpoint, fingerprint, schedule.end_step) if cfg.resume else {}
+    first_step = checkpoint["log"]["steps_done"]
     profiler = make_profiler(cfg, first_step, schedule.end_step)
 
-    # Set-up and warm-up are logged with the first run.
+    # Log set-up and warm-up in the log of the first run.
     info = RunInfo(run_id, source, raw_cfg, attention_name, fingerprint, resume_facts)
     setup_s = time.perf_counter() - start
     busy_cores = (other_cpu_seconds(comm) - other_cpu_before) / setup_s
-    log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, resumed["log"])
+    log = exit_handler.log = open_log(run_dirs[0], info, schedule, engine, checkpoint["log"])
     if busy_cores > BUSY_CORES_WARN:
         log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
                  "unreliable")
@@ -5325,7 +5373,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
                                               for component, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
-    # Compile and run every graph before the clock starts, then restore the state bit by bit.
+    # Compile and run every graph before the clock starts, then restore the state bitwise.
     with log.phase("validation data"):
         validation = ValidationSet(cfg, comm, val_headers)
     with log.phase("warm-up"):
@@ -5333,15 +5381,15 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # From here on, a rank that does not respond within --comm_timeout is lost. The timeout stays longer with
-    # checkpoints and saves, because all ranks wait for the slowest disk. It also stays longer for a single rank. A
-    # single rank waits only for its device, which may be slow.
+    # From here on, a rank counts as lost if it does not respond within --comm_timeout. Keep the longer timeout if
+    # checkpoints or weights are written, because all ranks wait for the slowest disk. Also keep the longer timeout for
+    # a single rank. A single rank waits only for its device, and the device may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
     restore = engine.snapshot() if cfg.runs > 1 else None
     results: list[dict[str, Any]] = []
-    problem: TrainerError | None = None
+    first_error: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
         # Every further run starts from the same state, with the initial weights of its seed.
         if results:
@@ -5352,11 +5400,11 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
                 restore()
                 engine.reseed(seed)
 
-        clock = Clock(comm, resumed["train_time_ms"])
+        clock = Clock(comm, checkpoint["train_time_ms"])
         loader = Loader(cfg, comm, train_headers)
         loader.skip(map(schedule.at, range(first_step)))
 
-        # Exclude the many objects of model and graphs from garbage collection during training.
+        # During training, exclude the many Python objects of model and graphs from garbage collection.
         gc.collect()
         gc.freeze()
         if comm.on_cuda:
@@ -5365,20 +5413,23 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
             loss, out_of_data = train_loop(info, loader, engine, validation, clock, log, profiler)
         gc.unfreeze()
         loader.close()
-        if profiler and profiler.profiler:                # None if the data ended before the profiled steps
+        if profiler and profiler.profiler:                # None if the data ended before the traced steps
             write_trace(profiler, log)
 
-        # The result is the last line of the log. Only sampling and printing can still fail after it.
+        # The result is the last line of the log. After that line, only sampling and printing can still fail.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
-        problem = problem or out_of_data or save_error
+        first_error = first_error or out_of_data or save_error
 
     report_results(log, engine, validation, results)
-    if problem:
-        raise problem
+    if first_error:
+        raise first_error
 
 def sample_from_save(flags: Config) -> None:
-    """Run --sample=DIR "prompt": print a continuation of the prompt, on any device. Raises TrainerError."""
+    """Print a continuation of --prompt, generated by the saved weights in --sample=DIR. Raises TrainerError.
+
+    flags: the given flags only; the settings of the model are read from DIR. Runs on any device.
+    """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
     weights_path = directory / "weights.pt"
@@ -5388,7 +5439,7 @@ def sample_from_save(flags: Config) -> None:
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)
 
-    # Use one rank and no compiler. Tables stay in host memory, because a prompt looks up few rows.
+    # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
     dtype = saved_cfg.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
@@ -5403,8 +5454,7 @@ def sample_from_save(flags: Config) -> None:
             token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Split the prompt like data/pocket.py splits its text: into tokens of the vocabulary, and single bytes
-            # for all other words.
+            # Tokenize the prompt like data/pocket.py. A word that is not in the vocabulary is split into single bytes.
             token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
             pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
@@ -5424,9 +5474,10 @@ def sample_from_save(flags: Config) -> None:
     print_stdout(f"{' prompt ':-^100}\n{flags.prompt}\n{' sample ':-^100}\n{sample}")
 
 def main(argv: list[str], source: bytes | None = None) -> None:
-    """Run the trainer with these flags, and end the process. source: text of this file; None: read the file now.
+    """Run the trainer with the command-line arguments `argv`, and end the process.
 
-    Exit status 0: done, 1: the run failed, 2: invalid settings or data, 128 + n: ended by signal n.
+    source: content of this file; None: read the file now. Exit status: 0: success, 1: the run failed, 2: invalid
+    settings or data, 128 + n: ended by signal n.
     """
     exit_handler = ExitHandler()
     try:
@@ -5444,7 +5495,7 @@ def main(argv: list[str], source: bytes | None = None) -> None:
         pass
     except BaseException as error:
         exit_handler.end(error)
-    # If a signal is being handled, wait here until its thread has ended the process. Otherwise end the process now,
+    # If the signal thread is ending the process, wait here until the process has ended. Otherwise, end the process now,
     # without waiting for other threads, which may be stuck in a read.
     exit_handler.exiting.acquire()
     os._exit(0)

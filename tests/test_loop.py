@@ -110,14 +110,14 @@ def test_Clock__adds_up_the_time_between_start_and_stop(monkeypatch) -> None:
         time.work(50)
         assert clock.ms == pytest.approx(total)
 
-def test_next_cycle_ms__assumes_the_length_of_the_last_cycle(monkeypatch) -> None:
+def test_predict_next_cycle_start_ms__assumes_the_length_of_the_last_cycle(monkeypatch) -> None:
     """The predicted time is the time now plus the duration of the last cycle."""
     time = SimulatedTime(monkeypatch)
     clock = tg.Clock(make_comm(), 1000.0)
     clock.start()
     for seconds, expected in ((0, 1000), (3, 7000), (5, 14_000), (1, 11_000)):
         time.work(seconds)
-        assert clock.next_cycle_ms() == pytest.approx(expected)
+        assert clock.predict_next_cycle_start_ms() == pytest.approx(expected)
 
 @pytest.mark.parametrize("changes, validated, checkpointed", [
     (dict(val_every=2), [0, 2, 4, 5], []), (dict(val_every=0, checkpoint_every=2), [5], [2, 4]),
@@ -215,7 +215,7 @@ def test_Clock__stop_waits_for_the_device_until_the_timeout(monkeypatch) -> None
         event = DeviceEvent(monkeypatch, event_time)
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
-        clock.initial_ms, clock.since = 0.0, event.clock.now
+        clock.initial_ms, clock.start_s = 0.0, event.clock.now
         with contextlib.nullcontext() if completes else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == completes

@@ -86,7 +86,7 @@ def test_train__warns_of_a_busy_machine_in_the_first_lines(tmp_path, monkeypatch
 def test_train__warns_of_slow_attention_in_the_first_lines_and_in_the_result(tmp_path, monkeypatch) -> None:
     """Line 8 of the log has the warning."""
     monkeypatch.setattr(tg, "warm_up", noop)
-    monkeypatch.setattr(tg, "slow_attention", "{0} is slow".format)
+    monkeypatch.setattr(tg, "slow_attention_warning", "{0} is slow".format)
     done = run(tmp_path, "--max_steps=1", "--val_every=0", "--sample_tokens=0")
     assert done.lines[7] == done.of("result")[0]["slow_attention"] == "reference is slow"
 

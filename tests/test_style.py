@@ -247,7 +247,7 @@ def test_sections__no_code_calls_a_later_section(ranks, world) -> None:
     named = {(caller, callee) for caller, _, callee, _ in calls}
     seen = {("train_step", "Engine.optim_step"), ("Engine.forward_backward", "GPT.losses"),
             ("Engine.forward_backward", "first_order_only.<locals>.wrapper"),         # called through autograd
-            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.next_cycle_ms"),
+            ("train_loop", "write_checkpoint"), ("schedule_cycle", "Clock.predict_next_cycle_start_ms"),
             ("finish_run", "save_weights"),
             ("Loader._build_cycle", "build_batches"), ("RowwiseTableGroup.update", "HostRowStore.write_back")}
     assert seen <= named, "the traced runs must contain these calls"
