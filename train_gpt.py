@@ -41,7 +41,7 @@ Terms
     update_every  steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step, Adam
                   on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
     update cycle  the update_every steps from one update of a parameter to the next. The Adam cycle is the update cycle
-                  of the parameters that Adam updates.
+                  of the parameters that Adam updates, --adam_every steps.
     cycle         without a qualifier: the run's cycle, which is the longest update cycle of all parameters. Data is
                   loaded and checkpoints are written in units of whole cycles.
     step loss     J: the mean over the S sequences of a step of the summed token loss; the same for every W
@@ -52,7 +52,7 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next file that is opened reuses its descriptor, and libraries print into
+    # If a standard stream is closed, the next opened file gets the descriptor of the stream, and libraries print into
     # that file. Open /dev/null on the descriptor instead.
     for descriptor in range(3):
         try:
@@ -62,8 +62,8 @@ if __name__ == "__main__":
     # Read the source before the imports. The imports take seconds, and the file may be edited in that time.
     with open(__file__, "rb") as file:
         SOURCE = file.read()
-    # Limit how long waiting OpenMP threads spin. If other processes use the cores, unlimited spinning makes training 10
-    # times slower. The variable must be set before torch is imported.
+    # Limit how long waiting OpenMP threads spin. If other processes use the cores, spinning makes training 10 times
+    # slower. The variable must be set before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
     # Until `main` installs its signal handlers, let Ctrl-C end the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
