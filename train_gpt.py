@@ -384,20 +384,20 @@ class Config:
 
 # Stages and tables are written as text in flags, logs and settings files. Only `parse_specs` and `format_spec` read and
 # write this text.
-def parse_floats(word: str) -> tuple[float, ...]:
+def parse_floats(column: str) -> tuple[float, ...]:
     """Parse a column of comma-separated numbers: MTP weights."""
-    return tuple(map(float, word.split(",")))
+    return tuple(map(float, column.split(",")))
 
-def parse_layer(word: str) -> int | None:
+def parse_layer(column: str) -> int | None:
     """Parse the column `layer`: a layer index, or None for the residual stream."""
-    return None if word == "stream" else int(word)
+    return None if column == "stream" else int(column)
 
-def parse_lr_mul(word: str) -> float:
+def parse_lr_mul(column: str) -> float:
     """Parse the column `lr`. Raises ConfigError for a rounding mode, the 8th column in earlier versions."""
-    check(word not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=word,
+    check(column not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=column,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
-          hint=f"omit `{word}`")
-    return float(word)
+          hint=f"omit `{column}`")
+    return float(column)
 
 # {flag: (class, parser of the 1st column, parser of the 2nd column, ...)}
 SPEC_PARSERS = dict(
@@ -412,12 +412,13 @@ def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, .
     """
     # The strict zip raises ValueError for an extra column. The constructor raises TypeError for a missing column that
     # has no default.
-    make, *parsers = SPEC_PARSERS[name]
+    spec_class, *parsers = SPEC_PARSERS[name]
     specs = []
-    for line in text.split(";"):
-        words = line.split()
-        if words:
-            specs.append(make(*(parse(word) for parse, word in zip(parsers[:len(words)], words, strict=True))))
+    for spec_text in text.split(";"):
+        columns = spec_text.split()
+        if columns:
+            values = [parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True)]
+            specs.append(spec_class(*values))
     return tuple(specs)
 
 # Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
@@ -458,15 +459,15 @@ SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: val
 
 def format_spec(spec: Stage | NgramTable) -> str:
     """Format a stage or table as text that `parse_specs` can parse."""
-    words = []
+    columns = []
     for value in vars(spec).values():
         if isinstance(value, tuple):
-            words.append(",".join(map(str, value)))
+            columns.append(",".join(map(str, value)))
         elif isinstance(value, bool):
-            words += ["untie"] if value else []
+            columns += ["untie"] if value else []
         else:
-            words.append("stream" if value is None else str(value))
-    return " ".join(words)
+            columns.append("stream" if value is None else str(value))
+    return " ".join(columns)
 
 def format_value(value: Any) -> str:
     """Format a value as it is written on the command line."""
@@ -476,26 +477,26 @@ def parse_value(name: str, text: str) -> Any:
     """Parse and validate the value of the flag --`name`. Raises ConfigError for a wrong type, choice or range."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
-    kind = type(config_field.default)
+    value_type = type(config_field.default)
     choices = metadata["choices"]
     if choices:
         expected = f"one of {', '.join(map(str, choices))}"
-    elif kind is tuple:
+    elif value_type is tuple:
         expected = metadata["help"]
     else:
-        number = "an integer" if kind is int else "a number"
+        number = "an integer" if value_type is int else "a number"
         expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
-        if metadata["unit"] not in number:
+        if metadata["unit"] not in ("integer", "number"):
             expected += f" ({metadata['unit']})"
 
     # A failed conversion, here or in `parse_specs`, falls through to the ConfigError below.
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        if kind is tuple:
+        if value_type is tuple:
             return parse_specs(name, text)
         if metadata["unit"] in ("directory", "glob"):
             text = os.path.expanduser(text)           # the shell does not expand ~ in --save=~/x
-        value = kind(text)
-        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # NaN: False
+        value = value_type(text)
+        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # NaN: False
         if value in choices or (in_bounds and not choices):
             return value
     example = shlex.quote(format_value(config_field.default))
@@ -538,7 +539,7 @@ def check_config(cfg: Config) -> None:
         check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
               expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
-    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    trace_range = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                        # (field, true if it is valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
@@ -551,8 +552,8 @@ def check_config(cfg: Config) -> None:
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
          "1 together with --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b with 0 < a < b, to trace steps a to b - 1",
-         "100:104"))
+        ("profile", trace_range and 0 < int(trace_range[1]) < int(trace_range[2]),
+         "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
     for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
         check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
@@ -900,7 +901,7 @@ class Schedule:
     progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure functions of
     their arguments and of `cycle_progress`.
     """
-    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()):
+    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
         # A cycle has as many steps as the longest update_every of all parameters. Row plans and checkpoints begin at
         # multiples of cycle_steps.
@@ -1005,9 +1006,9 @@ class Schedule:
         begins_cycle = step % self.cycle_steps == 0
 
         # The MTP weights are interpolated linearly over the stage (RECIPE 4.1).
-        start, end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
-        fraction = (progress - start) / max(1, end - start)
-        mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
+        stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
+        stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
+        mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
         # Checkpoints: round each multiple of checkpoint_every up to the next start of a cycle.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
@@ -1027,14 +1028,14 @@ class Schedule:
         """
         # Run the stage with the largest batches first, so that an OOM surfaces early. Run a cycle last if end_step
         # truncates it.
-        first_steps: dict[int, None] = {}                 # an ordered set
+        cycle_starts: dict[int, None] = {}                # an ordered set of steps
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
-        for start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
-            first = start // self.cycle_steps * self.cycle_steps
-            first_steps |= {first: None, first + self.cycle_steps: None}
+        for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
+            cycle_start = stage_start // self.cycle_steps * self.cycle_steps
+            cycle_starts |= {cycle_start: None, cycle_start + self.cycle_steps: None}
         steps = []
-        for first in sorted(first_steps, key=lambda first: first + self.cycle_steps > self.end_step):
-            steps += range(first, min(first + self.cycle_steps, self.end_step))
+        for cycle_start in sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step):
+            steps += range(cycle_start, min(cycle_start + self.cycle_steps, self.end_step))
         return steps
 
 
