@@ -353,14 +353,15 @@ class Config:
     # and 48; cautious weight decay, records 43 and 50.
     normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
     normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay, times lr^2")
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay; the effective decay is lr^2 times this value")
     momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
     momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
     momentum_cooldown_frac: float = _optim(50 / 1547, "fraction", "of all steps, over which the momentum falls", hi=1)
     adam_every: int = _optim(2, "steps", "per Adam update; gradients accumulate in between", (1, 2))
     adam_lr: float = _optim(0.008, "number", "learning rate of all other parameters, before their multipliers")
-    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay, times (lr * multiplier)^2")
+    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay; the effective decay is "
+                                      "(lr * multiplier)^2 times this value")
     adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
     # The flags below do not affect the results of a step beyond rounding.
     device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
