@@ -353,7 +353,8 @@ class Config:
     # and 48; cautious weight decay, records 43 and 50.
     normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
     normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay; the effective decay is lr^2 times this value")
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay; the effective decay is "
+                                         "lr^2 times this value")
     momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
     momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
@@ -418,8 +419,8 @@ def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, .
     for spec_text in text.split(";"):
         columns = spec_text.split()
         if columns:
-            values = [parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True)]
-            specs.append(spec_class(*values))
+            specs.append(spec_class(*(
+                parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True))))
     return tuple(specs)
 
 # Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
@@ -849,8 +850,8 @@ class StepConfig:
     long_window: int                     # counted like short_window
     mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; not normalized
     rotary: Rotary
-    normuon_lr: float
-    adam_lr: float
+    normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
+    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
     momentum: float                      # NorMuon momentum
     update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
     tied: bool                           # the embedding is the transposed head, the same parameter
@@ -874,7 +875,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
         turns = w f / (2 pi)
         keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
         f     <- f (w/w' + keep (1 - w/w'))
-        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))         scale: attn_scale
     """
     num_frequencies = cfg.head_dim // 4
     frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
@@ -953,7 +954,7 @@ class Schedule:
         It is the last step of the Adam cycle in which the stage with `untie` begins. It is math.inf if no stage has
         `untie`, or, with --time_budget, as long as no scheduled cycle reaches that stage.
         """
-        # Untying earlier in the Adam cycle would lose the gradients that the embedding has accumulated since its start.
+        # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
         if step == math.inf:
             return step
