@@ -32,7 +32,8 @@ Letters in shapes and formulas, with their values in preset `record`
     T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
 A shape in a docstring follows the name: x (N, D) is a matrix, and x () is a 0-dim tensor. Matmul kernels use the usual
-GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N).
+GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 4 also uses (I, J) for
+a weight matrix with I output features and J input features.
 
 Terms
     sequence      T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
