@@ -6,11 +6,11 @@
     python train_gpt.py --help                               all flags
 
 Model, optimizers and schedule are those of modded-nanogpt after its pull request #221 (record 71, 2026-02-15). Two
-things are added: ranks exchange only the embedding rows that they look up, and --tables adds hashed n-gram tables, in
-device or host memory. RECIPE means records/RECIPE.md, which has the formulas and their sources. "record 43" is the 43rd
-record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
+features are added: ranks exchange only the embedding rows that they look up, and --tables adds hashed n-gram tables in
+device or host memory. RECIPE refers to records/RECIPE.md, which has the formulas and their sources. "record 43" is the
+43rd record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
 
-Sections. A section uses and calls only code of the sections above it, and importing this file has no side effects.
+Sections. Each section uses and calls only code of the sections above it. Importing this file has no side effects.
      1 Config      errors, layers, stages, n-gram tables, flags, presets, Communicator (rank, device, collectives)
      2 Schedule    Schedule.at(step) -> StepConfig: everything that changes from step to step
      3 Data        data shards, their checks, packing of documents into sequences, vocabulary
@@ -25,22 +25,27 @@ Sections. A section uses and calls only code of the sections above it, and impor
 To learn the algorithm, read section 2, the PyTorch references of section 4, and sections 7, 8 and 10. Skip the Triton
 kernels and the other sections at first.
 
-Letters, with their values in preset `record`
+Letters in shapes and formulas, with their values in preset `record`
     W  ranks (world size)             L  layers [11]                V  padded vocabulary [50,304]
     S  sequences per step [8]         D  model dim [768]            R  rows of a table [bigrams: 251,520]
     B  sequences per micro-batch      H  attention heads [6]        C  rows of a rank's shard: R / W, rounded up
     T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
+A shape in a docstring follows the name: x (N, D) is a matrix, and x () is a 0-dim tensor. Matmul kernels use the usual
+GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 4 also uses (I, J) for
+a weight matrix with I output features and J input features.
 
 Terms
     sequence      T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
-                  They are the unit of data parallelism: sequence s belongs to rank s mod W.
+                  Sequences are the unit of data parallelism: sequence s belongs to rank s mod W.
     bank          several matrices stacked in one parameter
     update_every  steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step, Adam
                   on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
-    cycle         the steps from one update to the next. The cycle of the run is the longest one; data is loaded and
-                  checkpoints are written in units of it.
-    J             the objective of a step: (1/S) * sum over its sequences of the summed loss of a sequence, for every W
+    update cycle  the update_every steps from one update of a parameter to the next. The Adam cycle is the update cycle
+                  of the parameters that Adam updates, --adam_every steps.
+    cycle         without a qualifier: the run's cycle, which is the longest update cycle of all parameters. Data is
+                  loaded and checkpoints are written in units of whole cycles.
+    step loss     J: the mean over the S sequences of a step of the summed token loss; the same for every W
 """
 from __future__ import annotations
 
@@ -48,20 +53,20 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next opened file has its descriptor, and libraries print into that file. Open
-    # /dev/null instead.
+    # If a standard stream is closed, the next opened file gets the descriptor of the stream, and libraries print into
+    # that file. Open /dev/null on the descriptor instead.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)               # POSIX: the lowest free descriptor, which is this one
-    # Read the source before the imports. They take seconds, and the file may be edited meanwhile.
+            os.open(os.devnull, os.O_RDWR)               # POSIX: open() returns the lowest free descriptor
+    # Read the source before the imports. The imports take seconds, and the file may be edited in that time.
     with open(__file__, "rb") as file:
         SOURCE = file.read()
-    # Waiting OpenMP threads that spin make training 10 times slower if other processes use the cores. This must be set
-    # before torch is imported.
+    # Limit how long waiting OpenMP threads spin. If other processes use the cores, spinning makes training 10 times
+    # slower. The variable must be set before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
-    # Exit without a traceback on Ctrl-C during the imports, until `main` installs its handlers.
+    # Until `main` installs its signal handlers, let Ctrl-C end the process without a traceback.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -111,11 +116,11 @@ from torch import Tensor, nn
 
 # ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
-    """An error that says what is wrong, what was found, what was expected, and how to fix it."""
+    """Base class of all errors reported to the user: what is wrong, what was found and expected, and how to fix it."""
     exit_status = 2
 
     def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
-        # Store strings, so that the error can be pickled and sent to other ranks.
+        # Convert to strings, so that the error can be pickled and sent to other ranks.
         super().__init__(what, str(found)[:1000], str(expected), hint)
 
     def __str__(self) -> str:
@@ -133,14 +138,14 @@ class RunError(TrainerError):
     exit_status = 1
 
 def lost_rank_error(found: str) -> RunError:
-    """Return the error for a rank that no longer responds."""
+    """Build the error for a rank that no longer responds."""
     return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
                     hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
                          "names the first to fail")
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
-    """Raise `error` unless `ok`."""
+    """Raise `error` with this message unless `ok` is true."""
     if not ok:
         raise error(what, found, expected, hint)
 
@@ -148,11 +153,11 @@ def check(ok: object, what: object, *, found: object, expected: object, hint: st
 class Layer:
     """One transformer layer. To move a feature to another layer, move its argument."""
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
-    window: str = "short"            # attention window: "short" or "long"
+    window: str = "short"            # attention window of the stage to use: "short" or "long"
     value_embed: int | None = None   # index of the value embedding that is added to the attention values
     key_offset: bool = False         # shift the unrotated half of the keys by one token
-    save_as: str = ""                # name under which the output of the layer is saved
-    add_saved: str = ""              # name of the saved output that is gated and added to the input of the layer
+    save_as: str = ""                # name under which the output of the layer is saved; empty: not saved
+    add_saved: str = ""              # name of a saved output to gate and add to the input of the layer; empty: none
 
     def __post_init__(self) -> None:
         check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
@@ -168,6 +173,7 @@ STAGE_SYNTAX = "stages separated by ';', each 'batch_tokens short long lr_mul mt
 TABLE_SYNTAX = ("n-gram tables separated by ';', each 'label order rows layer signs location update_every lr wd "
                 "beta2', where layer is `stream` or a layer index; columns after rows may be omitted from the end")
 
+# Names of saved layer outputs, for Layer.save_as and Layer.add_saved.
 SKIP, BACKOUT = "skip", "backout"
 # The layers of modded-nanogpt (RECIPE 2.2). Sources: value embeddings, records 9, 14 and 17; skip, records 11 and 45;
 # short and long windows, records 12, 13, 20 and 29; no attention in layer 6, record 17; backout, record 40; key offset,
@@ -194,9 +200,9 @@ class Stage:
     short_window: int
     long_window: int
     lr_mul: float                    # multiplier of both learning rates
-    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) when the stage starts
-    mtp_end: tuple[float, ...]       # MTP weights when it ends; they are interpolated linearly in between
-    untie: bool = False              # split head and embedding into two parameters, after `Schedule.untie_step`
+    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) at the start
+    mtp_end: tuple[float, ...]       # MTP weights at the end of the stage; linearly interpolated in between
+    untie: bool = False              # untie head and embedding in this stage, after `Schedule.untie_step`
 
     def __post_init__(self) -> None:
         what = "--stages: invalid stage"
@@ -208,7 +214,7 @@ class Stage:
         check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), what, found=self,
               expected="lr_mul and MTP weights from 0 to 1,000", hint=hint)
 
-# The stages of modded-nanogpt (RECIPE 4.1); the last one is the extension. Sources: growing windows, records 12, 13, 20
+# The stages of modded-nanogpt (RECIPE 4.1). The last one is the extension. Sources: growing windows, records 12, 13, 20
 # and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps, record 53.
 STAGES = (
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -216,9 +222,9 @@ STAGES = (
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
-# By n: odd multipliers of the n-gram hash and of the sign hash, newest token first. Those for n = 2 and 3 are from
-# record 92, those for n = 4 were chosen for this file. The bigram table of modded-nanogpt is not an NgramTable: its
-# hash uses BIGRAM_FACTORS.
+# {n: (multipliers of the n-gram hash, multipliers of the sign hash)}. A hash has one odd multiplier per token, newest
+# token first. The multipliers for n = 2 and 3 are from record 92; the ones for n = 4 were chosen for this file. The
+# bigram table of modded-nanogpt is not an NgramTable, and its hash uses BIGRAM_FACTORS.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -230,18 +236,18 @@ TABLE_LOCATIONS = ("device", "host")
 class NgramTable:
     """A hashed n-gram embedding table, as configured by --tables. See records/guide/NGRAM_TABLES.md."""
     label: str                       # parameter name
-    order: int                       # n, a key of NGRAM_FACTORS
-    rows: int                        # R; the last row means "no n-gram"
-    layer: int | None = None         # add rows to the attention values of this layer; None: to the residual stream
+    order: int                       # n of the n-grams, a key of NGRAM_FACTORS
+    rows: int                        # number of rows; the last row means "no n-gram"
+    layer: int | None = None         # add the rows to the attention values of this layer; None: to the residual stream
     signs: int = 0                   # 1: multiply rows by hashed +-1 vectors, so that colliding n-grams differ
     location: str = "device"         # memory in which the owners store their rows: "device" or "host"
     update_every: int = 2            # steps per update
-    lr_mul: float = 37.5             # times adam_lr
-    wd_mul: float = 5.0              # times adam_weight_decay
-    beta2: float = 0.95              # decay of the second moment per update
+    lr_mul: float = 37.5             # multiplier of adam_lr
+    wd_mul: float = 5.0              # multiplier of adam_weight_decay
+    beta2: float = 0.95              # decay of the second moment, per update
 
     def __post_init__(self) -> None:
-        rules = {                    # {expected: does it hold}
+        rules = {                    # {what is expected: true if it holds}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
             f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
@@ -256,21 +262,29 @@ class NgramTable:
             check(holds, "--tables: invalid table", found=self, expected=expected,
                   hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults, if a shard header has neither
-GATE_INPUTS = 12                     # features per gate
-FP8_MULTIPLE = 16                    # dimensions of fp8 matmuls are multiples of this
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults for a shard header that has neither
+GATE_INPUTS = 12                     # input features of every gate
+FP8_MULTIPLE = 16                    # every dimension of an fp8 matmul must be a multiple of this
 SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of this on every device
 
-# The role of a flag decides what --resume does with it.
-# NUMERIC: the flag affects the results of a run. A resumed run must have the value of the earlier run.
-# INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value and may
-# change it. The names of the data files are among these flags, because --resume compares the sha256 of the data.
-# SINGLE_RUN: the flag belongs to one run. A resumed run does not inherit the value.
+# The role of a flag determines how --resume treats the flag.
+# NUMERIC: the flag affects the results of a run. A resumed run must use the same value.
+# INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value, unless
+# its command line overrides it. The paths of the data files have this role, because --resume compares the sha256 of the
+# data.
+# SINGLE_RUN: the flag applies to a single run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
 def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
          role: str = NUMERIC) -> Any:
-    """Declare a field of Config and its flag. lo, hi: the smallest and largest valid number."""
+    """Declare a field of Config, and the flag that sets the field.
+
+    group: heading in --help
+    unit, help: `help` continues `unit` in the output of --help, as in "--epochs passes  over the training shards"
+    choices: all valid values; empty: no restriction
+    lo, hi: bounds of a number, inclusive
+    role: see above
+    """
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
 
@@ -282,13 +296,13 @@ _schedule = functools.partial(flag, "schedule")
 _optim = functools.partial(flag, "optimizer")
 _run = functools.partial(flag, "run", role=INHERITED)
 
-# FA4 and FA3 are packages of FlashAttention, varlen is the kernel in torch, and the reference is plain PyTorch.
+# FA4 and FA3 are FlashAttention packages, varlen is torch's built-in kernel, and the reference is plain PyTorch.
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")
 
 @dataclass(frozen=True)
 class Config:
     """All settings of a run. Every field is a flag, --field=value; presets only override the defaults."""
-    # --help lists these first.
+    # --help lists flags in the order of the fields, so the common flags are first.
     preset: str = _common("record", "name", "set of defaults: record, record_tables, pocket, pocket_tables, race, "
                           "race_tables or tiny", role=NUMERIC)
     train_files: str = _common("data/fineweb10B/fineweb_train_*.bin", "glob", "training shards, read in name order")
@@ -313,7 +327,7 @@ class Config:
     padded_vocab: int = _data(0, "columns", "of the head; 0: vocab_size rounded up to a multiple of 128")
     bos_id: int = _data(-1, "token id", "first token of every document; -1: as in the shard headers", lo=-1)
     bigram_rows: int = _data(0, "rows", "of the bigram table, the last of which means 'no bigram'; 0: 5 * padded_vocab")
-    # The number and the features of the layers are not flags: LAYERS has those of modded-nanogpt. Sources: normalized
+    # The number of layers and their features are not flags. LAYERS sets them as in modded-nanogpt. Sources: normalized
     # queries and keys, record 5; bf16 activations, record 10; fp8 head, record 19; bf16 weights, record 57.
     model_dim: int = _model(768, "features", "D, which must equal num_heads * head_dim", lo=GATE_INPUTS, hi=2**16)
     num_heads: int = _model(6, "heads", "per layer; even, because paired layers join heads j and j + H/2",
@@ -325,7 +339,7 @@ class Config:
     dtype: str = _model("bfloat16", "type", "of weights and activations", ("bfloat16", "float32", "float64"))
     head: str = _model("auto", "precision", "of the training logits; auto: fp8 if the GPU and the sizes allow it, else "
                        "plain", ("auto", "fp8", "emulated", "plain"))
-    # The last of `stages` is the extension, which follows the scheduled steps. Source of lr_floor: record 19.
+    # The last stage is the extension. It follows the scheduled steps. Source of lr_floor: record 19.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", lo=1)
     num_extension_steps: int = _schedule(40, "steps", "of the last stage, at the lowest learning rate")
     stages: tuple[Stage, ...] = _schedule(STAGES, "list", STAGE_SYNTAX)
@@ -335,19 +349,21 @@ class Config:
                                      "rate decays", hi=1)
     lr_floor: float = _schedule(0.1, "number", "learning rate multiplier at the end of the cooldown")
     time_budget: float = _schedule(0.0, "seconds", "of training time to fit the schedule into; 0: the planned steps")
-    # Learning rates are before the multipliers of the stage and of the parameter. Sources: Muon, records 3 and 4;
+    # Learning rates do not include the multipliers of stages and parameters. Sources: Muon, records 3 and 4;
     # momentum warm-up, record 9; momentum cooldown and Adam on every second step, record 39; NorMuon, records 41, 42
     # and 48; cautious weight decay, records 43 and 50.
     normuon_lr: float = _optim(0.023, "number", "learning rate of the attention and MLP matrices")
     normuon_beta2: float = _optim(0.95, "number", "decay of the second moment, one per row of a matrix", hi=1)
-    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay, times lr^2")
+    normuon_weight_decay: float = _optim(1.2, "number", "cautious weight decay; the effective decay is "
+                                         "lr^2 times this value")
     momentum_min: float = _optim(0.85, "number", "NorMuon momentum at the start and at the end", hi=1)
     momentum_max: float = _optim(0.95, "number", "NorMuon momentum in between", hi=1)
     momentum_warmup_frac: float = _optim(300 / 1547, "fraction", "of all steps, over which the momentum rises", hi=1)
     momentum_cooldown_frac: float = _optim(50 / 1547, "fraction", "of all steps, over which the momentum falls", hi=1)
     adam_every: int = _optim(2, "steps", "per Adam update; gradients accumulate in between", (1, 2))
     adam_lr: float = _optim(0.008, "number", "learning rate of all other parameters, before their multipliers")
-    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay, times (lr * multiplier)^2")
+    adam_weight_decay: float = _optim(0.005, "number", "cautious weight decay; the effective decay is "
+                                      "(lr * multiplier)^2 times this value")
     adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
     # The flags below do not affect the results of a step beyond rounding.
     device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
@@ -369,45 +385,49 @@ class Config:
     temperature: float = _run(0.8, "number", "sampling temperature; lower values favor likely tokens", lo=0.01)
     prompt: str = _run("", "text", "to continue with --sample")
 
-# A stage or table is one line of text in a flag, in a log and in the settings of a save. Only `parse_specs` and
-# `format_spec` read and write that text.
-def parse_floats(word: str) -> tuple[float, ...]:
-    return tuple(map(float, word.split(",")))
+# Stages and tables are written as text in flags, logs and settings files. Only `parse_specs` and `format_spec` read and
+# write this text.
+def parse_floats(column: str) -> tuple[float, ...]:
+    """Parse a column of comma-separated numbers: MTP weights."""
+    return tuple(map(float, column.split(",")))
 
-def parse_layer(word: str) -> int | None:
-    return None if word == "stream" else int(word)
+def parse_layer(column: str) -> int | None:
+    """Parse the column `layer`: a layer index, or None for the residual stream."""
+    return None if column == "stream" else int(column)
 
-def parse_lr_mul(word: str) -> float:
-    """Parse the column `lr`. In earlier versions of this trainer, the 8th column was a rounding mode."""
-    check(word not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=word,
+def parse_lr_mul(column: str) -> float:
+    """Parse the column `lr`. Raises ConfigError for a rounding mode, the 8th column in earlier versions."""
+    check(column not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=column,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
-          hint=f"omit `{word}`")
-    return float(word)
+          hint=f"omit `{column}`")
+    return float(column)
 
+# {flag: (class, parser of the 1st column, parser of the 2nd column, ...)}
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
-    """Parse the text of --stages or --tables.
+    """Parse the text of --stages or --tables; name is "stages" or "tables".
 
-    Trailing columns that are omitted have their defaults. Raises ValueError, TypeError or KeyError if the text is
-    malformed.
+    Columns may be omitted from the end if they have defaults. Raises ValueError, TypeError or KeyError if the text is
+    malformed, and ConfigError if a stage or table is invalid.
     """
-    # The strict zip raises ValueError for an extra column, and the constructor raises TypeError for a missing one that
+    # The strict zip raises ValueError for an extra column. The constructor raises TypeError for a missing column that
     # has no default.
-    make, *parsers = SPEC_PARSERS[name]
+    spec_class, *parsers = SPEC_PARSERS[name]
     specs = []
-    for line in text.split(";"):
-        words = line.split()
-        if words:
-            specs.append(make(*(parse(word) for parse, word in zip(parsers[:len(words)], words, strict=True))))
+    for spec_text in text.split(";"):
+        columns = spec_text.split()
+        if columns:
+            specs.append(spec_class(*(
+                parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True))))
     return tuple(specs)
 
-# Preset `record`: the defaults of Config are the settings of modded-nanogpt at record 71, for GPUs.
+# Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
 RECORD = dict(device="cuda")
-# Preset `pocket`: the same layers and schedule at width 96, for a CPU. Batches have 1/256 of the tokens. attn_scale
-# retains the bound of the attention logits, attn_scale * head_dim = 12.8 (RECIPE 2.4).
+# Preset `pocket`, for CPUs: the same layers and schedule at width 96, with 1/256 of the tokens per batch. attn_scale
+# is larger, so that the bound of the attention logits stays attn_scale * head_dim = 12.8 (RECIPE 2.4).
 POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
@@ -418,7 +438,7 @@ POCKET = dict(
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=parse_specs("stages",         # written out, so that a fork can change STAGES without changing this preset
+    stages=parse_specs("stages",         # independent of STAGES, so that a fork can change STAGES and keep this preset
                      "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
 # Preset `race`: a validation loss below 2.20 in half the time of `pocket` (records/2026-11-25_23_Race).
@@ -427,7 +447,7 @@ RACE = POCKET | dict(
     tables=parse_specs("tables", "trigram_embed 3 20480; fourgram_embed 4 20480"))
 # Two tables of 100,000 rows lower the loss of `pocket` by 0.174 nats (records/2026-11-23_11_PocketTables).
 LARGE_TABLES = dict(tables=parse_specs("tables", "trigram_embed 3 100000; fourgram_embed 4 100000"))
-# `record_tables` has not been run yet; records/2026-11-23_08_Ngrams predicts its time. Signs are from record 92.
+# `record_tables` has not been run yet; records/2026-11-23_08_Ngrams predicts its time. Source of the signs: record 92.
 PRESETS = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=parse_specs("tables", "more_bigram_embed 2 21000000 stream 1 device 2 70; "
@@ -438,48 +458,48 @@ PRESETS = dict(
     race_tables=RACE | LARGE_TABLES,
     tiny=TINY)
 
-SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: text of its flag}
+SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: value as on the command line}
 
 def format_spec(spec: Stage | NgramTable) -> str:
-    """Format a stage or table so that `parse_specs` can read it."""
-    words = []
+    """Format a stage or table as text that `parse_specs` can parse."""
+    columns = []
     for value in vars(spec).values():
         if isinstance(value, tuple):
-            words.append(",".join(map(str, value)))
+            columns.append(",".join(map(str, value)))
         elif isinstance(value, bool):
-            words += ["untie"] if value else []
+            columns += ["untie"] if value else []
         else:
-            words.append("stream" if value is None else str(value))
-    return " ".join(words)
+            columns.append("stream" if value is None else str(value))
+    return " ".join(columns)
 
 def format_value(value: Any) -> str:
-    """Format a setting as the text of its flag."""
+    """Format a value as it is written on the command line."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse the text of flag --`name`. Raises ConfigError for a wrong type, choice or range."""
+    """Parse and validate the value of the flag --`name`. Raises ConfigError for a wrong type, choice or range."""
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
-    kind = type(config_field.default)
+    value_type = type(config_field.default)
     choices = metadata["choices"]
     if choices:
         expected = f"one of {', '.join(map(str, choices))}"
-    elif kind is tuple:
+    elif value_type is tuple:
         expected = metadata["help"]
     else:
-        number = "an integer" if kind is int else "a number"
+        number = "an integer" if value_type is int else "a number"
         expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
-        if metadata["unit"] not in number:
+        if metadata["unit"] not in ("integer", "number"):
             expected += f" ({metadata['unit']})"
 
-    # If a type or a column cannot parse the text, the error below is raised.
+    # A failed conversion, here or in `parse_specs`, falls through to the ConfigError below.
     with contextlib.suppress(ValueError, TypeError, KeyError):
-        if kind is tuple:
+        if value_type is tuple:
             return parse_specs(name, text)
         if metadata["unit"] in ("directory", "glob"):
-            text = os.path.expanduser(text)           # the shell does not expand the ~ of --save=~/x
-        value = kind(text)
-        in_bounds = kind is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
+            text = os.path.expanduser(text)           # the shell does not expand ~ in --save=~/x
+        value = value_type(text)
+        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # NaN: False
         if value in choices or (in_bounds and not choices):
             return value
     example = shlex.quote(format_value(config_field.default))
@@ -487,11 +507,11 @@ def parse_value(name: str, text: str) -> Any:
                       hint=f"for example --{name}={example}; see --help")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Check that the layers fit together. Raises ConfigError.
+    """Validate save_as, add_saved and value_embed across layers. Raises ConfigError.
 
-    The model does not detect these mistakes. It silently trains something else than the layers say.
+    Without this check, the model would silently train another architecture than LAYERS describes.
     """
-    saved = []                       # names that the layers so far have saved
+    saved = []                       # save_as of the layers so far
     for i, layer in enumerate(layers):
         check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
               expected=f"add_saved is a name that an earlier layer saves, {saved}",
@@ -506,8 +526,8 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
           hint="correct the layers; class Layer describes their fields")
 
 def check_config(cfg: Config) -> None:
-    """Check settings that depend on each other. Raises ConfigError with a value that works."""
-    # `parse_value` has checked the types and ranges of single flags.
+    """Validate settings that depend on each other. Raises ConfigError that suggests a valid value."""
+    # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
     multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
@@ -522,8 +542,8 @@ def check_config(cfg: Config) -> None:
         check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
               expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
-    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                        # (field, is it valid, what is expected, an example)
+    trace_range = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    rules = (                        # (field, true if it is valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
@@ -535,15 +555,15 @@ def check_config(cfg: Config) -> None:
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
          "1 together with --resume, --save or --profile", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b with 0 < a < b, to trace steps a to b - 1",
-         "100:104"))
+        ("profile", trace_range and 0 < int(trace_range[1]) < int(trace_range[2]),
+         "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
     for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
         check(ok, f"--{name}: invalid value", found=value or "nothing", expected=expected,
               hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """Build a checked Config from these fields, with the defaults of their preset. Raises ConfigError."""
+    """Build and validate the Config of {field: value}; other fields are set by the preset. Raises ConfigError."""
     preset = settings.get("preset", Config.preset)
     check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
@@ -552,13 +572,16 @@ def make_config(settings: dict[str, Any]) -> Config:
     return cfg
 
 def read_settings(directory: Path) -> Config:
-    """Load the settings of a run directory or a save. Raises DataError, or ConfigError for an invalid setting."""
+    """Load the Config that a run directory or a save stores.
+
+    Raises DataError if the file cannot be read or parsed, and ConfigError for an invalid setting.
+    """
     path = directory / SETTINGS_FILE
     try:
         check(path.is_file() or not path.exists(), f"settings file {path}", found="not a regular file",
               expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
               error=DataError)
-        # The file may be of another version of this trainer, with other flags.
+        # Another version of this trainer, with other flags, may have written the file.
         settings = json.loads(path.read_bytes())
         return make_config({name: parse_value(name, text) for name, text in settings.items()})
     except ConfigError as error:
@@ -571,7 +594,7 @@ def read_settings(directory: Path) -> Config:
                              "use the train_gpt.py in its run directory") from None
 
 def print_stdout(text: str) -> None:
-    """Print a result that the user asked for. Raises RunError if standard output cannot be written."""
+    """Print a result that the user asked for. Raises RunError if writing to stdout fails."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
@@ -579,7 +602,7 @@ def print_stdout(text: str) -> None:
                        hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
-    """Build the parser of all flags. Its help shows the values of the preset."""
+    """Build the command-line parser. --help shows the values of the preset as defaults."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
         allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
@@ -595,11 +618,11 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
                                     type=functools.partial(parse_value, config_field.name))
     return parser
 
-# {old name: new name}. Command lines and settings files of earlier versions have the old names, which are refused.
+# {old name: new name}. The old names, which earlier versions used on command lines and in settings files, are rejected.
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
-    """Return the error for a flag that does not exist, with a hint that names the closest ones."""
+    """Build the error for an unknown command-line argument, with a hint that suggests similar flags."""
     word = text.partition("=")[0]
     name = word.removeprefix("--")
     closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
@@ -613,9 +636,9 @@ def unknown_flag_error(text: str) -> ConfigError:
                        expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Parse the command line into {field: value}, for the given flags only. Raises ConfigError.
+    """Parse the command line into {field: value}. Flags that are not given are not in the result.
 
-    --help prints the help and exits.
+    Prints the help and exits if --help is given. Raises ConfigError.
     """
     try:
         flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
@@ -629,7 +652,7 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
         print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
-    # An empty value is probably --resume=$DIR with DIR unset. Refuse it instead of starting a new run.
+    # An empty value is probably --resume=$DIR with DIR unset. Reject it instead of starting a new run.
     for name in ("resume", "sample"):
         check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
               hint=f"give --{name}=DIR, or omit --{name}")
@@ -638,20 +661,20 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
     return flags
 
 def flag_names(*roles: str) -> set[str]:
-    """Return the names of the flags with one of these roles."""
+    """Return the names of all flags that have one of these roles."""
     return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
 def numeric_settings(cfg: Config) -> dict[str, str]:
-    """Return the settings that affect the results of a run, as {field: text}. --resume may not change them."""
-    # The location of a table does not affect results, not even their rounding, so --resume may change it.
+    """Return {field: formatted value} of the settings that affect results. --resume may not change these settings."""
+    # The location of a table does not affect results, not even their rounding. Ignore it here.
     cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
 def load_config(argv: list[str]) -> Config:
-    """Parse the command line into a checked Config; --resume adds the flags of the earlier run.
+    """Parse and validate the command line. --resume inherits the flags of the earlier run.
 
-    With --sample=DIR the Config has the given flags only, since `read_settings(DIR)` has the settings of the model.
-    Raises ConfigError, DataError.
+    With --sample, only the given flags are set; the caller loads the model's settings with `read_settings`. Raises
+    ConfigError or DataError.
     """
     flags = parse_args(argv)
     if "sample" in flags:
@@ -663,7 +686,7 @@ def load_config(argv: list[str]) -> Config:
     if "resume" not in flags:
         return make_config(flags)
 
-    # With --resume, numeric settings may be repeated, but not changed.
+    # With --resume, numeric settings may be given again, but not changed.
     earlier = read_settings(Path(flags["resume"]))
     inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
@@ -676,15 +699,18 @@ def load_config(argv: list[str]) -> Config:
     return cfg
 
 def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective that `Communicator.launch` has launched; None: there was nothing to launch."""
+    """Wait for a collective launched by `Communicator.launch`. No-op for None."""
     if work is not None:
         work.wait()
 
-DEVICE_TIMEOUT_FRACTION = 0.8        # longest wait for a device event, as a fraction of Communicator.timeout
+DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of a wait for a device event, as a fraction of Communicator.timeout
 DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether a device event completes within this time. Event.synchronize() has no timeout."""
+    """Poll a device event until it completes or the timeout expires. Return whether it has completed.
+
+    Event.synchronize() has no timeout.
+    """
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
@@ -694,34 +720,34 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
 
 @dataclass(eq=False)
 class Communicator:
-    """This process's rank and device, and collectives of all ranks. Passed as an argument, never global."""
+    """This process's rank and device, and collectives over all ranks. Passed as an argument, never global."""
     device: torch.device
     rank: int = 0
     world_size: int = 1
     # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
     # one group in the same order.
     loader_group: dist.ProcessGroup | None = None
-    timeout: float = 600.0           # s, longest wait for another rank; see set_timeout
+    timeout: float = 600.0           # s to wait for another rank; see set_timeout
 
     @property
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait until the device has finished all work. Raises RunError as `wait_for` does."""
+        """Wait for all work on the device. No-op on a CPU. Raises RunError like `wait_for`."""
         if self.on_cuda:
             self.wait_for(self.record_event())
-            # Copies and collectives of the next cycle run on other streams.
+            # The event covers the current stream only. Copies and collectives of the next cycle run on other streams.
             torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the current stream. It completes when the device has finished the work before it."""
+        """Record an event on the current stream. It completes when all earlier work on the stream has finished."""
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for a device event. Raises RunError if it does not complete in time."""
-        # NCCL aborts the process, without a line in the log, if a collective has not completed within the timeout after
-        # its launch. This wait begins after the launch and must end before the abort, so the fraction is below 1.
+        """Wait for a device event. Raises RunError if the event does not complete in time."""
+        # If a collective does not complete within the timeout after its launch, NCCL aborts the process without a line
+        # in the log. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
             found = f"no response from {self.device} after {seconds:.1f} s"
@@ -730,53 +756,55 @@ class Communicator:
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a collective asynchronously, and return its work for `wait_for_work`. Collective.
+        """Launch a collective of torch.distributed asynchronously. Collective.
 
-        With a single rank nothing is launched, and None is returned.
+        Returns the Work handle, to be passed to `wait_for_work`. With W = 1, this is a no-op that returns None.
         """
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of all process groups and of waits for the device, from now on."""
+        """Set the timeout of all process groups and of all later waits for the device, in seconds."""
         self.timeout = seconds
         if self.world_size > 1:
-            # Before torch 2.14 this function has no public name.
+            # torch has no public function for this before version 2.14.
             set_group_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.loader_group):
                 set_group_timeout(timedelta(seconds=seconds), group)
 
     def pinned(self, x: np.ndarray | Tensor) -> Tensor:
-        """Convert to a CPU tensor, in pinned memory if the device is a GPU.
+        """Convert a CPU array or tensor to a tensor, in pinned memory if the device is a GPU.
 
-        torch does not reuse a pinned block before the last copy from it has finished.
+        The caller may drop the tensor while it is copied asynchronously: torch does not reuse a pinned block before the
+        last copy from the block has finished.
         """
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def set_thread_device(self) -> None:
-        """Select the GPU of this rank in a new thread.
+        """Make this rank's GPU the current device of the calling thread. Call this first in every new thread.
 
-        The current device is per thread. Without this call, pinning memory would open a context on GPU 0 in every rank.
+        The current device is per thread. Without this call, it is GPU 0, and pinning memory would create a CUDA context
+        on GPU 0 in every rank.
         """
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
     def print0(self, text: str) -> None:
-        """Print on rank 0. A closed or full console does not end the run."""
+        """Print on rank 0. Errors while writing to stdout are ignored."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
     def all_gather(self, obj: Any) -> list[Any]:
-        """Return the object of every rank, in rank order. Collective."""
+        """Gather a picklable object from every rank. Return the objects of all ranks, in rank order. Collective."""
         objs = [obj] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(objs, obj)
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
-        """Check that all ranks were started with the same facts. Raises ConfigError on every rank. Collective."""
-        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and none is left waiting.
+        """Check that `facts`, {name: value}, are equal on all ranks. Raises ConfigError on every rank. Collective."""
+        # Every rank compares all ranks with rank 0, so that all ranks raise the same error and no rank is left waiting.
         facts_by_rank = self.all_gather(facts)
         for rank, other_facts in enumerate(facts_by_rank):
             for name, value in facts_by_rank[0].items():
@@ -787,9 +815,10 @@ class Communicator:
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """If the body raises a TrainerError on any rank, raise it on every rank, after all bodies have ended.
+        """If the body raises a TrainerError on any rank, raise that error on every rank.
 
-        The body must not wait for another rank. Collective.
+        The error is raised after all ranks have finished the body. If several ranks failed, it is the error of the
+        lowest rank. The body must not wait for another rank. Collective.
         """
         failure = None
         try:
@@ -802,15 +831,15 @@ class Communicator:
                 raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
-        """Return whether the run uses torch.compile."""
+        """Return whether the run uses torch.compile: with --compile=1, and with --compile=-1 on CUDA."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
 # ====== Section 2: Schedule ===========================================================================================
 class Rotary(NamedTuple):
-    """Rotary embedding and softmax scale of one stage."""
-    frequencies: tuple[float, ...]       # E/4 angles, in radians per position; the other E/2 features do not rotate
-    attn_scale: float                    # softmax scale, after YaRN
+    """RoPE frequencies and softmax scale of one stage."""
+    frequencies: tuple[float, ...]       # E/4 values, in radians per position; they rotate E/2 of the E head features
+    attn_scale: float                    # softmax scale, adapted by YaRN
 
 @dataclass(frozen=True)
 class StepConfig:
@@ -818,36 +847,36 @@ class StepConfig:
     step: int
     stage: int                           # index into cfg.stages
     seq_len: int                         # T, tokens
-    short_window: int                    # tokens: a query sees this many keys before its own key, and its own key
-    long_window: int                     # tokens, counted like short_window
+    short_window: int                    # earlier tokens that a query attends to, in addition to its own token
+    long_window: int                     # counted like short_window
     mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; not normalized
     rotary: Rotary
-    normuon_lr: float
-    adam_lr: float
+    normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
+    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
     momentum: float                      # NorMuon momentum
-    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of that cycle
-    tied: bool                           # the embedding of this step is the head, transposed
+    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
+    tied: bool                           # the embedding is the transposed head, the same parameter
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
-    begins_cycle: bool                   # first step of the run's cycle, the unit of loading and checkpoints
+    begins_cycle: bool                   # first step of a cycle, the unit of loading and checkpoints
     checkpoint: bool                     # write a checkpoint before this step
     validate: bool                       # validate before this step
 
 ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
-# YaRN counts the full turns that a frequency makes inside the old window. With fewer turns than alpha, the frequency is
-# lowered by the full ratio of the windows; with more turns than beta, it does not change.
+# YaRN counts the full turns that a frequency makes within the old window. A frequency with fewer turns than YARN_ALPHA
+# is multiplied by old window / new window. A frequency with more turns than YARN_BETA does not change.
 YARN_ALPHA, YARN_BETA = 1.0, 32.0
 YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """Compute the Rotary of each stage: half-truncated rotary, adapted to longer windows by YaRN (RECIPE 2.4).
+    """Compute the Rotary of each stage: half-truncated RoPE, adapted to longer windows by YaRN (RECIPE 2.4).
 
-    The E/4 frequencies f of the first stage fall from 1 to 1/1024 in a geometric sequence. Where the long window grows
-    from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax scale:
+    The E/4 frequencies f (E: head dim) of the first stage fall geometrically from 1 to 1/1024. When the long window
+    grows from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax scale:
 
         turns = w f / (2 pi)
         keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
         f     <- f (w/w' + keep (1 - w/w'))
-        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))         scale: attn_scale
     """
     num_frequencies = cfg.head_dim // 4
     frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
@@ -869,25 +898,25 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
 class Schedule:
     """Maps a step to its StepConfig: stage, learning rates, momentum, windows, loss weights (RECIPE 4).
 
-    All methods are pure functions of the step and of `cycle_progress`. Every step has a progress, its position in the
-    schedule in planned steps. The progress is the step itself, except with --time_budget: then the clock determines it
-    when the cycle is scheduled, and all steps of the run's cycle have the same progress. Stage, windows, rotary, rates,
-    momentum and MTP weights depend on the progress. Adam updates, cycles, checkpoints and validations depend on the
-    step.
+    The progress of a step is its position in the schedule, in planned steps. Without --time_budget, the progress equals
+    the step. With --time_budget, the clock determines the progress when a cycle is scheduled, and all steps of the
+    cycle have the same progress. Stage, windows, rotary, learning rates, momentum and MTP weights depend on the
+    progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure functions of
+    their arguments and of `cycle_progress`.
     """
-    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()):
+    def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
-        # The run's cycle is as long as the longest update_every, that of Adam included. Row plans and checkpoints begin
-        # at its multiples.
+        # A cycle has as many steps as the longest update_every of all parameters. Row plans and checkpoints begin at
+        # multiples of cycle_steps.
         self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        # With --time_budget: the progress of each scheduled cycle, ascending. The training loop appends to it.
+        # With --time_budget: the progress of each scheduled cycle, ascending. The training loop appends to this list.
         self.cycle_progress = list(cycle_progress)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
-        # The scheduled steps are split evenly over all stages but the last one, which is the extension.
+        # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
         stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
                       for i in range(num_scheduled_stages)]
-        self.stage_starts = (0, *stage_ends)              # in planned steps, like the progress
+        self.stage_starts = (0, *stage_ends)              # progress at which each stage begins
         self.stage_ends = (*stage_ends, self.planned_steps)
         untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
         self.untie_progress = next(untie_starts, math.inf)    # math.inf if no stage unties
@@ -901,7 +930,10 @@ class Schedule:
         return step
 
     def first_step_at(self, progress: float) -> float:
-        """Return the first step with at least this progress; with --time_budget, math.inf until a cycle reaches it."""
+        """Return the first step whose progress is at least `progress`.
+
+        With --time_budget, it is math.inf as long as no scheduled cycle reaches this progress.
+        """
         if not self.cfg.time_budget:
             return progress
         cycle_idx = bisect.bisect_left(self.cycle_progress, progress)
@@ -909,19 +941,21 @@ class Schedule:
 
     @property
     def end_step(self) -> float:
-        """Return the first step that is not trained: --max_steps or the end of the schedule, whichever is earlier.
+        """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier.
 
-        With --time_budget, the end of the schedule is math.inf until a cycle reaches it.
+        This step itself is not trained. With --time_budget, the end of the schedule is math.inf as long as no scheduled
+        cycle reaches it.
         """
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
     def untie_step(self) -> float:
-        """Return the last step of the Adam cycle in which the stage with `untie` begins.
+        """Return the step after whose update head and embedding are split into two parameters.
 
-        It is math.inf without such a stage and, with --time_budget, until a cycle reaches it.
+        It is the last step of the Adam cycle in which the stage with `untie` begins. It is math.inf if no stage has
+        `untie`, or, with --time_budget, as long as no scheduled cycle reaches that stage.
         """
-        # Untying earlier in the Adam cycle would lose the gradients that the embedding has accumulated in it.
+        # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
         if step == math.inf:
             return step
@@ -929,16 +963,16 @@ class Schedule:
         return step // adam_every * adam_every + adam_every - 1
 
     def stage_at(self, progress: float) -> int:
-        """Return the index of the stage at this progress. From planned_steps on it is the last stage."""
+        """Return the index of the stage at this progress: the last stage if the progress is planned_steps or more."""
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
     def lr_factor_at(self, progress: float) -> float:
         """Return the learning rate multiplier at this progress (RECIPE 4.2).
 
-            d      = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
-            factor = lr_mul of the stage * (1 - d) + lr_floor * d
+            fraction  = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
+            lr_factor = lr_mul * (1 - fraction) + lr_floor * fraction
 
-        The cooldown ends with the scheduled steps. There is no learning rate warm-up.
+        lr_mul is that of the stage. The cooldown ends with the scheduled steps. There is no learning rate warm-up.
         """
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
@@ -947,8 +981,8 @@ class Schedule:
     def momentum_at(self, progress: float) -> float:
         """Return the NorMuon momentum at this progress (RECIPE 4.2).
 
-        It rises linearly from momentum_min to momentum_max at the start, and falls back linearly at the end of the
-        planned steps.
+        The momentum rises linearly from momentum_min to momentum_max over the first planned steps, and falls back
+        linearly to momentum_min over the last planned steps.
         """
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
@@ -962,23 +996,23 @@ class Schedule:
         return cfg.momentum_max
 
     def at(self, step: int) -> StepConfig:
-        """Return the StepConfig of a step; `at(end_step)` is that of the final validation."""
+        """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation."""
         cfg = self.cfg
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
         long_window = stage.long_window
-        # After a completed schedule, the final validation has the widest window. YaRN does not adapt to this window.
+        # If the schedule is completed, the final validation uses a wider window. YaRN does not adapt to this window.
         if progress >= self.planned_steps:
             long_window = cfg.final_long_window
         lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
         # The MTP weights are interpolated linearly over the stage (RECIPE 4.1).
-        start, end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
-        fraction = (progress - start) / max(1, end - start)
-        mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
-        # A checkpoint is due at the first start of a cycle at or after each multiple of checkpoint_every.
+        stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
+        stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
+        mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
+        # Checkpoints: round each multiple of checkpoint_every up to the next start of a cycle.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
@@ -990,19 +1024,21 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps that the warm-up runs: whole cycles around the start of every stage.
+        """Return the steps that the warm-up runs: for every stage, the cycle in which it begins and the next cycle.
 
-        These steps use every graph of the run. A graph depends on the stage, on tying and on whether Adam updates.
+        These steps run every graph that training uses. A graph depends on the stage, on whether head and embedding are
+        tied, and on whether Adam updates.
         """
-        # The largest stage is first, so that a lack of memory shows early. A cycle that end_step truncates is last.
-        first_steps: dict[int, None] = {}                 # an ordered set
+        # Run the stage with the largest batches first, so that an OOM surfaces early. Run a cycle last if end_step
+        # truncates it.
+        cycle_starts: dict[int, None] = {}                # an ordered set of steps
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
-        for start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
-            first = start // self.cycle_steps * self.cycle_steps
-            first_steps |= {first: None, first + self.cycle_steps: None}
+        for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
+            cycle_start = stage_start // self.cycle_steps * self.cycle_steps
+            cycle_starts |= {cycle_start: None, cycle_start + self.cycle_steps: None}
         steps = []
-        for first in sorted(first_steps, key=lambda first: first + self.cycle_steps > self.end_step):
-            steps += range(first, min(first + self.cycle_steps, self.end_step))
+        for cycle_start in sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step):
+            steps += range(cycle_start, min(cycle_start + self.cycle_steps, self.end_step))
         return steps
 
 
