@@ -3374,8 +3374,8 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     grad = grad * grad_scale
     # Decay v once for every update since the row's last one, as if the row had had a zero gradient in the updates
     # between. Compute the power in f64, and round once.
-    missed = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
-    v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
+    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
+    v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
@@ -3476,25 +3476,25 @@ class ShardedGroup:
     Every rank has the full weight for the forward pass. Subclasses define update_every and
     update_shard(grad, step_cfg).
     """
-    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, units: Tensor,
+    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
         """Move the weight into a padded buffer of W equal shards, and allocate a main_grad buffer of the same shape.
 
-        units: the weight viewed so that dim 0 is sharded. num_matrices: number of weight matrices whose
+        sharded_view: the weight viewed so that dim 0 is sharded. num_matrices: number of weight matrices whose
         gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
         """
         self.comm = comm
         self.spec = spec
         self.weight = weight
         # Equal shards in one buffer let collectives work in place. Only collectives read the padding.
-        count = len(units)
-        self.shard_size = -(-count // comm.world_size)
-        self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
-        self.padded[:count] = units
-        weight.data = self.padded[:count].view_as(weight)
+        unpadded_size = len(sharded_view)
+        self.shard_size = -(-unpadded_size // comm.world_size)
+        self.padded = sharded_view.new_zeros(self.shard_size * comm.world_size, *sharded_view.shape[1:])
+        self.padded[:unpadded_size] = sharded_view
+        weight.data = self.padded[:unpadded_size].view_as(weight)
         start = comm.rank * self.shard_size
         self.slice = slice(start, start + self.shard_size)
-        self.shard = self.padded[:count][self.slice]
+        self.shard = self.padded[:unpadded_size][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
         # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
@@ -3502,7 +3502,7 @@ class ShardedGroup:
         self.comm_buffer = self.main_grad
         if comm.world_size > 1:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
-        weight.main_grad = self.main_grad[:count].view_as(weight)
+        weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each writes every matrix once
 
@@ -3560,15 +3560,15 @@ class BankGroup(ShardedGroup):
         """
         self.cfg = cfg
         self.normuon = normuon
-        units = bank_matrices(spec, weight.data)                           # (M, rows, columns)
+        matrices = bank_matrices(spec, weight.data)                           # (M, rows, columns)
         accum = accum_dtype(weight.dtype)
         grad_dtype = accum if multiple_micro_batches else weight.dtype
-        super().__init__(comm, spec, weight, units, len(spec.matrix_heights) * len(weight), grad_dtype)
+        super().__init__(comm, spec, weight, matrices, len(spec.matrix_heights) * len(weight), grad_dtype)
 
         # Multiply the learning rate of tall matrices by the square root of their aspect ratio, and the learning rate
         # of down matrices also by DOWN_LR_MUL.
-        aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-        lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
+        lr_mul = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5
+        lr_muls = matrices.new_full((len(matrices), 1, 1), lr_mul, dtype=accum)
         if spec.label == "mlp":
             lr_muls[1::MLP_MATRICES] *= DOWN_LR_MUL       # the bank alternates: up, down, up, down, ...
         self.lr_muls = lr_muls[self.slice]
@@ -3761,15 +3761,15 @@ class Optimizer:
         head = self.model.lm_head                         # (D, V)
         # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
         # moments (V, D) are sharded by row: rank r owns rows r, r + W, ..., padded to C rows.
-        for name, moment in self.state["embed"].items():
-            C, D = moment.shape
-            owned = self.state["lm_head"][name]
-            padding = self.sharded_groups["lm_head"].shard_size - len(owned)
-            padded = F.pad(owned, (0, W * C - head.shape[1], 0, padding))
+        for name, embed_moment in self.state["embed"].items():
+            C, D = embed_moment.shape
+            head_moment = self.state["lm_head"][name]
+            padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
+            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
             sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W)
             received = sent.clone()
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
-            moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
+            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
         rows = head.t()[self.comm.rank::W]
         self.groups["embed"].table.shard[:len(rows)] = rows
 
@@ -4109,7 +4109,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     item_bytes = dtype.itemsize
     accum_bytes = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    uses: Counter[str] = Counter()
+    estimate: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
         num_elements = math.prod(spec.shape)              # elements with a gradient on this rank
@@ -4125,10 +4125,10 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             if table.rowwise or cfg.row_comms == "sparse":
                 cache_elements = min(num_elements, looked_up // W)
             if table.rowwise:
-                shard_use = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
-                uses[shard_use] += shard_elements * item_bytes
-                active_copies = 2 if table.location == "host" else 1            # updates whose rows are on the device
-                uses["weights"] += min(shard_elements, looked_up) * item_bytes * active_copies
+                category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
+                estimate[category] += shard_elements * item_bytes
+                num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
+                estimate["weights"] += min(shard_elements, looked_up) * item_bytes * num_updates
                 num_elements = cache_elements
             elif W > 1:
                 num_elements = shard_elements + cache_elements
@@ -4136,12 +4136,12 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             grad_bytes = item_bytes                       # one micro-batch: written once, reduced without a copy
         elif W > 1 and accum_bytes > item_bytes:
             grad_bytes += item_bytes                      # a copy in the dtype of the weights, to be reduced
-        uses["weights"] += num_elements * item_bytes
-        uses["gradients"] += num_elements * grad_bytes
+        estimate["weights"] += num_elements * item_bytes
+        estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
             owners = W if spec.table or spec.matrix_heights else 1
-            uses["moments"] += sum(x.nbytes for x in state.values()) // owners
+            estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Estimate the activations of a step with the largest batch. Evaluation computes logits in chunks. Evaluation and
     # row-wise updates take less memory than a step, unless a step has many short sequences.
@@ -4150,9 +4150,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     if attention is not attention_varlen:
         saved_vectors = SAVED_VECTORS_EAGER
         logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
-    token_bytes = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
-    uses["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
-    return uses
+    bytes_per_token = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
+    estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
+    return estimate
 
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Choose the largest micro-batch size that fits in memory. Returns it and the estimated memory, {category: bytes}.
@@ -4173,7 +4173,7 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available:
             return micro_batch_size, estimate
-    components = ", ".join(f"{use} {num_bytes / 2**30:.1f} GiB" for use, num_bytes in estimate.items())
+    components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
     raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
                    hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
