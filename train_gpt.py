@@ -3319,13 +3319,14 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# The order in which gradients are reduced, and the order in which updates are computed and gathered. The two may
-# differ. NorMuon comes first, because it overlaps the all-to-all of row gradients. N-gram tables are inserted before
-# the last group.
+# REDUCE_ORDER: the order in which `Optimizer.step` launches the reductions of gradients. UPDATE_ORDER: the order in
+# which it computes updates and launches the all-gathers of updated weights. The two orders may differ. The banks come
+# first, because their NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables
+# before the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER
-POLAR_EXPRESS = (                        # (a, b, c) of each iteration (arXiv 2505.16932, RECIPE 3.1)
+POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -3334,18 +3335,20 @@ POLAR_EXPRESS = (                        # (a, b, c) of each iteration (arXiv 25
 DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the down matrices of the MLP
 
 def polar_express(x: Tensor) -> Tensor:
-    """Approximate the polar factor of each matrix, (M, r, c) -> (M, r, c): singular values become 0.86 to 1.14.
+    """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
 
-    Computes in the dtype of x (Polar Express, arXiv 2505.16932).
+    x (M, rows, columns) is a stack of M matrices; the result has the same shape and dtype. Computes in that dtype.
+    Singular values above 0.002 of the Frobenius norm become 0.86 to 1.14 (RECIPE 3.1).
     """
     norm = x.norm(dim=(-2, -1), keepdim=True)
-    # Transpose tall matrices, because x^T x is then the smaller of the two Gram matrices.
+    # Transpose tall matrices to wide ones, so that the Gram matrix x x^T below is as small as possible.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # The Frobenius norm bounds the largest singular value. Dividing by 1.02 of it leaves a margin of 2 % (RECIPE 3.1).
+    # The iteration needs singular values of at most 1. The Frobenius norm is an upper bound of the largest one. Divide
+    # by 1.02 times the norm, for a margin of 2 % (RECIPE 3.1).
     x = x / (1.02 * norm + 1e-6)
-    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b A + c A^2) x, A = x x^T
+    for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
@@ -3353,17 +3356,19 @@ def polar_express(x: Tensor) -> Tensor:
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Orthogonalize the Nesterov momentum, and normalize its rows at an unchanged Frobenius norm (arXiv 2510.05491).
+    """Compute the NorMuon update direction (arXiv 2510.05491), and update momentum and second_moment in place.
+
+    Orthogonalizes the Nesterov momentum, divides each row by a running RMS, and restores the Frobenius norm:
 
         momentum      <- mu * momentum + (1 - mu) * grad
         O             =  polar_express(mu * momentum + (1 - mu) * grad)
-        second_moment <- beta2 * second_moment + (1 - beta2) * mean over a row of O^2
+        second_moment <- beta2 * second_moment + (1 - beta2) * (mean of O^2 over each row)
         U             =  O / sqrt(second_moment)
-        result        =  U * |O| / |U|, with the Frobenius norm of each matrix
+        result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
-    grad, momentum (M, r, c) -> (M, r, c); mu (). second_moment is (M, r, 1). For wide matrices it is (M, 1, c), and
-    columns are normalized instead of rows. Changes momentum and second_moment in place. polar_express computes in
-    polar_dtype.
+    grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
+    wide matrices second_moment is (M, 1, c), and columns are normalized instead of rows. mu: 0-dim, the momentum
+    coefficient. polar_express runs in polar_dtype.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -3384,21 +3389,24 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Join a bf16 weight, the upper 16 bits, and its mantissa, the lower 16 bits as i16, to the f32 weight."""
-    # The sign bit of an i16 mantissa is an ordinary bit here, so mask the sign extension of int().
+    """Combine bf16 weights p (upper 16 bits) and i16 mantissa (lower 16 bits) into f32 weights of the same shape."""
+    # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of the mantissa is no sign bit.
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second_moment: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Apply one NorMuon step to the matrices p in place.
+    """Apply one NorMuon step with cautious weight decay to the matrices p in place.
 
         U = normuon_direction(grad * grad_scale)
         p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
         p <- p - lr_muls * lr * U                 elsewhere
 
-    p, grad (M, r, c), where grad is a sum over sequences; lr_muls (M, 1, 1); mu (), lr (), decay (). decay is weight
-    decay * lr. With a mantissa, p is the upper half of an f32 weight, and both halves are updated.
+    p, grad (M, r, c): M matrices with r rows and c columns. grad is summed over sequences and ranks. mantissa
+    (M, r, c) i16: the lower 16 bits of f32 weights whose upper 16 bits are p; both are updated. None: p is the full
+    weight. momentum (M, r, c) and second_moment, (M, r, 1) or (M, 1, c), are updated in place, too. lr_muls (M, 1, 1):
+    learning rate multiplier of each matrix. mu: 0-dim, the momentum coefficient. lr: 0-dim, the learning rate. decay:
+    0-dim, the weight-decay coefficient times the learning rate.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
@@ -3415,17 +3423,24 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     mantissa.copy_(bits.to(torch.int16))
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return p - update, minus decay * p where update * p > 0 (RECIPE 3.3)."""
+    """Subtract an Adam update and cautious weight decay from p, out of place (RECIPE 3.3).
+
+        p - (update + decay * p)   where update * p > 0
+        p - update                 elsewhere
+
+    p and update have the same shape. decay: 0-dim, the cautious weight-decay coefficient.
+    """
     # normuon_update has >= instead of >.
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one dense Adam step to p in place (RECIPE 3.4).
+    """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4).
 
-    eps is added to the square root of the uncorrected second moment. step_size () includes the bias corrections;
-    decay () is cautious.
+    p, grad, m (first moment) and v (second moment) have the same shape. grad is summed over sequences and ranks, and
+    grad * grad_scale is used. eps is added to the square root of the second moment without bias correction. step_size:
+    0-dim, the learning rate with both bias corrections. decay: 0-dim, the cautious weight-decay coefficient.
     """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -3435,43 +3450,49 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, update_num: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
-    """Apply one update to the requested rows of a row-wise table in place, with one second moment per row.
+    """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row.
 
-        v    <- beta2^(update_num - last) * v + (1 - beta2) * mean over a row of grad^2
+        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of grad^2 over each row)
         last <- update_num
         rows <- cautious_adam(rows, step_size * grad / (sqrt(v) + eps), decay)
 
-    rows (u, D), v (u,), last (u,) i32. grad (u, D) is a sum over sequences and ranks, which grad_scale multiplies.
-    update_num () counts updates from 1; step_size () = lr * sqrt(1 - beta2^update_num); decay () = lr^2 * weight decay.
+    rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
+    last update that changed the row. grad (u, D) is summed over sequences and ranks, and grad * grad_scale is used.
+    update_num: 0-dim, number of this update, counted from 1. step_size: 0-dim, lr * sqrt(1 - beta2^update_num).
+    decay: 0-dim, lr^2 * weight decay, the cautious weight-decay coefficient.
     """
     grad = grad * grad_scale
-    # v decays for every update since the last one of the row, as if the row had been part of each with a zero gradient.
-    # Compute the power in f64, and round it once.
-    missed = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
-    v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
+    # Decay v once for every update since the row's last one, as if the row had had a zero gradient in the updates
+    # between. Compute the power in f64, and round once.
+    v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
+    v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float) -> Tensor:
-    """Wrap a value that changes every step in a CPU tensor (). A float would recompile the updates in every step."""
+    """Wrap a scalar that changes every step in a 0-dim f64 CPU tensor.
+
+    torch.compile specializes on floats, so passing a float would recompile the update in every step.
+    """
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as the matrices that are orthogonalized, (M, r, c). Other weights are returned unchanged."""
+    """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged."""
     if spec.optimizer != "normuon":
         return weight
-    # q, k and v are one matrix of the forward pass, but three matrices here.
+    # The forward pass uses q, k and v of a layer as one matrix, with 3 D rows. NorMuon orthogonalizes q, k and v
+    # separately. The greatest common divisor of the heights, 3 D and D, is the height of each of these matrices.
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create the optimizer state of a parameter, or of a shard of it: zeros by state name."""
-    # Only this function lists the state. Snapshots, checkpoints and the memory estimate use what it returns.
+    """Create zero-initialized optimizer state, {state name: tensor}, for a parameter or a shard of it."""
+    # This is the only definition of the optimizer state. Snapshots, checkpoints and the memory estimate derive from it.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon averages squares along rows, or along the columns of wide matrices, so that the state is the smaller one.
+    # NorMuon averages squares over the shorter dimension: over each row, or over each column of wide matrices.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -3480,27 +3501,37 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute the scalars of an Adam or row-wise update: its number, counted from 1, step size () and decay ()."""
+    """Compute the update number, step size and weight decay of an Adam or row-wise update.
+
+    Updates are counted from 1. The step size is the learning rate with bias corrections. Step size and weight decay
+    are 0-dim CPU tensors.
+    """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
     beta1, beta2 = spec.betas
     lr = step_cfg.adam_lr * spec.lr_mul
     bias_correction = math.sqrt(1 - beta2**update_num) / (1 - beta1**update_num)
-    decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in the schedule (RECIPE 3.3)
+    decay = lr * lr * cfg.adam_weight_decay * spec.wd_mul                     # quadratic in lr (RECIPE 3.3)
     return update_num, cpu_scalar(lr * bias_correction), cpu_scalar(decay)
 
 def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
                step_cfg: StepConfig) -> None:
-    """Apply update_fn, `adam_update` or its compiled form, to a parameter or to this rank's shard of it."""
+    """Apply one Adam update in place to p, which is a parameter or this rank's shard of it.
+
+    update_fn: `adam_update` or its compiled form. grad: summed over sequences and ranks, shaped like p. state: moments
+    of p, with keys "m" and "v".
+    """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. Each reduces its gradients, updates the shard that this rank owns, and owns the state for it.
+# ---- Parameter groups. A group reduces gradients, updates this rank's part of its parameters, and holds the optimizer
+# state of that part.
 class ReplicatedGroup:
-    """All parameters that every rank updates in full. One all-reduce sums their gradients."""
+    """The parameters that every rank updates in full. A single all-reduce sums the gradients of all of them."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
                  adam: Callable):
+        """weights: the parameters, in the order of specs. adam: `apply_adam` with update_fn and cfg bound."""
         self.comm = comm
         self.specs = specs
         self.weights = weights
@@ -3513,55 +3544,55 @@ class ReplicatedGroup:
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch the all-reduce of all gradients, as one tensor in accum_dtype."""
+        """Launch the all-reduce of all gradients, concatenated to one tensor in accum_dtype. Collective."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the gradients, and update all parameters."""
+        """Wait for the all-reduce, then update all parameters."""
         wait_for_work(self.work)
         grads = self.grad.split([p.numel() for p in self.weights])
         for spec, p, grad in zip(self.specs, self.weights, grads):
             self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], step_cfg)
 
     def zero_grad(self) -> None:
-        """Discard the gradients."""
+        """Clear the gradients."""
         for p in self.weights:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad. Each rank updates one of W shards, and owns the optimizer state of that shard.
+    """One parameter with a main_grad, split into W shards. Each rank updates its shard and holds its optimizer state.
 
-    Subclasses define update_shard(grad, step_cfg).
+    Every rank has the full weight for the forward pass. Subclasses define update_every and
+    update_shard(grad, step_cfg).
     """
-    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, units: Tensor, num_matrices: int,
-                 grad_dtype: torch.dtype):
-        """Move the weight and its gradient into buffers that can be sharded.
+    def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
+                 num_matrices: int, grad_dtype: torch.dtype):
+        """Move the weight into a padded buffer of W equal shards, and allocate a main_grad buffer of the same shape.
 
-        units: a view of the weight, whose first dimension is divided among the ranks. num_matrices: weight matrices,
-        whose gradients the backward pass writes separately.
+        sharded_view: the weight viewed so that dim 0 is sharded. num_matrices: number of weight matrices whose
+        gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
         """
         self.comm = comm
         self.spec = spec
         self.weight = weight
-        # Move the weight into a buffer of W equal shards, so that collectives work in place. Only collectives read the
-        # padding.
-        count = len(units)
-        self.shard_size = -(-count // comm.world_size)
-        self.padded = units.new_zeros(self.shard_size * comm.world_size, *units.shape[1:])
-        self.padded[:count] = units
-        weight.data = self.padded[:count].view_as(weight)
+        # Equal shards in one buffer let collectives work in place. Only collectives read the padding.
+        unpadded_size = len(sharded_view)
+        self.shard_size = -(-unpadded_size // comm.world_size)
+        self.padded = sharded_view.new_zeros(self.shard_size * comm.world_size, *sharded_view.shape[1:])
+        self.padded[:unpadded_size] = sharded_view
+        weight.data = self.padded[:unpadded_size].view_as(weight)
         start = comm.rank * self.shard_size
         self.slice = slice(start, start + self.shard_size)
-        self.shard = self.padded[:count][self.slice]
+        self.shard = self.padded[:unpadded_size][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
-        # Gradients accumulate in grad_dtype and are sent in the dtype of the weight.
+        # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
         self.comm_buffer = self.main_grad
         if comm.world_size > 1:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
-        weight.main_grad = self.main_grad[:count].view_as(weight)
+        weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each writes every matrix once
 
@@ -3570,7 +3601,7 @@ class ShardedGroup:
         return self.num_backwards > 0
 
     def check_writes(self) -> None:
-        """Raise RunError unless each backward pass has written every matrix of the main_grad once."""
+        """Raise RunError unless each backward pass since the last update wrote each matrix of main_grad once."""
         counts = self.weight.write_counts
         check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
               found=f"its matrices were written {counts.tolist()} times",
@@ -3578,82 +3609,91 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set the gradient to zeros if there is none."""
+        """Set the gradient to zeros if there was no backward pass since the last update."""
         if self.num_backwards == 0:
             self.num_backwards = 1
             self.weight.write_counts.fill_(1)
             self.main_grad.zero_()
 
     def launch_reduce(self) -> None:
-        """Launch the reduce-scatter of the gradient."""
+        """Launch the reduce-scatter of the gradient. Collective."""
         self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, step_cfg: StepConfig) -> dist.Work | None:
-        """Wait for the gradient, update the shard, and launch its all-gather. Returns the work of the all-gather."""
+        """Wait for the reduce-scatter, update this rank's shard, and launch the all-gather of the weight.
+
+        Returns the all-gather's work, or None if W = 1. Collective.
+        """
         wait_for_work(self.work)
         self.update_shard(self.grad[:len(self.shard)], step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Discard the gradient."""
-        # main_grad itself is not cleared, because the next write overwrites it.
+        """Clear the gradient."""
+        # There is no need to zero main_grad: with a write count of 0, the next write overwrites it.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
 
 class BankGroup(ShardedGroup):
-    """A bank of matrices, updated by NorMuon on every step. Each rank updates some of the matrices."""
+    """A bank of matrices, updated by NorMuon on every step. Each rank updates a contiguous range of the matrices."""
     update_every = 1
 
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
                  multiple_micro_batches: bool, normuon: Callable):
-        """multiple_micro_batches: a step has several on this rank, whose gradients accumulate in f32.
+        """multiple_micro_batches: whether a step has more than one micro-batch on this rank.
 
-        normuon: `normuon_update` or its compiled form.
+        If so, gradients accumulate in accum_dtype, otherwise in the dtype of the weight. normuon: `normuon_update` or
+        its compiled form.
         """
         self.cfg = cfg
         self.normuon = normuon
-        units = bank_matrices(spec, weight.data)
+        matrices = bank_matrices(spec, weight.data)                           # (M, rows, columns)
         accum = accum_dtype(weight.dtype)
         grad_dtype = accum if multiple_micro_batches else weight.dtype
-        super().__init__(comm, spec, weight, units, len(spec.matrix_heights) * len(weight), grad_dtype)
+        super().__init__(comm, spec, weight, matrices, len(spec.matrix_heights) * len(weight), grad_dtype)
 
-        # The learning rate of tall matrices is multiplied by the square root of their aspect ratio, and that of down
-        # matrices also by DOWN_LR_MUL.
-        aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-        lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
+        # Multiply the learning rate of tall matrices by the square root of their aspect ratio, and the learning rate
+        # of down matrices also by DOWN_LR_MUL.
+        lr_mul = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5
+        lr_muls = matrices.new_full((len(matrices), 1, 1), lr_mul, dtype=accum)
         if spec.label == "mlp":
-            lr_muls[1::MLP_MATRICES] *= DOWN_LR_MUL       # up, down, up, down, ...
+            lr_muls[1::MLP_MATRICES] *= DOWN_LR_MUL       # the bank alternates: up, down, up, down, ...
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's matrices; grad (matrices, r, c)."""
+        """Update this rank's matrices in place. grad (matrices of this rank, rows, columns): summed over ranks."""
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
         state = self.state[self.spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        # normuon_update multiplies this by the learning rate once more.
+        # normuon_update multiplies the decay by the learning rate again.
         decay = lr * cfg.normuon_weight_decay
         self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.seqs_per_step,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head, (D, V), updated by Adam and sharded along D. Its gradients accumulate in f32 during a cycle."""
+    """The head (D, V), model dim by vocabulary: sharded along D, and updated by Adam every --adam_every steps.
+
+    Gradients accumulate in f32, or in f64 in an f64 run, over these steps.
+    """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
+        """adam: `apply_adam` with update_fn and cfg bound."""
         self.update_every = cfg.adam_every
         self.adam = adam
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard of the head; grad (D / W, V)."""
+        """Update this rank's shard of the head in place. grad (D / W, V): summed over ranks."""
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense table: Adam updates every row of this rank's shard."""
+    """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
+        """adam: `apply_adam` with update_fn and cfg bound."""
         self.spec = spec
         self.table = table
         self.adam = adam
@@ -3665,20 +3705,23 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row gradients to the owners of the rows."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
         self.table.launch_reduce()
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the gradients, and update the shard."""
+        """Wait for the row gradients, then update this rank's shard."""
         grad = self.table.reduced_grads()
         self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
-        """Discard the gradients, and the cached rows, which the update has changed."""
+        """Clear the row gradients, and invalidate the row cache, because the update has changed the rows."""
         self.table.zero_grad()
 
 class RowwiseTableGroup(TableGroup):
-    """A row-wise table: an update changes only the requested rows. The row store owns their state."""
+    """A row-wise table: an update changes only rows_to_update, the rows that any rank looked up in the cycle.
+
+    `state` is empty, because the row store holds the optimizer state of each row.
+    """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
         """rowwise: `rowwise_update` or its compiled form."""
         self.cfg = cfg
@@ -3690,13 +3733,13 @@ class RowwiseTableGroup(TableGroup):
         self.state: dict[str, dict[str, Tensor]] = {}
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the gradients, update the requested rows, and store them."""
+        """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
         grad = self.table.reduced_grads()
         active = self.table.active
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create the scalar on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
-        if self.compiling:                                # one graph for any number of rows
+        if self.compiling:                                # one graph for every number of rows
             for x in (*active, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         self.rowwise(*active, grad, 1 / self.cfg.seqs_per_step, update_num, self.spec.betas[1], self.cfg.adam_eps,
@@ -3704,13 +3747,15 @@ class RowwiseTableGroup(TableGroup):
         self.table.store.write_back(self.table.pending_plan, active)
 
 class Optimizer:
-    """NorMuon for banks on every step, Adam for all else every --adam_every steps, row-wise updates for n-gram tables.
+    """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
 
-    Gradients are sums over sequences and ranks. The updates scale them by 1 / S.
+    NorMuon updates on every step, Adam every --adam_every steps, and an n-gram table every `update_every` steps, as set
+    in --tables. Gradients are sums over sequences and ranks. The updates scale them by 1 / S, where S is the number of
+    sequences per step.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """tables: by label. multiple_micro_batches: a step has several on this rank."""
+        """tables: {label: table}. multiple_micro_batches: whether a step has more than one micro-batch on this rank."""
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
@@ -3734,18 +3779,18 @@ class Optimizer:
         weights = [model.get_parameter(spec.label) for spec in replicated]
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
-        # The optimizer state that this rank owns, by label and state name. Snapshots and checkpoints use these names.
+        # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
         self.state: dict[str, dict[str, Tensor]] = {}
         for group in self.groups.values():
             self.state |= group.state
-        # Insert the n-gram tables into both orders. A group that is missing in an order would never be trained.
+        # Insert the n-gram tables into both orders. A group that one of the orders lacks would never be trained.
         ngrams = [table.label for table in cfg.tables]
         orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set missing gradients to zeros, so that a rank whose loss scale is 0 takes part in the reductions."""
+        """Set missing gradients to zeros, so that a rank with a loss scale of 0 takes part in the reductions."""
         for group in self.sharded_groups.values():
             group.add_zero_grads()
         for p in self.groups[REPLICATED].weights:
@@ -3754,12 +3799,13 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, step_cfg: StepConfig) -> None:
-        """Reduce gradients, update the parameters that are due, gather the results, and clear their gradients.
+        """Update the parameters that are due in this step, and clear their gradients.
 
-        Raises RunError if a gradient is missing, or if a main_grad was not written once in every backward pass.
-        Collective.
+        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Then unties head and
+        embedding if step_cfg.untie_after. Raises RunError if a gradient is missing, or if a backward pass did not write
+        every matrix of a main_grad exactly once. Collective.
         """
-        # Check before launching anything, so that an error leaves all weights unchanged.
+        # Check before launching any collective, so that an error leaves all weights unchanged.
         due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
         for label in due:
             if label in self.sharded_groups:
@@ -3769,14 +3815,16 @@ class Optimizer:
               expected="gradients for every group that is due for an update", hint="call forward_backward first",
               error=RunError)
 
-        # While they are tied, head and embedding are one parameter with one gradient.
+        # While head and embedding are tied, they are one parameter. Add the gradient of the embedding to the gradient
+        # of the head, and update only the head.
         head = self.model.lm_head
         tied_update = step_cfg.tied and "embed" in due
         if tied_update:
             self.groups["embed"].table.add_grads_to_head(head.main_grad)
             due.remove("embed")
 
-        # Launch all reductions before the first update, and all gathers before waiting for one.
+        # Launch all reductions before the first update, and all all-gathers before waiting for any of them, so that
+        # communication overlaps the updates.
         for label in self.reduce_order:
             if label in due:
                 self.groups[label].launch_reduce()
@@ -3787,60 +3835,66 @@ class Optimizer:
                 self.groups[label].zero_grad()
         for work in gathers:
             wait_for_work(work)
-        # With W > 1 and tied weights, `ExchangedTable` reads the rows from the head.
+        # Copy the updated head to the embedding. This is not needed with W > 1, because an `ExchangedTable` reads its
+        # rows from the head while it is tied.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self._untie()
 
     def _untie(self) -> None:
-        """Split head and embedding into two parameters. The embedding starts with the head's weights and moments."""
+        """Split head and embedding into two parameters. Collective.
+
+        The embedding starts with the head's weights and Adam moments.
+        """
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
-        # The head's moments are sharded along D, and the embedding's along V: rank r owns rows r, r + W, ...
-        for name, moment in self.state["embed"].items():
-            C, D = moment.shape
-            owned = self.state["lm_head"][name]
-            padding = self.sharded_groups["lm_head"].shard_size - len(owned)
-            padded = F.pad(owned, (0, W * C - head.shape[1], 0, padding))
-            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # grouped by owner
+        # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
+        # moments (V, D) are sharded by row: rank r owns rows r, r + W, ..., padded to C rows.
+        for name, embed_moment in self.state["embed"].items():
+            C, D = embed_moment.shape
+            head_moment = self.state["lm_head"][name]
+            padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
+            padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
+            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W)
             received = sent.clone()
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
-            moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
+            embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
         rows = head.t()[self.comm.rank::W]
         self.groups["embed"].table.shard[:len(rows)] = rows
 
 
 # ====== Section 9: Engine =============================================================================================
-EVAL_CHUNK = 8192                        # positions whose validation logits are in memory at once
-# Graphs per compiled function. A function has one for each set of shapes, and with the attention reference also one for
-# each AttentionArgs.
+EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
+# Limit of graphs per compiled function. A function has one graph for each set of input shapes. With the attention
+# reference, it has one for each combination of input shapes and AttentionArgs.
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Unscaled loss of one forward_backward on this rank. Stays on the device, so creating it does not synchronize."""
-    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: sum of the losses of each sequence
-    num_tokens: int
+    """Unscaled loss of one forward_backward call on this rank. It stays on the device, to avoid a synchronization."""
+    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: summed loss of each sequence
+    num_tokens: int                      # in all sequences of this rank
 
 class Engine:
     """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
 
-    Independent of logs and of the schedule, except for the StepConfig of the current step.
+    The engine uses neither logs nor the schedule: its methods receive the StepConfig of the current step.
     """
     def __init__(self, cfg: Config, comm: Communicator, attention: Callable, head_precision: str | None,
                  micro_batch_size: int = 0):
-        """head_precision: "plain", "fp8" or "emulated"; None: evaluation only, without an optimizer.
+        """Build the model, its tables and, unless head_precision is None, the optimizer.
 
-        micro_batch_size: sequences per forward and backward pass; 0: all sequences of this rank.
+        attention: a function with the signature of `attention_reference`. head_precision: "plain", "fp8" or "emulated";
+        None: evaluation only. micro_batch_size: sequences per forward and backward pass; 0: all sequences of this rank.
         """
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        self.rotary: Rotary | None = None                 # rotation that the model is set to, if any
+        self.rotary: Rotary | None = None                 # source of the model's cos and sin buffers; None: stale
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
-        # Buffers fit the largest batch of the run, so that their shapes and addresses never change.
+        # Allocate buffers for the largest batch of the run, so that their shapes and addresses never change.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
@@ -3852,6 +3906,7 @@ class Engine:
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
+            # The row cache of a table fits this rank's tokens of one cycle of the table. Evaluation does not use it.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
                 table = RowwiseTable(spec, cfg, comm, max_tokens)
@@ -3874,14 +3929,15 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Set all weights to the initial values of this seed."""
+        """Reset all weights to their initial values for this seed. Row-wise tables are not changed."""
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return the part of a full weight or moment that this rank stores. `name` is a key of `state_tensors`.
+        """Return the part of a full weight or optimizer state tensor that this rank stores.
 
-        The part of a table is every W-th row, padded with zeros to C rows.
+        name: its key in `state_tensors`. A table's part is the rows r, r + W, ... of rank r, zero-padded to the C rows
+        of a shard. Optimizer state of a sharded weight is sliced along dim 0. Other tensors are returned unchanged.
         """
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded_groups:
@@ -3892,14 +3948,15 @@ class Engine:
         return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Accumulate the gradients of this batch, scaled by loss_scale. Does not synchronize with the device.
+        """Run forward and backward on this rank's batch, and accumulate the gradients. Does not synchronize.
 
             gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
 
-        A loss_scale of 0 adds zeros even if the loss is not finite, so that this rank still takes part in the update.
+        With a loss_scale of 0, zeros are added even if the loss is not finite, so that this rank still takes part in
+        the update. Raises RunError if a table has gradients of another cycle. Collective.
         """
-        # `fetch_rows` launched the exchange of the rows after the last update. The compute stream waits for it here.
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+        # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for it.
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
@@ -3909,7 +3966,7 @@ class Engine:
         weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
         scale = scalar(loss_scale)
 
-        # All micro-batches accumulate into the same gradients, so their size affects rounding only.
+        # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
         sums = []
         for micro_batch in self._micro_batches(batch):
             losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
@@ -3925,26 +3982,35 @@ class Engine:
         return StepLoss(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients. Raises RunError. Collective."""
+        """Update the parameters that are due in this step, and clear their gradients.
+
+        Raises RunError if a gradient is missing or incomplete. Collective.
+        """
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Start to copy the rows of the next step from host memory to the device, before `optim_step`."""
+        """Copy the rows of the next step from host memory to the device asynchronously. Call it before `optim_step`.
+
+        plans: {table label: row plan of the next step}. No-op for tables in device memory.
+        """
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-all of the rows that the next step looks up, after `optim_step`. Collective."""
+        """Launch the all-to-all that fetches the rows of the next step. Call it after `optim_step`. Collective.
+
+        plans: {table label: row plan of the next step}. No-op for plans whose rows are cached already.
+        """
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Compute the mean loss per token, in nats, over the batches of all ranks. Collective.
+        """Compute the validation loss: mean nats per token over the batches of all ranks. Collective.
 
         The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
         """
-        # Sum on the device, so that no batch synchronizes, and in f64, because there are millions of losses.
+        # Sum on the device to avoid a synchronization per batch, and in f64 because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
@@ -3955,18 +4021,18 @@ class Engine:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
-        # Synchronize before float(), because only this call has a timeout.
+        # float() would synchronize without a timeout. Synchronize with a timeout first.
         self.comm.synchronize()
         return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
+        """Compute the softcapped logits (V,) of the token that follows `tokens`; V is the vocabulary size. Collective.
 
-        The context is the last tokens, as many as a validation sequence has.
+        If `tokens` is longer than a validation sequence, the context is truncated to the last tokens.
         """
-        # The padding that follows the context does not affect its last position, because attention is causal. It gives
-        # the sequence a length that the attention kernels support.
+        # Pad the context to a length that the attention kernels support. Attention is causal, so the padding at the end
+        # does not affect the logits at the last position of the context.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
@@ -3979,22 +4045,24 @@ class Engine:
 
     def _eval_inputs(self, batch: Batch,
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Fetch the table rows of a batch, and return the attention arguments and the rows, without gradient buffers.
+        """Return AttentionArgs and {table label: (rows, None)} for an evaluation batch. Collective.
 
-        Documents are not truncated, so they may be as long as a sequence.
+        Fetches the rows from their owners. None means that there is no buffer for row gradients. Evaluation does not
+        truncate documents, so a document may be as long as a sequence.
         """
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:   # one graph for any number of rows
+            if self.compiling and label in batch.plans:   # one graph for every number of rows
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Set the model's rotary angles, and return the attention arguments of every kind of layer.
+        """Update the rotary cos and sin buffers if the stage changed them, and return AttentionArgs.
 
-        max_doc_len: upper bound of the length of a document, in tokens.
+        The AttentionArgs are keyed by (attention, window) of a layer. max_doc_len: upper bound of the length of a
+        document, in tokens.
         """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
@@ -4002,18 +4070,20 @@ class Engine:
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Split a batch into micro-batches of at most micro_batch_size sequences."""
+        """Yield the micro-batches of a batch, with at most self.micro_batch_size sequences each."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
-            if self.compiling:                            # one graph for any number of documents
+            if self.compiling:                            # one graph for every number of documents
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # A snapshot copies the state that this rank stores. Files contain full tensors, which do not depend on W.
+    # A snapshot copies the tensors that this rank stores, shards included. Files contain full, unsharded tensors, so
+    # they do not depend on W.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of this rank that training changes, without row-wise tables.
+        """Return {name: tensor} of all weights and optimizer state of this rank, except row-wise tables.
 
-        Weights are named by their labels, and optimizer state "label.name", for example "attn.momentum".
+        A weight is named by its label, for example "attn". Optimizer state is named "label.state name", for example
+        "attn.momentum".
         """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
@@ -4021,10 +4091,10 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy everything that a run changes to the host. Returns a function that restores it in place, bit by bit."""
+        """Copy all state that a run changes to the host. Returns a function that restores it in place, bit for bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
-        rng = torch.get_rng_state()                       # on the CPU; the device's generator is never used
+        rng = torch.get_rng_state()                       # of the CPU; the device's generator is never used
 
         @torch.no_grad()
         def restore() -> None:
@@ -4033,14 +4103,14 @@ class Engine:
                 x.copy_(copies[name])
             for store, chunks in touched:
                 store.load(chunks)
-            self.rotary = None                            # the next step sets the angles
+            self.rotary = None                            # stale: the next step sets the cos and sin buffers
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
     def discard_grads(self) -> None:
-        """Discard all gradients. Tables also discard fetched rows and byte counts."""
+        """Clear all gradients. Also invalidate cached and prefetched table rows, and reset byte counts."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -4048,31 +4118,33 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather a full weight or moment, in global row order, on the host of rank 0. Collective.
+        """Gather a full weight or optimizer state tensor on the CPU of rank 0, table rows in global order. Collective.
 
-        Other ranks get None if the tensor is sharded, and otherwise their own copy.
+        name: its key in `state_tensors`. x: the tensor of this rank, which may be a shard. Other ranks get None if x is
+        a shard, and otherwise a CPU copy of x.
         """
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # Gather in chunks, because the messages take memory of the device.
+        # Gather in chunks, because NCCL copies the gathered objects to device memory.
         chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
         if self.comm.rank != 0:
             return None
         if is_shard:
-            # A shard of a bank or of the head has fewer than CHUNK_ROWS matrices or rows, and so is a single chunk.
+            # A shard of a bank or of the head has fewer than CHUNK_ROWS matrices or rows, so it is a single chunk.
             return torch.cat(*chunks)
-        # Global row r is local row r // W of rank r % W. The padding follows the last row.
+        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
         rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
         return rows[:self.num_rows[label]]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Gather full weights, and optimizer state if with_moments, by name, on the host of rank 0. Collective.
+        """Gather all full weights, {name: tensor}, on the CPU of rank 0. Collective.
 
-        The result does not depend on W: rows are in global order. It does not contain row-wise tables. On other ranks,
-        sharded tensors are None. Call this between cycles only. step_cfg is that of the next step to train; its `tied`
-        decides whether the embedding is a copy of the head.
+        with_moments: include the optimizer state. Row-wise tables are not included. The result does not depend on W,
+        because table rows are in global order. On other ranks, sharded tensors are None. Call this only between cycles.
+        step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
+        of the head.
         """
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
@@ -4082,13 +4154,21 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Load this rank's part of full weights and moments, in place. `check_tensors` must have checked them."""
+        """Load this rank's part of full weights and optimizer state, in place, and clear all gradients.
+
+        full_tensors: {name: tensor}, with the names of `state_tensors`. Validate them with `check_tensors` first.
+        """
         for name, x in self.state_tensors().items():
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return the bytes that training has exchanged, summed over ranks: table -> kind -> bytes. Collective."""
+        """Return {table label: {kind: bytes}} of the traffic of training, summed over ranks. Collective.
+
+        bytes_sent, bytes_received: exchanged between ranks. bytes_dense: hypothetical, for comparison; what the ranks
+        would send if they exchanged whole tables. Row-wise tables also have bytes_up and bytes_down: copied from host
+        to device and from device to host.
+        """
         result = {}
         for label, table in self.tables.items():
             result[label] = Counter()
@@ -4100,75 +4180,76 @@ class Engine:
 
 # ---- Memory, estimated before the model is built
 USABLE_MEMORY = 0.9                      # fraction of the device; the rest is for driver, NCCL, allocator and compiler
-HOST_TABLES = "tables on the host"       # takes memory row by row, as rows are updated
-# Activations per token at the peak of a step, which is in the head. Those of compiled steps are counted by
-# tests/dry_run.py; *_EAGER is for plain PyTorch.
-SAVED_VECTORS = 17                       # vectors of size D per layer: 183 in 11 layers, and statistics in f32
+HOST_TABLES = "tables on the host"       # category of the estimate; a row is allocated when it is first updated
+# Activations per token at the peak of a step, which occurs in the head. SAVED_VECTORS: saved activations per layer, in
+# units of D (counted 183 / 11, rounded up to cover f32 statistics). LOGIT_COPIES: the logits and their gradient, in
+# units of the logits. tests/dry_run.py counts both constants for compiled steps. *_EAGER is for plain PyTorch.
+SAVED_VECTORS = 17
 SAVED_VECTORS_EAGER = 26
-LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
-LOGIT_COPIES_EAGER = 6                   # the same in f32 or f64
+LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
+LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of a rank, in bytes by use.
+    """Estimate the peak memory of a rank, {category: bytes}.
 
-    Activations are estimated from the constants above. Weights, gradients and optimizer state are counted.
+    Weights, gradients and optimizer state are counted. Activations are estimated from SAVED_VECTORS and LOGIT_COPIES.
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
     item_bytes = dtype.itemsize
     accum_bytes = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    uses: Counter[str] = Counter()
+    estimate: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
-        num_elements = math.prod(spec.shape)              # elements that have a gradient on this rank
-        grad_bytes = accum_bytes                          # bytes per element
+        num_elements = math.prod(spec.shape)              # elements with a gradient on this rank
+        grad_bytes = accum_bytes                          # bytes of gradients per element
         if table:
             # A table takes a shard, and a row cache for the most rows that a cycle can look up. A row-wise table also
-            # has the active rows on the device: those of one update, or of two if it is stored on the host. Their
-            # optimizer state, 8 bytes per row, is not counted. looked_up counts the elements of all ranks' lookups,
-            # because all ranks may look up rows of the same shard.
+            # has copies of rows_to_update on the device: the rows of one update, or of two updates if the table is in
+            # host memory. The optimizer state of these copies, 8 bytes per row, is not counted. looked_up is the number
+            # of elements that all ranks look up in a cycle, because all of them may be in the same shard.
             shard_elements = num_elements // W
             looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
             if table.rowwise or cfg.row_comms == "sparse":
                 cache_elements = min(num_elements, looked_up // W)
             if table.rowwise:
-                shard_use = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
-                uses[shard_use] += shard_elements * item_bytes
-                active_copies = 2 if table.location == "host" else 1
-                uses["weights"] += min(shard_elements, looked_up) * item_bytes * active_copies
+                category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
+                estimate[category] += shard_elements * item_bytes
+                num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
+                estimate["weights"] += min(shard_elements, looked_up) * item_bytes * num_updates
                 num_elements = cache_elements
             elif W > 1:
                 num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            grad_bytes = item_bytes                       # one micro-batch: written once, sent without a copy
+            grad_bytes = item_bytes                       # one micro-batch: written once, reduced without a copy
         elif W > 1 and accum_bytes > item_bytes:
-            grad_bytes += item_bytes                      # the copy that is sent
-        uses["weights"] += num_elements * item_bytes
-        uses["gradients"] += num_elements * grad_bytes
+            grad_bytes += item_bytes                      # a copy in the dtype of the weights, to be reduced
+        estimate["weights"] += num_elements * item_bytes
+        estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
             owners = W if spec.table or spec.matrix_heights else 1
-            uses["moments"] += sum(x.nbytes for x in state.values()) // owners
+            estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Count the activations of a step in the largest stage. Evaluation computes its logits in chunks. It and row-wise
-    # updates take less memory, unless a step has many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation computes logits in chunks. Evaluation and
+    # row-wise updates take less memory than a step, unless a step has many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
         saved_vectors = SAVED_VECTORS_EAGER
         logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
-    token_bytes = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
-    uses["working"] = micro_batch_size * largest_batch * token_bytes // cfg.seqs_per_step
-    return uses
+    bytes_per_token = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
+    estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
+    return estimate
 
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
-    """Choose the largest micro-batch size that fits in memory. Returns it with the memory estimate, bytes by use.
+    """Choose the largest micro-batch size that fits in memory. Returns it and the estimated memory, {category: bytes}.
 
     If --micro_batch_size is set, only this size is tried. Raises RunError if no size fits. Collective.
     """
-    # Use total rather than free memory, so that the choice does not depend on what else runs on the device.
+    # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
@@ -4177,23 +4258,24 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # Larger micro-batches are faster, because matmuls are larger and graphs run less often.
+    # Try large sizes first. They are faster, because matmuls are larger and graphs run less often.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available:
             return micro_batch_size, estimate
-    components = ", ".join(f"{use} {num_bytes / 2**30:.1f} GiB" for use, num_bytes in estimate.items())
+    components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
     raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
                    hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
                         "there, or a smaller model")
 
 
-# ---- Files. A save and a checkpoint are directories. They get their final names when they are complete on the disk, so
-# an interrupted write leaves nothing that looks complete. Loading never executes code from the files.
+# ---- Files. Saves and checkpoints are directories. A directory is written under a temporary name, and renamed once all
+# of its files are on the disk. So an interrupted write leaves no directory that looks complete. Loading never executes
+# code from the files.
 CHECKPOINT_DIR = "checkpoints"           # in the run directory
 KEPT_CHECKPOINTS = 2
-DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # the disk has lost data, or is full
+DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # I/O error, disk full, quota exceeded
 PARTIAL_DIRS: set[Path] = set()          # unfinished directories of this process; the exit handler deletes them
 
 def file_sha256(path: Path) -> str:
@@ -4202,9 +4284,10 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
-    """Wait until a file's content is on the disk, or a directory's list of names, if its file system supports that.
+    """Flush a file, or the entries of a directory, to the disk with fsync.
 
-    Raises OSError if the disk fails or is full, or if a file cannot be flushed.
+    Raises OSError if the disk fails or is full, or if a file cannot be flushed. If the file system does not support
+    fsync of a directory, this is a no-op.
     """
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
@@ -4220,7 +4303,7 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Turn a system error in the body, for example of a full disk, into an `error_type` that names the path."""
+    """Convert an I/O error in the body, such as a full disk, into an `error_type` that names the path."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -4231,7 +4314,7 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Itera
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Turn any error in the body, except TrainerErrors, into a DataError that names the path."""
+    """Convert any exception in the body, except TrainerErrors, into a DataError that names the path."""
     try:
         yield
     except TrainerError:
@@ -4243,35 +4326,35 @@ def read_errors(path: Path) -> Iterator[None]:
                         hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the name under which a run writes a directory until it is complete. No other run uses this name."""
+    """Return the temporary path of `directory` while it is being written. The path is unique to the run."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (file name, content) for this rank's touched rows.
+    """Yield (file name, dict) for every chunk of rows that training has updated in this rank's row-wise tables.
 
-    Touched rows are the rows of row-wise tables that any update has changed. A file contains a chunk of one table: the
-    global rows, ids (n,) i64, and the fields of `RowState`.
+    Each dict has ids (n,) i64, the global row indices, and the tensors of `RowState`.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
-            # Write chunks, because the rows of a table may exceed the free memory.
+            # One chunk is in memory at a time, because all rows of a table may exceed the free memory.
             for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
                 name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
-    """Write a directory with the files of rank 0 and the row-wise tables of all ranks. Raises RunError. Collective.
+    """Write a directory atomically: `files` from rank 0, and every rank's row-wise tables. Raises RunError. Collective.
 
-    files: name -> bytes, or an object for torch.save; of rank 0 only. The order of the writes makes sure that a
+    files (used on rank 0 only): {name: bytes, or an object for torch.save}. The order of the writes guarantees that a
     directory with its final name is complete, even after a crash or power loss:
 
         1. Rank 0 creates a partial directory, `partial_path`.
-        2. Every rank writes its files there, and flushes each one with fsync.
-        3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes it and the directory.
-        4. Rank 0 renames the directory to its final name, and flushes the directory above it.
+        2. Every rank writes its files there, and flushes each file with fsync.
+        3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes the manifest and the
+           directory.
+        4. Rank 0 renames the directory to its final name, and flushes its parent directory.
 
-    A failure on any rank raises on all ranks, and rank 0 deletes the partial directory.
+    If a write fails on any rank, all ranks raise the error, and rank 0 deletes the partial directory.
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
@@ -4280,7 +4363,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
         contents = itertools.chain(files.items(), contents)
 
     def write(name: str, content: Any) -> dict[str, int | str]:
-        """Write one file, wait until it is on the disk, and return its manifest entry."""
+        """Write one file, flush it to the disk, and return its manifest entry."""
         path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -4297,24 +4380,24 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
                 partial.mkdir(parents=True)
         with comm.raise_together(), write_errors(partial):
             entries = {name: write(name, content) for name, content in contents}
-        # All files of all ranks are on the disk now. Write the manifest, and rename last.
+        # All files of all ranks are on the disk now. Write the manifest, then rename the directory.
         entries = functools.reduce(operator.or_, comm.all_gather(entries))
         with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
                 write(MANIFEST_FILE, json.dumps(dict(format=max(MANIFEST_FORMATS), files=entries), indent=1).encode())
                 fsync_path(partial)
-                partial.rename(directory)                 # fails if another run has created it meanwhile
+                partial.rename(directory)                 # raises if another run has created the directory meanwhile
                 fsync_path(directory.parent)
     finally:
         PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            # After a failure, delete the incomplete directory. After a success, this path does not exist any more.
+            # Delete the partial directory after a failure. After the rename, this path no longer exists.
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load a file that torch.save wrote, without executing code in it. The tensors stay in the file, mapped.
+    """Load a torch.save file as memory-mapped tensors, without executing code from it.
 
-    manifest: file name -> sha256. Raises DataError for any invalid file.
+    manifest: {file name: sha256}. Raises DataError if the file is missing, corrupt or changed.
     """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
@@ -4323,9 +4406,10 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
-    """Check that `found`, name -> tensor, has the names, shapes and dtypes of this config's weights.
+    """Validate the names, shapes and dtypes of loaded weights. Raises DataError that names the path.
 
-    With with_moments, it must have the optimizer state too. Raises DataError.
+    found: {name: tensor}, as loaded from the path. It must match the weights of cfg, without row-wise tables, and with
+    with_moments also the optimizer state.
     """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -4345,9 +4429,9 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load the row-wise tables of a save or checkpoint. Every rank loads the rows it owns. Raises DataError.
+    """Load the row-wise tables of a save or checkpoint. Every rank loads the rows that it owns. Raises DataError.
 
-    The files may have been written by another number of ranks.
+    manifest: {file name: sha256}. The files may have been written with another number of ranks.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -4356,7 +4440,7 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(directory / name, manifest)
-                    # Rows of another width, dtype or table raise an error here.
+                    # The reads and copies below raise an error for rows of another width, dtype or table.
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
@@ -4364,14 +4448,15 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
                         table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
 def settings_json(cfg: Config) -> bytes:
-    """Format the settings of a run as JSON, {field: text of the flag}. `read_settings` reads it."""
+    """Serialize the settings of a run as JSON, {field: value as written on the command line}, for `read_settings`."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write a save: full weights, settings, the bytes of the tokens, and row-wise tables. Raises RunError. Collective.
+    """Write a save: full weights, settings, vocabulary and row-wise tables. Raises RunError. Collective.
 
-    token_bytes: by token id, empty for tokens without text. If it is None, no vocabulary is written.
+    step_cfg: config of the step after the last trained one. token_bytes: the bytes of each token, by token id; empty
+    for tokens without text. None: write no vocabulary.
     """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
@@ -4381,12 +4466,11 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
                      step_cfg: StepConfig) -> None:
-    """Write the checkpoint that lets a run resume at the step of step_cfg, and delete older ones. Collective.
+    """Save a checkpoint to resume from at step_cfg.step, then prune all but the last KEPT_CHECKPOINTS. Collective.
 
-    content: what the checkpoint contains besides the state of the engine. The last KEPT_CHECKPOINTS are retained.
-    Checkpoints of later steps are not deleted, because another run wrote them.
+    content: entries of run.pt besides the state of the engine. Checkpoints of later steps belong to another run and are
+    kept.
     """
-    # If a checkpoint cannot be written, continue: the next one may succeed.
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
     name = f"step-{step_cfg.step:07d}"
@@ -4394,6 +4478,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
     try:
         write_directory(checkpoints / name, run_id, files, engine)
     except RunError as error:
+        # Continue the run, because the next checkpoint may succeed.
         comm.print0(f"{error}\nwarning: continuing without this checkpoint")
         return
     if comm.rank == 0:
@@ -4402,14 +4487,14 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
             shutil.rmtree(old, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load the newest checkpoint that is intact on every rank into the engine. Raises DataError. Collective.
+    """Load into the engine the newest checkpoint that is intact on every rank. Collective.
 
-    Returns what the checkpoint contains besides the state of the engine.
+    Returns the entries of run.pt besides the state of the engine. Raises DataError if no checkpoint is intact.
     """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
-    # If one rank cannot read a checkpoint, all ranks skip it, so that all resume at the same step.
+    # If one rank cannot read a checkpoint, all ranks skip it, so that all ranks resume at the same step.
     for path in newest_first:
         run = path / "run.pt"
         try:
