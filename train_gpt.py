@@ -2101,19 +2101,19 @@ class RowPlan:
     fetch_counts: list[int]              # number of rows_to_fetch that each rank owns
     rows_to_serve: Tensor                # i64: local rows that the ranks fetch from this one, grouped by rank
     serve_counts: list[int]              # number of rows_to_serve that each rank fetches
-    head_columns: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
+    head_column_ids: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
     # `exchange_row_requests` sets the next two for a row-wise table.
     rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending
-    update_index: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
+    serve_to_update: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
 
     @property
     def tied(self) -> bool:
         """True if the rows are read from the head. Every rank has the whole head, so no rows are exchanged."""
-        return self.head_columns is not None
+        return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
         """Start to copy the index lists to the device, except rows_to_update."""
-        for name in ("rows_to_fetch", "rows_to_serve", "head_columns", "update_index"):
+        for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
@@ -2145,11 +2145,11 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    head_columns = None
+    head_column_ids = None
     if tied:
-        head_columns = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
+        head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_columns)
+    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids)
     return plan, index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
@@ -2207,9 +2207,9 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
-            rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
+            rows_to_update, serve_to_update = unique_with_inverse(plan.rows_to_serve.numpy())
             plan.rows_to_update = comm.pinned(rows_to_update)
-            plan.update_index = comm.pinned(update_index)
+            plan.serve_to_update = comm.pinned(serve_to_update)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
@@ -2349,14 +2349,14 @@ class HostRowStore(DeviceRowStore):
         self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and the copy of its rows
         # Rows of the last write_back that the shard does not contain yet: local rows, their state on the host, and the
         # CUDA event after the copy.
-        self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
+        self.pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
-        self.active: tuple[Tensor, RowState] | None = None                    # local rows, their state on the device
+        self.previous_read: tuple[Tensor, RowState] | None = None                    # local rows, their state on the device
 
     def prefetch(self, plan: RowPlan) -> None:
         if self.prefetched is not None:
@@ -2364,8 +2364,8 @@ class HostRowStore(DeviceRowStore):
                 return
             # The rows of that plan were never read. Wait only to raise the error of their copy, if there is one.
             self._wait_for_prefetch()
-        unstored, self.unstored = self.unstored, None
-        self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
+        pending_write, self.pending_write = self.pending_write, None
+        self.prefetched = plan, self.worker.submit(self._copy_to_device, pending_write, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
         self.prefetch(plan)
@@ -2382,19 +2382,19 @@ class HostRowStore(DeviceRowStore):
         # `active` has the newer values of rows that the previous update has changed. Shapes do not depend on how many
         # these are, so merging them does not synchronize.
         rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
-        if self.active is not None and len(self.active[0]) > 0:
-            active_rows, active = self.active
-            index = torch.searchsorted(active_rows, rows).clamp(max=len(active_rows) - 1)
-            is_active = active_rows[index] == rows
-            state = RowState(torch.where(is_active[:, None], active.rows[index], state.rows),
-                             torch.where(is_active, active.v[index], state.v),
-                             torch.where(is_active, active.last[index], state.last))
-        self.active = rows, state
+        if self.previous_read is not None and len(self.previous_read[0]) > 0:
+            previous_rows, previous = self.previous_read
+            index = torch.searchsorted(previous_rows, rows).clamp(max=len(previous_rows) - 1)
+            in_previous = previous_rows[index] == rows
+            state = RowState(torch.where(in_previous[:, None], previous.rows[index], state.rows),
+                             torch.where(in_previous, previous.v[index], state.v),
+                             torch.where(in_previous, previous.last[index], state.last))
+        self.previous_read = rows, state
         return state
 
     def write_back(self, plan: RowPlan, changed: RowState) -> None:
         # Without a `prefetch` since the previous write_back, the worker has not stored its rows yet.
-        if self.unstored is not None:
+        if self.pending_write is not None:
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         copied = None
@@ -2407,16 +2407,16 @@ class HostRowStore(DeviceRowStore):
                     out.copy_(x, non_blocking=True)
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
-        self.unstored = plan.rows_to_update, on_host, copied
+        self.pending_write = plan.rows_to_update, on_host, copied
 
     def wait_for_writes(self) -> None:
         if self.prefetched is not None:
             self._wait_for_prefetch()
-        if self.unstored is not None:
-            result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
+        if self.pending_write is not None:
+            result_with_timeout(self.worker.submit(self._store, *self.pending_write), self.comm.timeout,
                                 "copying table rows to host memory")
             # An exception skips this line, so that the next call tries to store the rows again.
-            self.unstored = None
+            self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
         """Return the prefetched rows, and the CUDA event after their copy if there is a GPU."""
@@ -2431,14 +2431,14 @@ class HostRowStore(DeviceRowStore):
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
-    def _copy_to_device(self, unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
+    def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Store the `unstored` rows, if any, then start to copy rows of the shard to the device. Runs on the worker.
+        """Store the `pending_write` rows, if any, then start to copy rows of the shard to the device. Runs on the worker.
 
         Returns the rows on the device, and the CUDA event after their copy if there is a GPU.
         """
-        if unstored is not None:
-            self._store(*unstored)
+        if pending_write is not None:
+            self._store(*pending_write)
         if self.to_device_stream is None:
             return self.shard.index_select(local_rows), None
         buffers = self._pinned_buffers(len(local_rows))
@@ -2533,7 +2533,7 @@ class ExchangedTable:
         """True if there are gradients that no update has used."""
         return self.pending_plan is not None
 
-    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+    def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return the rows that the plan's update changes, (u, D), and the index of each of rows_to_serve in them."""
         return self.shard, plan.rows_to_serve
 
@@ -2549,7 +2549,7 @@ class ExchangedTable:
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.rows_to_change(plan))
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.weights_to_update(plan))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -2586,7 +2586,7 @@ class ExchangedTable:
     def reduced_grads(self) -> Tensor:
         """Wait for the gradients, and sum them over ranks for the rows that the update changes, (u, D)."""
         wait_for_work(self.reduce_work)
-        rows, index = self.rows_to_change(self.pending_plan)
+        rows, index = self.weights_to_update(self.pending_plan)
         grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
         # The gradients of a row are added in rank order, so that every run has the same sums.
         add_rows(grad, index, self.received_grads)
@@ -2597,7 +2597,7 @@ class ExchangedTable:
     def add_grads_to_head(self, head_grad: Tensor) -> None:
         """Add row_grads to head_grad (D, V), and clear them. Called while head and embedding are tied."""
         plan = self.pending_plan
-        head_grad[:, plan.head_columns] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
+        head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -2618,7 +2618,7 @@ class ExchangedTable:
             out.fill_(math.nan)                           # rows that are looked up but not fetched make the loss NaN
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
-            fetched.copy_(self.head.t()[plan.head_columns])
+            fetched.copy_(self.head.t()[plan.head_column_ids])
             return None
         if index is not None:
             rows = rows.index_select(0, index)
@@ -2653,15 +2653,15 @@ class RowwiseTable(ExchangedTable):
 
     def reset(self) -> None:
         super().reset()
-        self.active: RowState | None = None               # the rows that the next update changes
+        self.row_state: RowState | None = None               # the rows that the next update changes
         self.store.invalidate()
 
-    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        return self.active.rows, plan.update_index
+    def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
         if self.cached_plan is not plan:
-            self.active = self.store.read_rows(plan)
+            self.row_state = self.store.read_rows(plan)
         super().fetch(plan)
 
     def prefetch(self, plan: RowPlan) -> None:
@@ -2670,7 +2670,7 @@ class RowwiseTable(ExchangedTable):
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.active = None                                # set by the next `fetch`
+        self.row_state = None                                # set by the next `fetch`
 
 
 # ====== Section 6: Batches ============================================================================================
@@ -3602,7 +3602,7 @@ class RowwiseTableGroup(TableGroup):
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the gradients, update the requested rows, and store them."""
         grad = self.table.reduced_grads()
-        active = self.table.active
+        active = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create the scalar on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
