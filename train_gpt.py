@@ -2488,7 +2488,7 @@ ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 class LocalTable:
     """A dense table with W = 1. Lookups read the parameter in place; gradients accumulate in a buffer of its shape.
 
-    It has the interface of ExchangedTable. The `plan` of its methods is always None.
+    It has no row plan, so the `plan` argument of its methods is always None.
     """
     store = None
 
@@ -2540,7 +2540,7 @@ class ExchangedTable:
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """shard (C, D): this rank's rows. max_tokens: of this rank, in the largest cycle of the table.
+        """shard (C, D): this rank's rows. max_tokens: tokens of this rank in the largest cycle of the table.
 
         head (D, V), or None: while table and head are tied, rows are read from the columns of the head.
         """
