@@ -2178,8 +2178,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
         fetch_counts_by_table.append(fetch_counts)
         local_rows = plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows
         requests_by_table.append(local_rows.int().split(fetch_counts))
-        tag = plan.tag | dict(table=label, dtype=dtype, tied=plan.tied)
-        tags.append(tag)
+        tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
 
     # Compare the tags first. Otherwise ranks that plan different cycles exchange wrong rows without an error.
     by_rank = [None] * W
@@ -2192,11 +2191,11 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     # One all-to-all exchanges the requests of all tables. `received` is grouped by the rank that sent the requests (the
     # reader), then by table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
-    send_counts = np.sum(fetch_counts_by_table, 0)                            # (owner,)
     counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
-    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), send_counts.tolist(), group=process_group)
+    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
+                           group=process_group)
     chunks = received.split(serve_counts.flatten().tolist())
 
     # Validate every request. An invalid one would read and update wrong rows without an error.
