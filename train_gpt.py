@@ -2030,20 +2030,23 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Section 5: Rows ===============================================================================================
-# Embedding tables are sharded by row. Rank r % W owns global row r: it stores the row as local row r // W, and updates
-# it. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows that it will
-# look up from their owners. After the cycle, it sends their gradients to the owners. A row plan lists these rows. An
-# update of a dense table changes all of its rows. With W = 1 a dense table needs no plan: lookups read it in place.
+# Embedding tables are sharded by row. Rank r % W owns global row r: it updates the row, and stores it in its shard, as
+# local row r // W. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows it
+# will look up from their owners. After the cycle, each rank sends the gradients of these rows to the owners. A row plan
+# lists the rows that a rank fetches and serves in one cycle of one table.
+#     dense table      an update modifies every row. With W = 1 it has no row plan: lookups read the parameter in place.
+#     row-wise table   an update modifies only rows_to_update, the rows that some rank looked up in the cycle
+#     touched rows     the rows of a row-wise table that any update so far has modified
 BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
-ROW_ID_BYTES = 4                         # size of a requested local row, which is sent as i32
+ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
 
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
-    """Hash the n-gram that ends at each position, (..., T) i32 -> (..., T) i32 below `modulus`.
+    """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus).
 
-    factors: a multiplier for each of the n tokens, newest token first. The first n - 1 positions of a sequence have no
-    n-gram, and the result there is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
+    factors: one multiplier per token of the n-gram, newest token first. The first n - 1 of the T positions have no
+    n-gram: their result is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
     """
-    # Combine token * factor by xor, in 32-bit arithmetic that wraps around.
+    # Xor the products token * factor, in 32-bit arithmetic that wraps around.
     mixed = tokens * factors[0]
     for distance, factor in enumerate(factors[1:], 1):
         mixed[..., distance:] ^= tokens[..., :-distance] * factor
@@ -2052,9 +2055,10 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
     return hashed
 
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash each (previous, current) pair of tokens to a row, (..., T) i32 -> (..., T) i32 below `num_rows`.
+    """Hash each (previous, current) pair of tokens to a row: tokens (..., T) i32 -> rows (..., T) i32 in [0, num_rows).
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no pair: its row is the last one.
+    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no previous token: its row is
+    num_rows - 1, the last row.
     """
     # modded-nanogpt overwrites the token at position 0 with the index of the last row before it hashes, so position 1
     # hashes that index as its previous token. Its published losses include this.
@@ -2064,26 +2068,26 @@ def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     return ngram_hash(overwritten, BIGRAM_FACTORS, no_pair, no_ngram=no_pair)
 
 class TableSpec(NamedTuple):
-    """How tokens are looked up in one embedding table, and how the table is updated."""
+    """Size, row lookup and update rule of one embedding table."""
     label: str
     num_rows: int                        # R
     lookups_per_token: int
     # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
     row_ids: Callable[[np.ndarray], np.ndarray]
-    tied_to_head: bool = False           # shares its weights with the head until the two are untied
-    rowwise: bool = False                # update only the rows that were looked up, instead of every row
-    location: str = "device"             # where the owner stores the rows of a row-wise table: "device" or "host"
+    tied_to_head: bool = False           # shares its weights with the head until untying
+    rowwise: bool = False                # a row-wise table, not a dense one
+    location: str = "device"             # memory that stores a row-wise table: "device" or "host"
     update_every: int = 2                # steps per update
     # tokens (B, T) i32 -> indices of sign vectors (B, T) i32; None: no signs
     sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
-        """Return the number of rows in each rank's shard, C. The last row of a shard may be padding."""
+        """Return C, the number of rows in each rank's shard: R / W, rounded up. The last row may be padding."""
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
-    # The table value_embed stacks the value embeddings.
+    # The table value_embed stacks the value embeddings. Each one has V rows.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
@@ -2111,10 +2115,10 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
 
 # ---- Row plans
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted unique ids and each input's index into them, both i64.
+    """Return (unique, inverse), both i64: the sorted unique ids, and the index into `unique` of every id.
 
-    Like np.unique(ids, return_inverse=True) for 0 <= ids < 2^32, but several times faster: it sorts 64-bit words that
-    contain the id in the upper half and its position in the lower half.
+    Equals np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), but is several times faster. It sorts one
+    64-bit word per id: the id is the upper half of the word, and its position in `ids` is the lower half.
     """
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
@@ -2126,44 +2130,51 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """Which rows of one table this rank fetches during a cycle, and which rows of its shard it serves to others.
+    """The rows of one table that this rank fetches in one cycle, and the rows of its shard that it serves.
 
-    Gradients are sent in the opposite direction: those of rows_to_fetch to their owners. The index lists are CPU
-    tensors. When the table fetches the rows, all but rows_to_update are copied to the device.
+    Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
+    receives the gradients of rows_to_serve. All index tensors are i64. They are on the CPU, in pinned memory if the
+    device is a GPU, until `move_to`.
     """
     tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
     shard_rows: int                      # C, on every rank
-    rows_to_fetch: Tensor                # (n,) i64: owner * C + local row, ascending
-    fetch_counts: list[int]              # number of rows_to_fetch that each rank owns
-    rows_to_serve: Tensor                # i64: local rows that the ranks fetch from this one, grouped by rank
-    serve_counts: list[int]              # number of rows_to_serve that each rank fetches
-    head_columns: Tensor | None = None   # (n,) i64: rows_to_fetch as columns of the head; None unless tied
+    rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
+    fetch_counts: list[int]              # by owner: number of rows_to_fetch
+    rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
+    serve_counts: list[int]              # by fetching rank: number of rows_to_serve
+    head_column_ids: Tensor | None = None                 # (n,): column of the head for each of rows_to_fetch, if tied
     # `exchange_row_requests` sets the next two for a row-wise table.
-    rows_to_update: Tensor | None = None                  # (u,) i64: unique rows_to_serve, ascending
-    update_index: Tensor | None = None   # i64: index into rows_to_update of each of rows_to_serve
+    rows_to_update: Tensor | None = None                  # (u,): unique rows_to_serve, ascending
+    serve_to_update: Tensor | None = None                 # (m,): rows_to_update[serve_to_update] == rows_to_serve
 
     @property
     def tied(self) -> bool:
-        """True if the rows are read from the head. Every rank has the whole head, so no rows are exchanged."""
-        return self.head_columns is not None
+        """True if the rows are columns of the head. Every rank has the full head, so ranks exchange no rows."""
+        return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Start to copy the index lists to the device, except rows_to_update."""
-        for name in ("rows_to_fetch", "rows_to_serve", "head_columns", "update_index"):
+        """Copy the plan's index tensors to the device asynchronously, replacing the attributes.
+
+        rows_to_update stays on the CPU, because a host store indexes its shard with it, in host memory.
+        """
+        for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
             if index is not None:
                 setattr(self, name, index.to(device, non_blocking=True))
 
 def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan the rows of one table for one cycle, from the global rows that each step looks up.
+    """Plan which rows of one table this rank fetches in one cycle of the table.
 
-    tied: read the rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
-    Returns the plan, and for each step the index into rows_to_fetch of every lookup, i32, shaped like its ids.
-    rows_to_serve equals rows_to_fetch until `exchange_row_requests` replaces it. For W = 1 it is final.
+    ids_by_step: for each step of the cycle, the global rows that this rank looks up, i32, of any shape. tied: read the
+    rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
+
+    Returns (plan, index_by_step). index_by_step has, for each step, the index into rows_to_fetch of every lookup, i32,
+    with the shape of the step's ids. In the plan, rows_to_serve equals rows_to_fetch. This is final for W = 1;
+    otherwise `exchange_row_requests` overwrites it.
     """
-    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Numbering rows by owner
-    # first makes the rows of each owner contiguous in the sorted list. The all-to-all needs that.
+    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. The key
+    # owner * C + local row makes the rows of each owner contiguous when sorted, as the all-to-all requires.
     W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
@@ -2181,45 +2192,49 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    head_columns = None
+    head_column_ids = None
     if tied:
-        head_columns = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)    # back to global rows
+        # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
+        head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_columns)
+    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids)
     return plan, index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Set rows_to_serve and serve_counts of every plan to what the other ranks fetch. Collective."""
+    """Set rows_to_serve and serve_counts of every plan to the local rows that each rank fetches from this rank.
+
+    plans: keyed by table label, for the tables of this exchange. dtype: of the weights. Collective.
+    """
     W, rank = comm.world_size, comm.rank
-    # List, for each table, the local rows that this rank fetches from each owner. A tied table fetches none.
-    requests_by_table, fetch_counts, tags = [], [], []
+    # The requests of this rank are, for each table and owner, the local rows that it fetches. A tied table has none.
+    requests_by_table, fetch_counts_by_table, tags = [], [], []
     for label, plan in plans.items():
-        fetch_counts.append([0] * W if plan.tied else plan.fetch_counts)
-        local_rows = plan.rows_to_fetch[:sum(fetch_counts[-1])] % plan.shard_rows
-        requests_by_table.append(local_rows.int().split(fetch_counts[-1]))
-        tag = plan.tag | dict(table=label, dtype=dtype, tied=plan.tied)
-        tags.append(tag)
+        fetch_counts = [0] * W if plan.tied else plan.fetch_counts
+        fetch_counts_by_table.append(fetch_counts)
+        local_rows = plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows
+        requests_by_table.append(local_rows.int().split(fetch_counts))
+        tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
 
     # Compare the tags first. Otherwise ranks that plan different cycles exchange wrong rows without an error.
     by_rank = [None] * W
-    dist.all_gather_object(by_rank, (tags, fetch_counts), group=process_group)
+    dist.all_gather_object(by_rank, (tags, fetch_counts_by_table), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
         for found, expected in itertools.zip_longest(other_tags, tags):
             check(found == expected, f"row plans of ranks {other_rank} and {rank} differ", found=found,
                   expected=expected, hint="start every rank with the same flags", error=RunError)
 
-    # One all-to-all exchanges the requests of all tables. Those that this rank receives are grouped by reader, then by
-    # table.
+    # One all-to-all exchanges the requests of all tables. `received` is grouped by the rank that sent the requests (the
+    # reader), then by table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
     counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
-    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts, 0).tolist(),
+    dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
                            group=process_group)
     chunks = received.split(serve_counts.flatten().tolist())
 
-    # A wrong request reads and changes other rows without an error, so check every one.
+    # Validate every request. An invalid one would read and update wrong rows without an error.
     for table_idx, (label, plan) in enumerate(plans.items()):
         rows_by_reader = chunks[table_idx::len(plans)]
         for reader, local_rows in enumerate(rows_by_reader):
@@ -2232,50 +2247,55 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Exchange which rows each rank fetches, and fill in which rows the plans serve and update.
+    """Complete the plans: send every owner the local rows that this rank fetches, and set which rows it serves.
 
-    dtype: of the weights; must be equal on all ranks. process_group: a gloo group, or None for the group of all ranks.
-    Raises RunError if the plans of two ranks are not for the same cycle and tables, or if a request is invalid.
-    Collective.
+    Sets rows_to_serve and serve_counts of all plans, and rows_to_update and serve_to_update of row-wise tables.
+
+    process_group: a gloo group, or None for the group of all ranks. dtype: of the weights; must be equal on all ranks.
+    plans: keyed by table label; may have only some of `tables`. Raises RunError if the plans of two ranks are not for
+    the same cycle and tables, or if a request is invalid. Collective.
     """
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
-            rows_to_update, update_index = unique_with_inverse(plan.rows_to_serve.numpy())
+            rows_to_update, serve_to_update = unique_with_inverse(plan.rows_to_serve.numpy())
             plan.rows_to_update = comm.pinned(rows_to_update)
-            plan.update_index = comm.pinned(update_index)
+            plan.serve_to_update = comm.pinned(serve_to_update)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
 class RowState(NamedTuple):
-    """Rows of a shard with their optimizer state."""
-    rows: Tensor                         # (n, D)
+    """Weights and optimizer state of n rows of a row-wise table."""
+    rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment, one per row
-    last: Tensor                         # (n,) i32: number of the last update that changed the row, from 1; 0: never
+    last: Tensor                         # (n,) i32: number of the last update that modified the row, from 1; 0: never
 
     def index_select(self, index: Tensor) -> RowState:
+        """Gather the rows at `index`, (k,) i64, into new tensors."""
         index = index.to(self.rows.device, non_blocking=True)
         return RowState(*(x.index_select(0, index) for x in self))
 
     def index_copy_(self, index: Tensor, source: RowState) -> None:
+        """Scatter the k rows of `source` to `index`, (k,) i64, in place."""
         index = index.to(self.rows.device, non_blocking=True)
         for x, new in zip(self, source):
             x.index_copy_(0, index, new)
 
     def to(self, device: torch.device) -> RowState:
+        """Copy to the device; asynchronously if the source is in pinned memory."""
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
 MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
-CHUNK_ROWS = 1 << 14                     # rows of a shard that are copied, sent or written to a file at a time
+CHUNK_ROWS = 1 << 14                     # rows of a shard per copy, message or file
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host. On Linux a page takes memory only once it is written."""
+    """Allocate zeros in host memory. On Linux, a page takes physical memory only once it is written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    # Without MAP_NORESERVE, Linux refuses a mapping that is larger than the memory. Huge pages would take 2 MB as soon
-    # as one row in them is written.
+    # Without MAP_NORESERVE, Linux refuses a mapping that exceeds the physical memory. Disable huge pages: writing one
+    # row would allocate 2 MB.
     num_bytes = math.prod(shape) * dtype.itemsize
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with contextlib.suppress(OSError):                    # the kernel has no huge pages
@@ -2283,9 +2303,9 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Wait for a background task; return its result or raise its exception.
+    """Wait for a background task, and return its result or raise its exception.
 
-    Raises RunError if the task has not finished after `timeout_s`.
+    what: the operation, for the error message. Raises RunError if the task has not finished after timeout_s seconds.
     """
     try:
         return future.result(timeout=timeout_s)
@@ -2296,15 +2316,16 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
                        hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
-    """Stores this rank's shard of a row-wise table on the device, with the optimizer state of each row.
+    """Store for this rank's shard of a row-wise table, in device memory: weights and optimizer state of C rows.
 
-    An update reads copies of its rows with `read_rows`, changes the copies in place, and stores them with `write_back`.
+    An update modifies copies of the rows: `read_rows` gathers rows_to_update of a plan, the optimizer modifies these
+    copies in place, and `write_back` scatters them to the shard.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # On the host, zeros take memory only once they are written, so a table can be larger than the memory.
+        # In host memory, allocate lazily: a table may exceed the physical memory, as only touched rows take memory.
         zeros = lazy_zeros
         if comm.on_cuda and table.location == "device":
             zeros = functools.partial(torch.zeros, device=comm.device)
@@ -2313,168 +2334,180 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Start to copy the rows of the plan's update to the device, unless the shard is there."""
+        """Hook for HostRowStore; no-op on the device."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return copies of the rows of the plan's update on the device, with the results of all earlier updates."""
+        """Return a copy of the plan's rows_to_update, on the device. It includes all earlier updates."""
         return self.shard.index_select(plan.rows_to_update)
 
-    def write_back(self, plan: RowPlan, changed: RowState) -> None:
-        """Store the rows that the plan's update has changed."""
-        self.shard.index_copy_(plan.rows_to_update, changed)
+    def write_back(self, plan: RowPlan, state: RowState) -> None:
+        """Write the updated rows to the shard. state: of the plan's rows_to_update."""
+        self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """Wait until the shard contains the rows of every `write_back`. On the device it always does."""
+        """Wait for pending write_backs; no-op for a device store."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of these rows on the device, for evaluation."""
+        """Return the weights of these rows, (n, D), on the device, for evaluation. local_rows (n,) i64."""
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Discard prefetched rows and byte counts. Later reads return what the shard contains."""
-        self.traffic = Counter(bytes_up=0, bytes_down=0)  # host to device, device to host
+        """Invalidate prefetched rows and zero the byte counts. Later reads return the contents of the shard."""
+        self.traffic = Counter(bytes_up=0, bytes_down=0)  # up: host to device; down: device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
-        """Return the local rows that any update has changed so far, ascending, in chunks."""
+        """Return the local indices of the touched rows, ascending, in chunks of at most CHUNK_ROWS."""
         self.wait_for_writes()
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield the touched rows with a copy of their state, both on the CPU, in chunks."""
+        """Yield (local rows, copy of their state), on the CPU, for every chunk of touched rows."""
         for rows in self.touched_rows():
             if len(rows) > 0:
                 yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
 
     def clear(self) -> None:
         """Set all rows to zero."""
-        # Write only the rows that an update has changed. Writing zeros to the others would allocate their memory.
+        # Write only to touched rows. Writing zeros to the other rows would allocate their memory.
         for rows in self.touched_rows():
             for x in self.shard:
                 x.index_fill_(0, rows, 0)
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Store these rows and their state in the shard. Call `clear` before the first chunk."""
+        """Write the state of these rows to the shard. Call `clear` before the first chunk."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
     def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
-        """Replace the shard by chunks from `touched_state`. All other rows become zero."""
+        """Replace the shard with chunks from `touched_state`. All other rows become zero."""
         self.clear()
         for local_rows, state in chunks:
             self.load_chunk(local_rows, state)
 
 class HostRowStore(DeviceRowStore):
-    """Stores the shard in pageable host memory, and overlaps its copies with training.
+    """Store for a shard in pageable host memory. Copies between host and device overlap with training.
 
-    These calls are made in every cycle. The main thread makes them in this order:
+    Update n is the update of plan n. In every cycle, the main thread makes these calls in this order. "main" is work on
+    the main thread, "worker" is work on the thread of this store:
 
-        prefetch(n+1)    worker: store the rows of update n-1 in the shard, then copy those of update n+1 to the device
-        update n         main:   change `active`, the rows that read_rows(n) returned
-        write_back(n)    main:   launch the copy of `active` to pinned host memory
-        read_rows(n+1)   main:   wait for the prefetched rows, and replace those that update n has changed
+        prefetch(n+1)    worker: flush write_back(n-1) to the shard, then gather the rows of plan n+1 from the shard and
+                                 copy them to the device
+        update n         main:   modify in place the state that read_rows(n) returned
+        write_back(n)    main:   copy this state to pinned host memory asynchronously
+        read_rows(n+1)   main:   wait for the prefetched rows, and overwrite the rows that update n modified
 
-    prefetch(n+1) reads the shard before the results of update n are there. read_rows(n+1) copies them from `active`.
+    prefetch(n+1) gathers rows before write_back(n) is flushed to the shard, so the rows that update n modifies are
+    stale. read_rows(n+1) takes these rows from `previous_read`, the state that read_rows(n) returned.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        # Copies to the host wait for an update. The next copy to the device must not, so it has a separate stream.
+        # Copies to the host wait for the update. Prefetches must not wait, so they have a separate stream.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
-        self.prefetched: tuple[RowPlan, Future] | None = None                 # a plan, and the copy of its rows
-        # Rows of the last write_back that the shard does not contain yet: local rows, their state on the host, and the
-        # CUDA event after the copy.
-        self.unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
+        self.prefetched: tuple[RowPlan, Future] | None = None                 # plan, future of `_copy_to_device`
+        # The last write_back, until it is flushed to the shard: local rows, their state on the host, and the CUDA event
+        # recorded after the copy to the host.
+        self.pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None = None
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
-        self.active: tuple[Tensor, RowState] | None = None                    # local rows, their state on the device
+        # Local rows and state that the last `read_rows` returned, on the device. An update modifies the state in place.
+        self.previous_read: tuple[Tensor, RowState] | None = None
 
     def prefetch(self, plan: RowPlan) -> None:
+        """Launch `_copy_to_device` for the plan's rows_to_update, unless it was already launched for this plan."""
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
-            # The rows of that plan were never read. Wait only to raise the error of their copy, if there is one.
+            # Another plan was prefetched but never read. Wait for its copy, so that an error of the worker is raised.
             self._wait_for_prefetch()
-        unstored, self.unstored = self.unstored, None
-        self.prefetched = plan, self.worker.submit(self._copy_to_device, unstored, plan.rows_to_update)
+        pending_write, self.pending_write = self.pending_write, None
+        self.prefetched = plan, self.worker.submit(self._copy_to_device, pending_write, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
+        """Return the prefetched rows_to_update of the plan, with the previous update merged in.
+
+        Prefetches them now if the plan was not prefetched.
+        """
         self.prefetch(plan)
         state, copied = self._wait_for_prefetch()
         self.prefetched = None
         self.traffic["bytes_up"] += sum(x.nbytes for x in state)
-        # The GPU waits for the copy. This thread does not.
+        # The compute stream waits for the copy. This thread does not.
         if copied is not None:
             compute_stream = torch.cuda.current_stream(self.comm.device)
             compute_stream.wait_event(copied)
             for x in state:
                 x.record_stream(compute_stream)
 
-        # `active` has the newer values of rows that the previous update has changed. Shapes do not depend on how many
-        # these are, so merging them does not synchronize.
+        # Rows that the previous update modified may be stale in `state`. Overwrite them with their values in
+        # `previous_read`. Use torch.where with fixed shapes; boolean indexing would synchronize.
         rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
-        if self.active is not None and len(self.active[0]) > 0:
-            active_rows, active = self.active
-            index = torch.searchsorted(active_rows, rows).clamp(max=len(active_rows) - 1)
-            is_active = active_rows[index] == rows
-            state = RowState(torch.where(is_active[:, None], active.rows[index], state.rows),
-                             torch.where(is_active, active.v[index], state.v),
-                             torch.where(is_active, active.last[index], state.last))
-        self.active = rows, state
+        if self.previous_read is not None and len(self.previous_read[0]) > 0:
+            previous_rows, previous = self.previous_read
+            index = torch.searchsorted(previous_rows, rows).clamp(max=len(previous_rows) - 1)
+            in_previous = previous_rows[index] == rows
+            state = RowState(torch.where(in_previous[:, None], previous.rows[index], state.rows),
+                             torch.where(in_previous, previous.v[index], state.v),
+                             torch.where(in_previous, previous.last[index], state.last))
+        self.previous_read = rows, state
         return state
 
-    def write_back(self, plan: RowPlan, changed: RowState) -> None:
-        # Without a `prefetch` since the previous write_back, the worker has not stored its rows yet.
-        if self.unstored is not None:
+    def write_back(self, plan: RowPlan, state: RowState) -> None:
+        """Copy the updated rows to pinned host memory asynchronously. The next `prefetch` flushes them to the shard."""
+        # The previous write_back was never flushed, because no prefetch followed it. Flush it now.
+        if self.pending_write is not None:
             self.wait_for_writes()
-        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
+        self.traffic["bytes_down"] += sum(x.nbytes for x in state)
         copied = None
-        on_host = changed
+        on_host = state
         if self.to_host_stream is not None:
             on_host = self._pinned_buffers(len(plan.rows_to_update))
             self.to_host_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
             with torch.cuda.stream(self.to_host_stream):
-                for x, out in zip(changed, on_host):
+                for x, out in zip(state, on_host):
                     out.copy_(x, non_blocking=True)
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
-        self.unstored = plan.rows_to_update, on_host, copied
+        self.pending_write = plan.rows_to_update, on_host, copied
 
     def wait_for_writes(self) -> None:
+        """Wait for the worker, and flush the last `write_back` to the shard."""
         if self.prefetched is not None:
             self._wait_for_prefetch()
-        if self.unstored is not None:
-            result_with_timeout(self.worker.submit(self._store, *self.unstored), self.comm.timeout,
+        if self.pending_write is not None:
+            result_with_timeout(self.worker.submit(self._store, *self.pending_write), self.comm.timeout,
                                 "copying table rows to host memory")
-            # An exception skips this line, so that the next call tries to store the rows again.
-            self.unstored = None
+            # After an exception, pending_write is still set, so the next call retries.
+            self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
-        """Return the prefetched rows, and the CUDA event after their copy if there is a GPU."""
+        """Return the result of the prefetch: (state on the device, CUDA event after the copy, or None on the CPU)."""
         return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, num_rows: int) -> RowState:
+        """Allocate the state of num_rows rows, uninitialized, in pinned host memory."""
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Wait for the CUDA event `copied`, then store rows in the shard. Runs on the worker."""
+        """Flush a write_back: wait for CUDA event `copied`, then write the rows to the shard. Runs on the worker."""
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
 
-    def _copy_to_device(self, unstored: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
+    def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Store the `unstored` rows, if any, then start to copy rows of the shard to the device. Runs on the worker.
+        """Flush `pending_write` to the shard, then gather local_rows (n,) and copy them to the device asynchronously.
 
-        Returns the rows on the device, and the CUDA event after their copy if there is a GPU.
+        Returns (state on the device, CUDA event after the copy, or None on the CPU). Runs on the worker.
         """
-        if unstored is not None:
-            self._store(*unstored)
+        if pending_write is not None:
+            self._store(*pending_write)
         if self.to_device_stream is None:
             return self.shard.index_select(local_rows), None
         buffers = self._pinned_buffers(len(local_rows))
@@ -2486,9 +2519,12 @@ class HostRowStore(DeviceRowStore):
 ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 
 
-# ---- Tables of one rank. The optimizer updates every row of a dense table, and the requested rows of a row-wise one.
+# ---- Tables of one rank
 class LocalTable:
-    """A dense table with W = 1. Lookups read the parameter in place; gradients accumulate in a buffer of its shape."""
+    """A dense table with W = 1. Lookups read the parameter in place; gradients accumulate in a buffer of its shape.
+
+    It has no row plan, so the `plan` argument of its methods is always None.
+    """
     store = None
 
     def __init__(self, weight: Tensor):
@@ -2496,66 +2532,71 @@ class LocalTable:
         self.shard = weight.detach()
         self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
         self.byte_totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.has_grads = False                            # True if no update has used the gradients yet
+        self.has_grads = False                            # True from the first lookup to `zero_grad`
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
-        """Return the rows that lookups read, and the buffer their gradients accumulate in."""
+        """Return (weights, grads), both (R, D): lookups read `weights`, and their gradients accumulate in `grads`."""
         self.has_grads = True
         return self.weight, self.grad
 
     def fetch_for_eval(self, plan: None) -> Tensor:
-        """Return the rows that lookups read."""
+        """Return the weights, (R, D)."""
         return self.weight
 
     def launch_reduce(self) -> None:
-        """Do nothing: with W = 1 there are no other gradients to add."""
+        """No-op: with W = 1 the gradient is complete."""
 
     def reduced_grads(self) -> Tensor:
-        """Return the gradient of the shard, (R, D)."""
+        """Return the gradient of the table, (R, D)."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add the gradients to head_grad (D, V), and clear them. Called while head and embedding are tied."""
+        """Add the gradients to head_grad (D, V), and zero them.
+
+        Called instead of an update while head and table are tied.
+        """
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients."""
+        """Zero the gradients."""
         self.grad.zero_()
         self.has_grads = False
 
     reset = zero_grad
 
 class ExchangedTable:
-    """A dense table with W > 1: this rank's shard, the rows it fetched for the cycle, and their gradients.
+    """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows.
 
-    `cache` and `row_grads` contain the rows of one plan, in the order of `RowPlan.rows_to_fetch`.
+    `cache` contains the rows that one plan fetches, in the order of its rows_to_fetch. `row_grads` contains their
+    gradients in the same order.
     """
     store: DeviceRowStore | None = None
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """shard (C, D). max_tokens: largest number of tokens of this rank in a cycle. head (D, V): while the table is
-        tied, rows are read from its columns.
+        """shard (C, D): this rank's rows. max_tokens: tokens of this rank in the largest cycle of the table.
+
+        head (D, V), or None: while table and head are tied, rows are read from the columns of the head.
         """
         self.table = table
         self.comm = comm
         self.head = head
         self.debug = cfg.debug_rows
         self.shard = shard.detach()
-        # Buffers fit the largest cycle, so that shapes and addresses never change.
+        # Allocate the buffers once, for the largest cycle, so that their shapes and addresses never change.
         C, D = self.shard.shape
         num_rows = comm.world_size * C
         if table.rowwise or cfg.row_comms == "sparse":
             num_rows = min(num_rows, max_tokens * table.lookups_per_token)
         self.cache = self.shard.new_zeros(num_rows, D, device=comm.device).requires_grad_()
         self.row_grads = torch.zeros(num_rows, D, dtype=accum_dtype(self.shard.dtype), device=comm.device)
-        # Pending all-to-alls: rows into the cache, gradients to their owners.
+        # Pending all-to-alls: fetch_work receives rows into the cache, reduce_work sends gradients to their owners.
         self.fetch_work = self.reduce_work = None
         self.reset()
 
     def reset(self) -> None:
-        """Discard cached rows, gradients and byte counts. The shard does not change."""
+        """Zero the gradients and byte counts, and invalidate the row cache. The shard does not change."""
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
@@ -2566,32 +2607,36 @@ class ExchangedTable:
 
     @property
     def has_grads(self) -> bool:
-        """True if there are gradients that no update has used."""
+        """True from the first lookup of a cycle until `zero_grad`."""
         return self.pending_plan is not None
 
-    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the rows that the plan's update changes, (u, D), and the index of each of rows_to_serve in them."""
+    def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return (weights, index): the weights that the plan's update modifies, (u, D), and an index into them.
+
+        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. A dense table returns its
+        whole shard, so u = C.
+        """
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Start to copy the plan's rows from host memory, if the table is stored there."""
+        """Hook for RowwiseTable; no-op for a dense table."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the cache, if they are not cached. Collective.
+        """Launch the all-to-all that fetches the plan's rows into the cache; no-op if they are cached. Collective.
 
-        The rows include the results of the last update.
+        The fetched rows include the last update.
         """
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.rows_to_change(plan))
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.weights_to_update(plan))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the cache with the plan's rows, and the buffer of their gradients. Collective.
+        """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
 
-        Raises RunError if the buffer contains gradients of another plan.
+        Raises RunError if row_grads contains gradients of another plan.
         """
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
@@ -2603,41 +2648,44 @@ class ExchangedTable:
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's rows into a new tensor. Collective."""
+        """Fetch the plan's rows into a new tensor, (n, D). The row cache does not change. Collective."""
         plan.move_to(self.comm.device)
-        rows, index = self.shard, plan.rows_to_serve
+        weights, index = self.shard, plan.rows_to_serve
         if self.store is not None:
-            rows, index = self.store.read_weights(plan.rows_to_serve), None
+            weights, index = self.store.read_weights(plan.rows_to_serve), None
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
-        wait_for_work(self._launch_fetch(plan, out, rows, index))
+        wait_for_work(self._launch_fetch(plan, out, weights, index))
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all of row_grads to the owners of the rows, in the dtype of the weights. Collective."""
+        """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective."""
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the gradients, and sum them over ranks for the rows that the update changes, (u, D)."""
+        """Wait for `launch_reduce`, and return the gradient of `weights_to_update`, summed over ranks, (u, D)."""
         wait_for_work(self.reduce_work)
-        rows, index = self.rows_to_change(self.pending_plan)
-        grad = torch.zeros_like(rows, dtype=self.row_grads.dtype)
-        # The gradients of a row are added in rank order, so that every run has the same sums.
+        weights, index = self.weights_to_update(self.pending_plan)
+        grad = torch.zeros_like(weights, dtype=self.row_grads.dtype)
+        # received_grads is in rank order, and add_rows keeps this order, so that every run has the same sums.
         add_rows(grad, index, self.received_grads)
-        # The work object would keep the received gradients alive.
+        # Clear both: the work object would keep the received gradients alive.
         self.received_grads = self.reduce_work = None
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads to head_grad (D, V), and clear them. Called while head and embedding are tied."""
+        """Add row_grads to the columns of head_grad (D, V), and zero them.
+
+        Called instead of an update while head and table are tied.
+        """
         plan = self.pending_plan
-        head_grad[:, plan.head_columns] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
+        head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients. Discard the cached rows, too, because the update has changed them."""
+        """Zero the gradients and invalidate the row cache, which is stale after the update."""
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
@@ -2645,95 +2693,119 @@ class ExchangedTable:
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, rows: Tensor, index: Tensor | None) -> dist.Work | None:
-        """Launch the all-to-all of the plan's rows into `out`. Returns the work, or None if there is none. Collective.
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, weights: Tensor, index: Tensor | None) -> dist.Work | None:
+        """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
 
-        This rank serves rows[index], or all of `rows` if index is None.
+        This rank serves weights[index] to the ranks, or all of `weights` if index is None. A tied table copies columns
+        of the head instead. Returns the work of the all-to-all, or None if no rank exchanges rows.
         """
         if self.debug:
-            out.fill_(math.nan)                           # rows that are looked up but not fetched make the loss NaN
+            # If a row is looked up that was not fetched, the loss becomes NaN.
+            out.fill_(math.nan)
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
-            fetched.copy_(self.head.t()[plan.head_columns])
+            fetched.copy_(self.head.t()[plan.head_column_ids])
             return None
         if index is not None:
-            rows = rows.index_select(0, index)
-        # Count the requests for these rows, too. They were exchanged with the plan.
+            weights = weights.index_select(0, index)
+        # Count the requests for these rows, too. `exchange_row_requests` has exchanged them.
         self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
-        return self._all_to_all(plan, fetched, rows, plan.fetch_counts, plan.serve_counts)
+        return self._all_to_all(plan, fetched, weights, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
-        """Launch an all-to-all of rows or gradients, and count its bytes. Counts are rows per rank. Collective."""
+        """Launch an all-to-all of rows or of their gradients, (n, D) each, and count its bytes. Collective.
+
+        out: the tensor to receive into. recv_counts, send_counts: number of rows by rank. Returns the work, or None
+        for W = 1.
+        """
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
-        # For comparison: to exchange whole tables, this rank would send its shard to every other rank.
+        # bytes_dense is for comparison with bytes_sent. It counts the bytes that this rank would send if ranks
+        # exchanged whole tables: its shard to every other rank, in every all-to-all.
         if plan.tag["purpose"] == "train":
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
-        if self.comm.world_size == 1:                     # only a row-wise table
+        # With W = 1 the table is row-wise, because a dense one is a LocalTable.
+        if self.comm.world_size == 1:
             out.copy_(sent)
             return None
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count the bytes that an all-to-all of training exchanges with other ranks. Counts are items per rank."""
+        """Count the bytes that an all-to-all exchanges with other ranks; no-op unless the plan's purpose is "train".
+
+        recv_counts, send_counts: number of items by rank, of item_bytes each.
+        """
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
             self.byte_totals["bytes_sent"] += (sum(send_counts) - to_self) * item_bytes
             self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A row-wise table with any W. A row store has its shard, and an update changes only the requested rows."""
+    """A sparsely updated table, for any world size. Its shard is in a row store.
+
+    An update modifies only rows_to_update, the rows that some rank looked up in the cycle.
+    """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
         super().reset()
-        self.active: RowState | None = None               # the rows that the next update changes
+        # Copy of rows_to_update of the cached plan. The next update modifies it in place.
+        self.row_state: RowState | None = None
         self.store.invalidate()
 
-    def rows_to_change(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        return self.active.rows, plan.update_index
+    def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return (weights of rows_to_update (u, D), index of each of rows_to_serve into them (m,) i64)."""
+        return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
         if self.cached_plan is not plan:
-            self.active = self.store.read_rows(plan)
+            self.row_state = self.store.read_rows(plan)
         super().fetch(plan)
 
     def prefetch(self, plan: RowPlan) -> None:
+        """Copy the plan's rows_to_update to the device asynchronously, if the table is in host memory."""
         if self.cached_plan is not plan:
             self.store.prefetch(plan)
 
     def zero_grad(self) -> None:
         super().zero_grad()
-        self.active = None                                # set by the next `fetch`
+        self.row_state = None                             # set by the next `fetch`
 
 
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step."""
     step: int
-    plans: dict[str, RowPlan]            # by table, unless it is read in place; shared by the steps of a cycle
+    # By table label; tables that are read in place have none. All steps of a table's cycle share one plan.
+    plans: dict[str, RowPlan]
     tokens: Tensor                       # (B, T) i32
     targets: Tensor                      # (B, T) i64: the next token
-    cu_seqlens: Tensor                   # (B, K) i32: 0 and the end of each document, padded to K columns with T
-    row_index: dict[str, Tensor]         # by table, shaped like row_ids: index into the fetched rows, or into the table
-    sign_ids: dict[str, Tensor]          # by table with signs, (B, T) i32
+    cu_seqlens: Tensor                   # (B, K) i32: 0, then the end of each document, padded to K columns with T
+    # By table label, i32, shaped like the result of TableSpec.row_ids. Index of each lookup into the plan's
+    # rows_to_fetch, or the global row if the table is read in place.
+    row_index: dict[str, Tensor]
+    sign_ids: dict[str, Tensor]          # by label of a table with signs, (B, T) i32
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
-        """Apply `convert` to every array or tensor."""
+        """Return a batch with `convert` applied to every array or tensor, except those of the plans."""
         row_index = {label: convert(x) for label, x in self.row_index.items()}
         sign_ids = {label: convert(x) for label, x in self.sign_ids.items()}
         return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
                      row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
+        """Copy the batch to the device; asynchronously from pinned memory. The plans are not copied."""
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack this rank's sequences of one step into a batch of NumPy arrays, with global rows as row_index."""
+    """Stack this rank's sequences of one step into a batch of NumPy arrays.
+
+    The batch has no plans yet, and its row_index contains global rows. `build_batches` sets both.
+    """
     tokens = np.stack([seq.tokens for seq in seqs])
-    # Sequences contain different numbers of documents. Repeating T pads cu_seqlens with empty documents.
+    # The number of documents differs between sequences. Pad cu_seqlens with T, which appends empty documents.
     unpadded = [seq.cu_seqlens for seq in seqs]
     K = max(map(len, unpadded))
     cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
@@ -2745,15 +2817,19 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
                   cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build one batch per step of a cycle from this rank's sequences of each step, with the row plans of all tables.
+    """Build this rank's batches for one cycle of the run, one per step, with the row plans of all tables.
 
-    process_group: a gloo group, or None for the group of all ranks. The batches are on the host. Collective.
+    The batches are on the host, in pinned memory if the device is a GPU.
+
+    process_group: a gloo group, or None for the group of all ranks. purpose: part of the plans' tags; bytes are counted
+    for "train" only. cycle: the steps of one cycle of the run, which contains one or several cycles of each table.
+    seqs_by_step: this rank's sequences of each step. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
-    # A dense table with W = 1 is read in place. A plan of another table covers the `update_every` steps up to its next
-    # update. Tables whose plans start at the same step share one exchange of requests.
+    # A dense table with W = 1 is read in place and needs no plan. Every other table needs one plan per cycle of the
+    # table, which is `update_every` steps. Tables whose cycles start at the same step share one exchange of requests.
     planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
@@ -2762,10 +2838,12 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
         for table in planned_tables:
             if i % table.update_every == 0:
                 covered = batches[i:i + table.update_every]
+                # In the tag, cycle is the number of the table's cycle.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in covered))
-                # `tied` is the same in all steps of the cycle, because untying happens at the end of a cycle.
+                # All steps of the cycle have the same step_cfg.tied, because untying happens at the end of a cycle.
                 tied = table.tied_to_head and step_cfg.tied
+                # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
                 ids_by_step = [batch.row_index[table.label] for batch in covered]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
@@ -2779,13 +2857,13 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 class OutOfData(DataError):
-    """The training data has ended: no shard has another batch. Raised on every rank in the same cycle."""
+    """No data shard has enough tokens left for the next step. Raised on every rank in the same cycle of the run."""
 
 class Loader:
-    """Builds the batches of the next cycle on a background thread, while the current one trains.
+    """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
 
-    The caller passes the steps of each cycle, so batches do not depend on timing. The sequences of a step are the same
-    for every W.
+    The caller passes the step configs of each cycle, so batches do not depend on timing. The S sequences of a step are
+    the same for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         self.cfg = cfg
@@ -2795,57 +2873,59 @@ class Loader:
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._prefetch_shards()
-        self.shard = TokenShard(np.empty(0, np.uint16), 0)  # in use from `next_doc` on; empty at first
+        # Current shard; documents before next_doc are consumed. Starts as an empty placeholder.
+        self.shard = TokenShard(np.empty(0, np.uint16), 0)
         self.next_doc = 0
-        self.ready: list[Batch] = []                      # batches of the current cycle, next one first
-        self.next_cycle: Future | None = None             # batches of the next cycle
+        self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
+        self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Skip the data of these steps. The earlier part of a resumed run has trained on them."""
+        """Consume the data of these steps without building batches. A resumed run has already trained on it."""
         for step_cfg in steps:
             self._pack_batch(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
-        """Build the batches of the first cycle, and wait for them."""
+        """Build the batches of the first cycle as the next one, and wait for them. Then call `advance`."""
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Switch to the batches of the next cycle, and start to build those of `cycle_after_next`.
+        """Make the next cycle the current one, and build the batches of `cycle_after_next` in the background.
 
-        Raises OutOfData if the data ended before the next cycle.
+        Waits for the loader thread. Raises OutOfData if the data ended before the end of the new current cycle.
         """
         self.ready = self._wait_for_cycle()
         self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
     def next(self, step_cfg: StepConfig) -> Batch:
-        """Return the batch of this step on the device."""
+        """Return the batch of this step, copied to the device asynchronously. Steps must be requested in order."""
         is_next = self.ready and self.ready[0].step == step_cfg.step
         assert is_next, f"step {step_cfg.step} is not the next one of the loader"
         batch = self.ready.pop(0)
         return batch.to(self.comm.device)
 
     def next_plans(self) -> dict[str, RowPlan]:
-        """Return the row plans of the next step, or {} at the end of training or data.
+        """Return the row plans of the next step, keyed by table label; {} at the end of training or data.
 
-        Waits for the loader thread if the next step begins a cycle.
+        If the next step begins a cycle of the run, this waits for the loader thread.
         """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # `advance` raises the same error
+        except OutOfData:                # `advance` raises it again
             return {}
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
-        """Cancel the tasks of both threads. Does not wait for tasks that are running."""
+        """Shut down both threads: cancel queued tasks, without waiting for running ones."""
         for thread_pool in (self.worker, self.reader):
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait_for_cycle(self) -> list[Batch]:
+        """Wait for the batches of the next cycle. Raises OutOfData, or another error of the loader thread."""
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
     def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        """Pack and build this rank's batches of a cycle. Runs on the loader thread. Collective."""
+        """Pack the sequences of a cycle, and build this rank's batches. Runs on the loader thread. Collective."""
         seqs_by_step = []
         for step_cfg in cycle:
             shard, seqs = self._pack_batch(step_cfg)
@@ -2854,7 +2934,7 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterable[TokenShard]:
-        """Yield the shards of every epoch. A second thread reads the next shard while the caller uses one."""
+        """Yield the data shards of every epoch. A reader thread loads the next shard while the caller uses this one."""
         epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
         next_shard = None
         for _ in epochs:
@@ -2866,11 +2946,11 @@ class Loader:
         yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
 
     def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the next S sequences. Raises OutOfData if no shard has enough tokens.
+        """Pack the next S sequences, for all ranks. Raises OutOfData if no shard has enough tokens.
 
-        Returns their shard, and for each sequence the starts and ends of its documents in the tokens of the shard.
+        Returns (shard, sequences). A sequence is (starts, ends), the token ranges of its documents in the shard.
         """
-        # All sequences of a step are packed from one shard. Try the rest of the current shard, then each shard from its
+        # One shard must provide all sequences of a step. Try the rest of the current shard, then every shard from its
         # start, including the current one.
         for _ in range(len(self.headers) + 1):
             packed = pack_batch(self.shard, self.next_doc, self.cfg.seqs_per_step, step_cfg.seq_len,
@@ -2891,14 +2971,15 @@ class Loader:
                              "smaller --max_steps")
 
 class ValidationSet:
-    """The validation sequences, in memory, and statistics of their text."""
+    """The validation sequences, in host memory, with the statistics for bits per byte."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
-        # Every rank stores all sequences, because they are few, and evaluates every W-th.
+        # Every rank stores all sequences, because there are few, and evaluates every W-th one.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        shards = map(load_shard, headers)                 # lazy: shards after the last sequence are not read
+        # `map` is lazy: shards after the last sequence are not read.
+        shards = map(load_shard, headers)
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
@@ -2916,16 +2997,16 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return the bits per byte of a loss in nats per token, and the unigram entropy in nats.
+        """Return val_bpb, the loss in bits per byte, and unigram_nats, the unigram entropy of the tokens in nats.
 
-        Returns {} if the bytes of the tokens are not known.
+        loss: nats per token. Returns {} if the bytes per token are not known.
         """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's batches on the device, one for each block of S sequences. Collective."""
+        """Yield this rank's part of every S validation sequences as a batch on the device. Collective."""
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -3735,7 +3816,7 @@ class RowwiseTableGroup(TableGroup):
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
         grad = self.table.reduced_grads()
-        active = self.table.active
+        active = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create the scalar on the device. Copying it from the host would synchronize.
         update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)

@@ -158,8 +158,8 @@ class TimedTable:
             tg.adam_update(table.shard, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
         else:
             update_num = torch.tensor(self.update_num, dtype=torch.int32)
-            tg.rowwise_update(*table.active, grad, 1 / 8, update_num, 0.95, 1e-10, step_size, decay)
-            table.store.write_back(plan, table.active)
+            tg.rowwise_update(*table.row_state, grad, 1 / 8, update_num, 0.95, 1e-10, step_size, decay)
+            table.store.write_back(plan, table.row_state)
             table.store.wait_for_writes()
         times.append(time.perf_counter())
         table.zero_grad()

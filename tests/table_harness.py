@@ -103,9 +103,9 @@ class StagedStore(tg.HostRowStore):
     most_delay_s = 0.002
     empties = False                      # also overwrite rows of the shard after copying them to the device
 
-    def _copy_to_device(self, unstored: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
+    def _copy_to_device(self, pending_write: tuple | None, local_rows: Tensor) -> tuple[tg.RowState, Any]:
         time.sleep(random.uniform(0, self.most_delay_s))
-        staging, copied = super()._copy_to_device(unstored, local_rows)
+        staging, copied = super()._copy_to_device(pending_write, local_rows)
         arrived = copy_and_overwrite(staging)
         if self.empties:
             self.shard.index_copy_(local_rows, staging)

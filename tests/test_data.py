@@ -355,14 +355,15 @@ def test_plan_rows__equals_plain_sets(num_rows, world_size, fetch_all) -> None:
             assert plan.fetch_counts == plan.serve_counts == counts and plan.rows_to_fetch.dtype == torch.int64
             assert (plan.shard_rows, plan.tied) == (shard_rows, tied)
             if tied:
-                assert plan.head_columns.tolist() == [row % shard_rows * world_size + row // shard_rows for row in ids]
+                token_ids = [row % shard_rows * world_size + row // shard_rows for row in ids]
+                assert plan.head_column_ids.tolist() == token_ids
             assert [(x.shape, x.dtype) for x in found] == [(x.shape, np.dtype(np.int32)) for x in rows]
             index = np.concatenate([x.ravel() for x in found])
             rows_by_owner = lookups % world_size * shard_rows + lookups // world_size
             assert plan.rows_to_fetch[index].tolist() == rows_by_owner.tolist()
             if world_size == 1 and table.rowwise:
                 assert plan.rows_to_update.tolist() == sorted(set(lookups.tolist()))
-                assert plan.rows_to_update[plan.update_index].equal(plan.rows_to_serve)
+                assert plan.rows_to_update[plan.serve_to_update].equal(plan.rows_to_serve)
 
 @pytest.mark.parametrize("purpose, sent, received", [("train", 50, 10), ("validation", 0, 0)])
 def test_count_bytes__excludes_what_a_rank_sends_to_itself(purpose, sent, received) -> None:

@@ -166,7 +166,7 @@ def all_state(engine: tg.Engine) -> dict[str, object]:
     for label, table in engine.tables.items():
         state[f"gradients of {label}"] = table.has_grads, dict(table.byte_totals)
         if table.store is not None:
-            state[f"rows of {label}"] = table.cached_plan is None, table.active is None, dict(table.store.traffic)
+            state[f"rows of {label}"] = table.cached_plan is None, table.row_state is None, dict(table.store.traffic)
     for label, group in engine.optimizer.sharded_groups.items():
         state[f"writes of {label}"] = group.weight.write_counts.tolist(), group.num_backwards
     for label, p in engine.model.named_parameters():
@@ -230,7 +230,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(omitted, monkeypatch
                 engine.optim_step(step_cfg)
                 engine.fetch_rows(next_plans)
     assert all(group.has_gradient() for group in engine.optimizer.groups.values())
-    assert engine.tables["host_embed"].store.unstored is not None
+    assert engine.tables["host_embed"].store.pending_write is not None
     torch.rand(1)
     if omitted:
         forget, *args = OMISSIONS[omitted]

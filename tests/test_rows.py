@@ -280,8 +280,8 @@ def refetch_case(comm: tg.Communicator, kind: str) -> dict[str, bool]:
             if table.store is None:
                 table.shard.add_(1)
             else:
-                table.active.rows.add_(1)
-                table.store.write_back(second, table.active)
+                table.row_state.rows.add_(1)
+                table.store.write_back(second, table.row_state)
         table.zero_grad()
         found["updated"] = is_right(second)
     return found
@@ -382,7 +382,7 @@ def counts_by_call(comm: tg.Communicator, kind: str) -> list[tuple[str, dict[str
         call("launch_reduce")
         call("reduced_grads")
         if table.store is not None:
-            table.store.write_back(first, table.active)
+            table.store.write_back(first, table.row_state)
         call("zero_grad")
         call("fetch", second, requests=second)
         call("rows_for_forward", second)                      # then the cycle is interrupted
@@ -435,7 +435,7 @@ def tied_gradients(rank: Rank, kind: str) -> tuple[Tensor, Tensor, bool]:
         under_test.table.weight.data.copy_(head.t())  # as `Optimizer.step` does
     plan = under_test.plan([5, 2, 19, 5], tied=True)
     rows, row_grads = under_test.table.rows_for_forward(plan)
-    lookups = rows[[2, 5, 19]] if plan is None else rows[torch.argsort(plan.head_columns)]
+    lookups = rows[[2, 5, 19]] if plan is None else rows[torch.argsort(plan.head_column_ids)]
     under_test.add(plan, [5, 2, 19, 5], torch.arange(4.0 * WIDTH).view(4, WIDTH) + rank.rank)
     head_grad = torch.ones(WIDTH, 20) / rank.world
     under_test.table.add_grads_to_head(head_grad)

@@ -485,7 +485,7 @@ class StorePair:
     def wait_for_writes(self) -> None:
         for store in (self.device, self.host):
             store.wait_for_writes()
-        assert self.host.unstored is None
+        assert self.host.pending_write is None
         same_state(self.device.shard, self.host.shard)
 
     def invalidate(self) -> None:
@@ -519,8 +519,8 @@ class StorePair:
             return
         self.host.worker.submit(int).result(timeout=60)
         host_shard = tg.RowState(*(x.clone() for x in self.host.shard))
-        if self.host.unstored is not None:
-            local_rows, state, _ = self.host.unstored
+        if self.host.pending_write is not None:
+            local_rows, state, _ = self.host.pending_write
             host_shard.index_copy_(local_rows, state)
         same_state(self.device.shard, host_shard)
         assert {name: self.host.traffic[name] for name in self.copied_bytes} == self.copied_bytes
@@ -696,14 +696,14 @@ def test_prefetch__waits_for_no_running_backward_pass(fake_cuda) -> None:
     assert first_column(fetched) == [3, 4]
     active.rows.add_(100)                                     # launched after the backward pass
     store.write_back(second, active)
-    _, on_host, copied = store.unstored
+    _, on_host, copied = store.pending_write
     with pytest.raises(BackwardRunning):
         copied.complete()
     assert on_host.rows.isnan().all()
     assert first_column(store.read_rows(third)) == [103, 4]
 
     fake_cuda.compute.end()
-    store.worker.submit(store._store, *store.unstored).result(timeout=60)
+    store.worker.submit(store._store, *store.pending_write).result(timeout=60)
     assert first_column(store.shard) == [0, 11, 112, 103, 4, 5, 6, 7, 8, 9]
     assert fake_cuda.thread_names == ["row-store_0"]
 
@@ -739,7 +739,7 @@ def test_write_back__does_not_reuse_buffers_of_the_previous_one(fake_cuda) -> No
     store.prefetch(third)                                     # stores the first update when the worker continues
     active.rows.add_(100)
     store.write_back(second, active)
-    store.unstored[2].complete()
+    store.pending_write[2].complete()
     store.go_on.set()
     assert first_column(store.read_rows(third)) == [11, 103]
     store.wait_for_writes()
