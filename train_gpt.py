@@ -1012,10 +1012,10 @@ TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
 MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
 MANIFEST_FILE = "manifest.json"          # SHA-256 of the files next to it, written last; format: data/README.md
 VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards next to it
-# Timeout, in units of --comm_timeout, of collectives during which a rank may still compile or write files.
+# Factor on --comm_timeout while ranks wait for another rank that compiles or writes files.
 SLOW_TIMEOUT_FACTOR = 10
 SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
-# Fibonacci hashing: multiplied by 2^64 / golden ratio, adjacent integers get high bits that look unrelated.
+# 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
 
@@ -1056,13 +1056,13 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     positions = np.arange(count, dtype=np.uint64) + (seed << 32)
     hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the multiplication wraps at 2^64
     tokens = hashed * hashed // 7 % (vocab_size - 1)
-    tokens += tokens >= bos_id           # skip bos_id, which only starts documents
+    tokens += tokens >= bos_id           # skip bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
     tokens[:1] = bos_id
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    """Read the 1,024-byte header of a .bin shard, and check that the file has the size it implies. Raises DataError."""
+    """Read the 1,024-byte header of a .bin shard, and check the file size that it implies. Raises DataError."""
     check(path.is_file(), f"data shard {path}",
           found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
           hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
@@ -1156,9 +1156,9 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
-    """Validate every token of every data shard, and compute one SHA-256 of all shards. Raises DataError.
+    """Validate every token of every data shard, and return one SHA-256 over all shards. Raises DataError.
 
-    The hash covers the file names and contents of the shards, in order. Synthetic tokens are a function of the shard's
+    The hash covers the names and contents of the shards, in order. Synthetic tokens are a function of the shard's
     name, so only the name is hashed. Files are also verified against the manifests.
     """
     digest = hashlib.sha256()
@@ -1203,7 +1203,7 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return the number of validation inputs in a data shard of `shard_tokens` tokens: whole batches only.
+    """Return the number of validation inputs in a data shard of `shard_tokens` tokens, a multiple of batch_tokens.
 
     Reserve one token for the last target, and one more to match an off-by-one in modded-nanogpt's bounds check. The
     validation tokens are then the same as in modded-nanogpt.
@@ -1217,7 +1217,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     # --time_budget, the number of steps is not known yet, so skip this check.
     last_step = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
     steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), last_step)).tolist()
-    # A sequence has one token more than inputs: the last target.
+    # A sequence of T inputs has T + 1 tokens: the last token is only a target.
     step_tokens = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
     needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
     available = cfg.epochs * sum(header.num_tokens for header in train_headers)
@@ -1249,9 +1249,8 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     """Pack documents, in stream order, into the S sequences of one step (RECIPE 5.2).
 
     Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Returns
-    (sequences, index of the next document), or None if the shard ends before all S sequences are full. A sequence has
-    seq_len + 1 tokens. It is returned as (starts, ends), each (num_docs,): the token range in the shard of each of its
-    documents.
+    (sequences, index of the next document), or None if the shard ends before all S sequences are full. A sequence of
+    seq_len + 1 tokens is returned as (starts, ends): its document i is tokens[starts[i]:ends[i]] of the shard.
     """
     # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -1517,7 +1516,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_a
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Decorate a function so that it is a custom op in compiled graphs. mutates_args: the arguments that it mutates.
+    """Make the decorated function a custom op in compiled graphs; mutates_args names the arguments that it mutates.
 
     Eager code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
@@ -1538,7 +1537,8 @@ def tensor_versions(*tensors: Tensor | None) -> list[int]:
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Accumulate a weight gradient, a^T b or `a` itself if b is None, in main_grad.
 
-    The first write after `zero_grad` overwrites main_grad, and later writes add to it. This is a custom op in compiled graphs only. Eager code calls the function directly.
+    The first write after `zero_grad` overwrites main_grad, and later writes add to it. This is a custom op in compiled
+    graphs only. Eager code calls the function directly.
 
     main_grad      (I, J): gradient buffer of one matrix, in f32, f64 or the dtype of a and b
     write_counts   (num_matrices,) i64 on the CPU: writes to each matrix since `zero_grad`, which sets the counts to 0
@@ -1619,8 +1619,8 @@ def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMat
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
     """Split a bank into one list of matrices per layer.
 
-    bank (L, ..., J): in each of the L layers, matrices (height, J) with these heights, stacked. Raises RuntimeError if
-    the bank has a main_grad that is not contiguous, because a view of it as matrices is then impossible.
+    bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
+    RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
     """
     # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per
     # layer.
@@ -1871,8 +1871,8 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
         grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
-    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH of the softcap's derivative. The caller applies 1 / LOGIT_WIDTH:
-    HeadLoss.backward without fp8, or grad_scale with fp8.
+    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss applies 1 / LOGIT_WIDTH
+    instead: in backward, or in fp8 as a part of grad_scale.
 
     logits (N, V), ids and token_weights (N, G) -> losses (N,), for N positions, V padded vocabulary and G predicted
     tokens. grad (N, V) is an output, and may be `logits` itself.
