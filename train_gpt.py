@@ -1215,33 +1215,36 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     """Fail fast, before the model is built, if the data has too few tokens to train or validate. Raises DataError."""
     # Check a lower bound of the training tokens, because packing drops the ends of documents and shards. With
     # --time_budget, the number of steps is not known yet, so skip this check.
-    last_step = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), last_step)).tolist()
+    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    stage_steps = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
     # A sequence of T inputs has T + 1 tokens: the last token is only a target.
-    step_tokens = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
-    needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
-    available = cfg.epochs * sum(header.num_tokens for header in train_headers)
-    check(cfg.epochs == 0 or cfg.time_budget or needed <= available, "too few training tokens",
-          found=f"{available:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
-          expected=f"{needed:,} tokens for {sum(steps_by_stage):,} steps",
+    tokens_per_step = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
+    needed_tokens = sum(count * tokens for count, tokens in zip(stage_steps, tokens_per_step))
+    available_tokens = cfg.epochs * sum(header.num_tokens for header in train_headers)
+    check(cfg.epochs == 0 or cfg.time_budget or needed_tokens <= available_tokens, "too few training tokens",
+          found=f"{available_tokens:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
+          expected=f"{needed_tokens:,} tokens for {sum(stage_steps):,} steps",
           hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
                "--num_scheduled_steps", error=DataError)
     # All sequences of a step are packed from one shard.
-    largest_step = max(tokens for count, tokens in zip(steps_by_stage, step_tokens) if count > 0)
-    largest_shard = max(header.num_tokens for header in train_headers)
-    multiple = SEQ_MULTIPLE * cfg.seqs_per_step
-    max_batch_tokens = max(0, largest_shard - cfg.seqs_per_step) // multiple * multiple
-    check(largest_step <= largest_shard, "training shards are too small",
-          found=f"at most {largest_shard:,} tokens in a shard",
-          expected=f"{largest_step:,} tokens in one shard, enough for the sequences of one step",
-          hint=f"use larger shards; or lower batch_tokens in --stages to at most {max_batch_tokens}", error=DataError)
+    max_step_tokens = max(tokens for count, tokens in zip(stage_steps, tokens_per_step) if count > 0)
+    max_shard_tokens = max(header.num_tokens for header in train_headers)
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
+    check(max_step_tokens <= max_shard_tokens, "training shards are too small",
+          found=f"at most {max_shard_tokens:,} tokens in a shard",
+          expected=f"{max_step_tokens:,} tokens in one shard, enough for the sequences of one step",
+          hint=f"use larger shards; or lower batch_tokens in --stages to at most {suggested_batch_tokens}",
+          error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    max_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, multiple) for header in val_headers)
+    smaller_batches = [usable_val_tokens(header.num_tokens, batch_multiple) for header in val_headers]
+    suggested_val_tokens = usable_tokens or max(smaller_batches)
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
           found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
           expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
-          hint=f"add validation text, in shards of at least {multiple + 2} tokens; or use all that this text allows, "
-               f"--val_tokens={max_val_tokens} --val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}",
+          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens; or use all that this text "
+               f"allows, --val_tokens={suggested_val_tokens} "
+               f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}",
           error=DataError)
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
@@ -1315,12 +1318,10 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 
 # ====== Section 4: Kernels ============================================================================================
-# Every operation has a PyTorch reference, which runs on every device. A Triton kernel must match the reference next to
-# it.
+# The PyTorch reference of an operation runs on every device. A Triton kernel must match the reference next to it.
 RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon for bf16, used for every dtype here
 FP8_MAX = 448.0                          # largest e4m3 value
-# Dequantization scales of the fp8 head (RECIPE 2.8), as f32 values. Their products are computed in f64 and rounded
-# once.
+# Dequantization scales of the fp8 head (RECIPE 2.8), as f32 values. Multiply scales in f64, and round the result once.
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
@@ -1373,8 +1374,7 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     x (..., E) with head dim E -> (..., E). cos and sin broadcast to x and contain one value per channel, with sin
     negated for the second channel of a pair. GPT.set_rotary computes them.
     """
-    # The angle is 0 in the second half of the channels. Splitting x into a rotated and an unrotated half would take
-    # more passes over x.
+    # The second half of the channels has angle 0, because splitting x into halves takes more passes.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + pairs_swapped * sin
 
@@ -1436,7 +1436,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
 def torch_varlen_ops() -> Any:
     """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
 
-    The ops are registered by an import, which takes 1 s the first time and is therefore deferred to the first use.
+    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so it is deferred to the first use.
     """
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
@@ -1447,13 +1447,13 @@ def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
     cu_seqlens (num_docs + 1,) i32. name: key of the AttentionArgs in ATTENTION_ARGS.
     """
     attn_args = ATTENTION_ARGS[name]
-    # window_size is (positions to the left, positions to the right). Attention is causal, because the latter is 0.
+    # window_size is (left, right). A right window of 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Run torch's varlen attention forward. Returns (out, logsumexp, rng_state); backward needs all three.
+    """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
 
     q, k, v and out (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32. args_name: key
     of the AttentionArgs in ATTENTION_ARGS.
@@ -1469,7 +1469,7 @@ def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
                     logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Run torch's varlen attention backward. Returns the gradients of q, k and v.
+    """Run the backward pass of torch's varlen attention. Returns the gradients of q, k and v.
 
     grad (N, H, E): upstream gradient, for N positions, H heads and head dim E. out, logsumexp and rng_state: the
     outputs of `varlen`. The other arguments are the inputs of `varlen`.
@@ -1628,12 +1628,12 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
-        grads = [None] * len(matrix_heights)
+        main_grads = [None] * len(matrix_heights)
         if hasattr(bank, "main_grad"):
-            grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+            main_grads = bank.main_grad.view(shape)[i].split(matrix_heights)
         first_count_idx = i * len(matrix_heights)
-        by_layer.append([WeightMatrix(bank, matrix, grad, first_count_idx + j)
-                         for j, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+        by_layer.append([WeightMatrix(bank, matrix, main_grad, first_count_idx + j)
+                         for j, (matrix, main_grad) in enumerate(zip(layer.split(matrix_heights), main_grads))])
     return by_layer
 
 @torch.no_grad()
@@ -1857,10 +1857,10 @@ def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     B * T.
     """
     B, T = targets.shape
-    position = torch.arange(T, device=targets.device)
-    ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    in_sequence = ahead < T
-    ids = targets[:, torch.where(in_sequence, ahead, 0)]                                  # (B, T, G)
+    positions = torch.arange(T, device=targets.device)
+    target_pos = positions[:, None] + torch.arange(len(weights), device=targets.device)   # (T, G)
+    in_sequence = target_pos < T
+    ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
     token_weights = (in_sequence * weights).expand(B, -1, -1)
     return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
@@ -1884,11 +1884,11 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
-        scaled = grad_scale * LOGIT_CAP * token_weights
-        grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
+        scaled_weights = grad_scale * LOGIT_CAP * token_weights
+        grad_z = (sig * cap_log2 - lse).exp2() * scaled_weights.sum(dim=1, keepdim=True)
         # Subtract the one-hot targets. Inductor fuses this loop. Comparing int32 takes half the instructions of int64.
         column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for target, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+        for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z = grad_z - weight * (column == target.int())
         torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
@@ -1899,10 +1899,10 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
         losses.append((chunk_weights * nll).sum(dim=1))
-        scaled = grad_scale * chunk_weights               # scale the (N, G) weights, to save a pass over (N, V)
-        grad_z = p.mul_(scaled.sum(dim=1, keepdim=True))
+        scaled_weights = grad_scale * chunk_weights       # scale the (N, G) weights, to save a pass over (N, V)
+        grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
         # Scatter one of the G targets at a time, because the same id may occur twice in a position.
-        for target, weight in zip(chunk_ids.split(1, dim=1), scaled.split(1, dim=1)):
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z.scatter_add_(1, target, -weight)
         dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
