@@ -1046,18 +1046,18 @@ class Schedule:
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # format: data/README.md
 TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
 MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
-MANIFEST_FILE = "manifest.json"          # sha256 of the files in its directory, written last; format: data/README.md
-VOCAB_FILE = "vocab.txt"                 # the bytes of each token of the shards in its directory
-# While ranks compile, or one of them writes files, the others wait for up to this many times --comm_timeout.
+MANIFEST_FILE = "manifest.json"          # SHA-256 of the files next to it, written last; format: data/README.md
+VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards next to it
+# Factor on --comm_timeout while ranks wait for another rank that compiles or writes files.
 SLOW_TIMEOUT_FACTOR = 10
-SYNTHETIC_PREFIX = "formula:"            # formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, tokens that are generated
-# 2^64 / golden ratio (Fibonacci hashing): the high bits of the products of adjacent integers look unrelated.
+SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
+# 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15
-SYNTHETIC_DOC_LEN = 32                   # mean number of tokens
+SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
 
 class ShardHeader(NamedTuple):
     """Name, size and vocabulary of one data shard: a .bin file or synthetic tokens."""
-    name: str                            # path of the file, or "formula:...#seed"
+    name: str                            # path of the .bin file, or "formula:...#seed" for synthetic tokens
     num_tokens: int
     vocab_size: int
     bos_id: int
@@ -1067,23 +1067,30 @@ class ShardHeader(NamedTuple):
         return self.vocab_size, self.bos_id
 
 class TokenShard:
-    """The tokens of one data shard in memory, and its documents. A document includes its BOS token."""
+    """Tokens of one data shard in host memory, with the starts and lengths of its documents.
+
+    A document begins with its BOS token.
+    """
     def __init__(self, tokens: np.ndarray, bos_id: int):
         self.tokens = tokens                                              # (num_tokens,) u16
-        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (documents,) positions in `tokens`
-        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (documents,) lengths in tokens
+        self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
+        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
 
 class PackedSeq(NamedTuple):
-    """One sequence of T tokens on the host."""
-    tokens: np.ndarray                   # (T + 1,) u16: the first T are the inputs, the last T the targets
-    # (documents + 1,) i32: 0, then the end of each document in the inputs. The last entry is T. The first or the last
-    # document may be empty.
+    """One training or validation sequence of T inputs, in host memory."""
+    tokens: np.ndarray                   # (T + 1,) u16: the first T tokens are the inputs, the last T the targets
+    # (num_docs + 1,) i32: cumulative lengths of the documents in the inputs, from 0 to T. The first document or the
+    # last one may be empty.
     cu_seqlens: np.ndarray
 
 def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
-    """Generate tokens, (count,) u16, for preset tiny and the warm-up. They depend on the position and the seed only."""
+    """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up.
+
+    Each token is a hash of its position and the seed. The first token is BOS, and documents have SYNTHETIC_DOC_LEN
+    tokens on average.
+    """
     positions = np.arange(count, dtype=np.uint64) + (seed << 32)
-    hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the product wraps at 2^64
+    hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the multiplication wraps at 2^64
     tokens = hashed * hashed // 7 % (vocab_size - 1)
     tokens += tokens >= bos_id           # skip bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
@@ -1091,14 +1098,14 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    """Read the header of a data shard, its first 1,024 bytes, and check the length of the file. Raises DataError."""
+    """Read the 1,024-byte header of a .bin shard, and check the file size that it implies. Raises DataError."""
     check(path.is_file(), f"data shard {path}",
           found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
           hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
                "data/pocket. Other data: give --train_files and --val_files", error=DataError)
     size = path.stat().st_size
     header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    header_words.resize(HEADER_BYTES // 4)                # pads a shorter file with zeros
+    header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
     length_matches = num_tokens >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
@@ -1107,15 +1114,15 @@ def read_shard_header(path: Path) -> ShardHeader:
                    f"of tokens, then {TOKEN_ITEMSIZE} bytes per token",
           hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
                "it again", error=DataError)
-    # Older shards leave both words 0. Their tokens are those of GPT-2.
+    # Older shards contain GPT-2 tokens, and store 0 as vocabulary size and BOS id.
     if vocab_size == 0:
         vocab_size, bos_id = GPT2_VOCAB, GPT2_BOS_ID
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
 def read_shard_headers(pattern: str) -> list[ShardHeader]:
-    """Read and check the headers of all data shards of a pattern, in name order. Raises DataError.
+    """Read the headers of all data shards that match a pattern, sorted by name. Raises DataError.
 
-    A pattern is a glob, or `formula:...` for synthetic tokens.
+    The pattern is a glob, or "formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS" for synthetic tokens.
     """
     if pattern.startswith(SYNTHETIC_PREFIX):
         check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern),
@@ -1123,9 +1130,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               hint="for example --train_files=formula:512:511:40000:2", error=DataError)
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Brackets in the name of an existing directory are literal, not a glob. A pattern without matches may still be the
-    # name of a file that contains brackets. Every match must be a shard, because silently skipping a broken link means
-    # training on less data.
+    # Escape an existing directory, because brackets in its name are literal. If the glob has no matches, try the
+    # pattern as a literal file name, because file names may contain brackets, too. Every match must be a shard:
+    # skipping a broken link would silently train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -1133,7 +1140,10 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
     return [read_shard_header(Path(path)) for path in paths]
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Read {file name: sha256} from the manifest of a directory; {} without a manifest. Raises DataError."""
+    """Read {file name: SHA-256 hex digest} from the manifest of a directory. Raises DataError.
+
+    Returns {} if the directory has no manifest.
+    """
     path = folder / MANIFEST_FILE
     check(not os.path.lexists(f"{path}.part"), f"{path}.part",
           found="an unfinished manifest: a data tool was stopped while it renamed the files",
@@ -1152,7 +1162,10 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         ) from None
 
 def check_manifest(path: Path, content: bytes) -> None:
-    """Check the content of a file against the manifest in its directory, if that lists the file. Raises DataError."""
+    """Verify the SHA-256 of a file's content against the manifest in its directory. Raises DataError.
+
+    This is a no-op if the directory has no manifest, or its manifest does not list the file.
+    """
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -1162,7 +1175,7 @@ def check_manifest(path: Path, content: bytes) -> None:
                    f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
 def load_shard(header: ShardHeader) -> TokenShard:
-    """Read a data shard, or generate its synthetic tokens, and check every token. Raises DataError."""
+    """Load a data shard from its file, or generate a synthetic one, and validate every token. Raises DataError."""
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
         tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
@@ -1179,15 +1192,15 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
-    """Check every token of every data shard. Raises DataError.
+    """Validate every token of every data shard, and return one SHA-256 over all shards. Raises DataError.
 
-    Returns the sha256 of the names and contents of all shards, in order. Synthetic tokens are a function of their name,
-    so only the name is hashed.
+    The hash covers the names and contents of the shards, in order. Synthetic tokens are a function of the shard's
+    name, so only the name is hashed. Files are also verified against the manifests.
     """
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
-        digest.update(os.fsencode(path.name))             # a file name may be any bytes
+        digest.update(os.fsencode(path.name))             # file names need not be valid UTF-8
         if not header.name.startswith(SYNTHETIC_PREFIX):
             content = path.read_bytes()
             digest.update(content)
@@ -1196,9 +1209,10 @@ def verify_shards(headers: list[ShardHeader]) -> str:
     return digest.hexdigest()
 
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
-    """Fill in vocabulary size, BOS id and table sizes from the shard headers.
+    """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers.
 
-    Raises DataError if the shards disagree or their vocabulary is invalid, and ConfigError if a flag contradicts them.
+    Raises DataError if the shards have different vocabularies or an invalid one, and ConfigError if a flag contradicts
+    the shard headers.
     """
     first_header = train_headers[0]
     for header in train_headers + val_headers:
@@ -1219,69 +1233,73 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
     check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
           expected=f"at least the vocabulary size {vocab_size}",
           hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
-    # The bigram table needs at least one row for bigrams, and its last row for positions without one.
+    # The bigram table needs at least 2 rows. The last row is for positions without a bigram.
     bigram_rows = max(2, cfg.bigram_rows or 5 * padded_vocab)
     return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return how many tokens of a data shard serve as validation inputs: whole batches only.
+    """Return the number of validation inputs in a data shard of `shard_tokens` tokens, a multiple of batch_tokens.
 
-    At least two tokens are left over. The first is the last target. The second is a quirk of modded-nanogpt, whose
-    bounds check is one token too strict; this function has it too, so that both validate on the same tokens.
+    Reserve one token for the last target, and one more to match an off-by-one in modded-nanogpt's bounds check. The
+    validation tokens are then the same as in modded-nanogpt.
     """
     return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
 
 def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
                       val_headers: list[ShardHeader]) -> None:
-    """Check, before the model is built, that there are enough tokens to train and to validate. Raises DataError."""
-    # `needed` is a lower bound, because packing drops the ends of documents and shards. With --time_budget the number
-    # of steps is not known yet, so `needed` is not checked.
-    last_step = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), last_step)).tolist()
-    # Each sequence needs one token more than its inputs, for the last target.
-    step_tokens = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
-    needed = sum(count * tokens for count, tokens in zip(steps_by_stage, step_tokens))
-    available = cfg.epochs * sum(header.num_tokens for header in train_headers)
-    check(cfg.epochs == 0 or cfg.time_budget or needed <= available, "too few training tokens",
-          found=f"{available:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
-          expected=f"{needed:,} tokens for {sum(steps_by_stage):,} steps",
+    """Fail fast, before the model is built, if the data has too few tokens to train or validate. Raises DataError."""
+    # Check a lower bound of the training tokens, because packing drops the ends of documents and shards. With
+    # --time_budget, the number of steps is not known yet, so skip this check.
+    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    stage_steps = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
+    # A sequence of T inputs has T + 1 tokens: the last token is only a target.
+    tokens_per_step = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
+    needed_tokens = sum(count * tokens for count, tokens in zip(stage_steps, tokens_per_step))
+    available_tokens = cfg.epochs * sum(header.num_tokens for header in train_headers)
+    check(cfg.epochs == 0 or cfg.time_budget or needed_tokens <= available_tokens, "too few training tokens",
+          found=f"{available_tokens:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
+          expected=f"{needed_tokens:,} tokens for {sum(stage_steps):,} steps",
           hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
                "--num_scheduled_steps", error=DataError)
-    # The sequences of a step never cross the boundary of a shard.
-    largest_step = max(tokens for count, tokens in zip(steps_by_stage, step_tokens) if count > 0)
-    largest_shard = max(header.num_tokens for header in train_headers)
-    multiple = SEQ_MULTIPLE * cfg.seqs_per_step
-    max_batch_tokens = max(0, largest_shard - cfg.seqs_per_step) // multiple * multiple
-    check(largest_step <= largest_shard, "training shards are too small",
-          found=f"at most {largest_shard:,} tokens in a shard",
-          expected=f"{largest_step:,} tokens in one shard, enough for the sequences of one step",
-          hint=f"use larger shards; or lower batch_tokens in --stages to at most {max_batch_tokens}", error=DataError)
+    # All sequences of a step are packed from one shard.
+    max_step_tokens = max(tokens for count, tokens in zip(stage_steps, tokens_per_step) if count > 0)
+    max_shard_tokens = max(header.num_tokens for header in train_headers)
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
+    suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
+    check(max_step_tokens <= max_shard_tokens, "training shards are too small",
+          found=f"at most {max_shard_tokens:,} tokens in a shard",
+          expected=f"{max_step_tokens:,} tokens in one shard, enough for the sequences of one step",
+          hint=f"use larger shards; or lower batch_tokens in --stages to at most {suggested_batch_tokens}",
+          error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    max_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, multiple) for header in val_headers)
+    smaller_batches = [usable_val_tokens(header.num_tokens, batch_multiple) for header in val_headers]
+    suggested_val_tokens = usable_tokens or max(smaller_batches)
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
           found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
           expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
-          hint=f"add validation text, in shards of at least {multiple + 2} tokens; or use all that this text allows, "
-               f"--val_tokens={max_val_tokens} --val_batch_tokens={min(max_val_tokens, cfg.val_batch_tokens)}",
+          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens; or use all that this text "
+               f"allows, --val_tokens={suggested_val_tokens} "
+               f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}",
           error=DataError)
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
     """Pack documents, in stream order, into the S sequences of one step (RECIPE 5.2).
 
-    Each document is truncated to max_doc_len tokens. Returns (sequences, index of the next document), or None if the
-    shard ends before all sequences are full. A sequence is (starts, ends), the token ranges of its documents.
+    Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Returns
+    (sequences, index of the next document), or None if the shard ends before all S sequences are full. A sequence of
+    seq_len + 1 tokens is returned as (starts, ends): its document i is tokens[starts[i]:ends[i]] of the shard.
     """
-    # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is their total.
+    # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
-    # Each sequence takes documents until it has seq_len + 1 tokens. Its last document is cut to fit. The rest of that
-    # document is dropped, because the next sequence begins with a new document.
+    # Append documents to a sequence until it has seq_len + 1 tokens, and cut the last document to fit. Drop the rest of
+    # the cut document: the next sequence begins with a new document.
     seqs = []
     doc = first_doc
     for _ in range(seqs_per_step):
         seq_end = tokens_before[doc] + seq_len + 1
-        next_doc = int(np.searchsorted(tokens_before, seq_end))           # the first document at or after seq_end
+        next_doc = int(np.searchsorted(tokens_before, seq_end))           # first document at or after seq_end
         if next_doc == len(tokens_before):
             return None
         starts = shard.doc_starts[doc:next_doc]
@@ -1292,17 +1310,18 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     return seqs, doc
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    """Build a sequence from the token ranges of its documents in the shard."""
+    """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i."""
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
-    cu_seqlens[-1] -= 1                                   # the last token is a target only
+    cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
     return PackedSeq(np.concatenate(documents), cu_seqlens.astype(np.int32))
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
                          bos_id: int) -> Iterable[PackedSeq]:
-    """Yield consecutive sequences of each data shard, in whole batches of seqs_per_step.
+    """Yield consecutive sequences of seq_len inputs from every validation shard, in whole batches of seqs_per_step.
 
-    Sequences are not aligned to documents: one may begin inside a document. Documents are not truncated.
+    Sequences are not aligned to documents: a sequence may begin inside a document. Documents are not truncated to
+    max_doc_len.
     """
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
@@ -1311,9 +1330,10 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
             yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Read the bytes of each token from the vocab.txt of a directory; None without that file. Raises DataError.
+    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory. Raises DataError.
 
-    A line of the file is "base64 id". The BOS token has no line, and its bytes are empty.
+    Returns None if the directory has no vocab.txt. Each line of the file is "base64 id". BOS has no line, and its bytes
+    are empty.
     """
     path = folder / VOCAB_FILE
     if not path.is_file():
@@ -1321,7 +1341,7 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     content = path.read_bytes()
     check_manifest(path, content)
     bytes_by_id: dict[int, bytes] = {}
-    # Reading ends at the first invalid line. The check below then reports that tokens are missing.
+    # Stop at the first invalid line. The check below then reports the missing tokens.
     with contextlib.suppress(ValueError):
         for line in content.splitlines():
             encoded, token_id = line.split()
@@ -1334,39 +1354,40 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
 
 
 # ====== Section 4: Kernels ============================================================================================
-# PyTorch references define each operation on every device. A Triton kernel is next to the reference it must match.
-RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon in bf16, here in every dtype
+# The PyTorch reference of an operation runs on every device. A Triton kernel must match the reference next to it.
+RMS_EPS = 2.0**-23                       # modded-nanogpt's epsilon for bf16, used for every dtype here
 FP8_MAX = 448.0                          # largest e4m3 value
-# Scales of the fp8 head (RECIPE 2.8) are f32 values. Their products are computed in f64 and rounded once.
+# Dequantization scales of the fp8 head (RECIPE 2.8), as f32 values. Multiply scales in f64, and round the result once.
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
-MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work they save
+MIN_QUERY_BLOCK = 32                     # queries; smaller blocks add more overhead than they save work
 ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
-NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors adds one of only +1
+NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors appends an all-ones vector
 SIGN_SEED = 92                           # arbitrary seed of sign_vectors
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language after the first launch, because only GPUs need the package
+tl = None                                # triton.language; triton_jit imports it, because only GPUs need Triton
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
-    """Compile a kernel with triton.jit, and set the global `tl` of this file, which the kernel's body uses."""
+    """Wrap a kernel in triton.jit, and import triton.language as the global `tl` that the kernel's body uses."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
 def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
-    """Wrap a function in torch.compile, or return it unchanged if this run compiles nothing."""
+    """Wrap a function in torch.compile, or return it unchanged if this run does not use torch.compile."""
     return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
-    """Decorate a `backward` so that create_graph=True raises RunError.
+    """Decorate the `backward` of an autograd function so that create_graph=True raises RunError.
 
-    Weight gradients are written to buffers that autograd does not see, so second derivatives would be silently wrong.
+    Backward writes weight gradients to buffers that autograd does not track, so second derivatives would be silently
+    wrong.
     """
-    # torch's once_differentiable does not help: it stays silent if the incoming gradient does not require grad.
+    # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
@@ -1376,50 +1397,57 @@ def first_order_only(backward: Callable) -> Callable:
     return wrapper
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of accumulators and optimizer state for weights of this dtype: f32, or f64 in an f64 run."""
+    """Return the dtype of accumulators and optimizer state for weights of `dtype`: f32, or f64 for f64 weights."""
     return torch.promote_types(dtype, torch.float32)
 
 def rms_norm(x: Tensor) -> Tensor:
-    """Normalize the last axis without a gain: x / sqrt(mean(x^2) + RMS_EPS)."""
+    """Apply RMSNorm without a learned gain over the last dimension: x / sqrt(mean(x^2) + RMS_EPS)."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
+    """Apply RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
 
-    x (..., E). cos and sin are those of GPT.set_rotary: one value per channel, with sin negated for the second channel
-    of a pair.
+    x (..., E) with head dim E -> (..., E). cos and sin broadcast to x and contain one value per channel, with sin
+    negated for the second channel of a pair. GPT.set_rotary computes them.
     """
-    # cos and sin have E channels, and the angle is 0 in the second half. Splitting x into halves takes more passes.
+    # The second half of the channels has angle 0, because splitting x into halves takes more passes.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + pairs_swapped * sin
 
 
 # ---- Attention
-ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # the newest arguments of each name; kernels look them up
+ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # registry, keyed by AttentionArgs.name
 
 @dataclass(frozen=True)
 class AttentionArgs:
-    """Window, maximum length and scale of attention. A new instance replaces the one of its name in ATTENTION_ARGS."""
+    """Attention window, maximum document length and softmax scale.
+
+    Registry: constructing an AttentionArgs registers it in ATTENTION_ARGS under `name`, and overwrites the previous one
+    of that name. Compiled code passes only the name.
+    """
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # maximum number of earlier positions that a query sees
     scale: float                         # softmax scale
-    name: str = ""                       # one name per kind of layer, the same in all stages; empty: from the values
+    name: str = ""                       # one per kind of layer, the same in all stages; "": derived from the values
 
     def __post_init__(self) -> None:
-        # Compiled code reads only the name. torch.compile guards on every value that it reads, and recompiles when one
-        # changes. A CPU tensor as an input of the graph avoids recompilation, too. But Inductor assumes that the
-        # outputs of an operation with such an input are unaligned, and loads and stores them 2 bytes at a time.
+        # torch.compile guards on every value that compiled code reads, and recompiles when a value changes. Compiled
+        # code therefore reads only the name, which is constant. Passing the values as a CPU tensor avoids
+        # recompilation, too, but Inductor then assumes that the outputs of the operation are unaligned, and loads and
+        # stores the outputs 2 bytes at a time.
         name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-    """Compute causal softmax attention within documents and a window, in O(N * window).
+    """Compute causal softmax attention within each document and a sliding window, in O(N * window).
 
-    q, k, v (N, H, E) -> (N, H, E). cu_seqlens (num_docs + 1,) i32 ascends from 0 to N; documents may be empty.
+    q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32: cumulative
+    document lengths, from 0 to N. Documents may be empty.
     """
-    # Blocks of queries are at least as long as the lookback. A query therefore sees only keys of the same block and of
-    # the previous one. Zeros precede block 0 and fill up the last block.
+    # Split the queries into blocks that are at least as long as the lookback, the largest distance from a query to a
+    # key. A query then sees only keys of its block and of the previous block. Pad with zeros before block 0 and at the
+    # end of the last block.
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
@@ -1429,57 +1457,74 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
     keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
 
-    # Key positions before block 0 are negative. They index the document of some other position, and are masked.
+    # Key positions before block 0 are negative. Indexing doc_ids with a negative position wraps around to an unrelated
+    # document, so in_window masks these keys.
     positions = torch.arange(num_blocks * block_len, device=q.device)
     doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_pos = positions.view(num_blocks, block_len, 1)
     key_pos = query_pos[:, :1] + torch.arange(-block_len, block_len, device=q.device)  # (num_blocks, 1, 2 * block_len)
     in_window = (key_pos >= 0) & (key_pos <= query_pos) & (key_pos >= query_pos - attn_args.window)
-    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])
+    visible = in_window & (doc_ids[key_pos] == doc_ids[query_pos])            # (num_blocks, block_len, 2 * block_len)
     heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=visible[:, None], scale=attn_args.scale)
     return out.transpose(1, 2).reshape(num_blocks * block_len, H, E)[:N]
 
 def torch_varlen_ops() -> Any:
-    """Return the namespace of torch's varlen attention ops. The import that registers them takes 1 s the first time."""
+    """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
+
+    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so it is deferred to the first use.
+    """
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
-    """Build the arguments that torch's forward and backward op share, from the AttentionArgs of this name."""
+    """Build the keyword arguments that torch's varlen forward and backward ops share.
+
+    cu_seqlens (num_docs + 1,) i32. name: key of the AttentionArgs in ATTENTION_ARGS.
+    """
     attn_args = ATTENTION_ARGS[name]
-    # A window with 0 positions to the right makes attention causal.
+    # window_size is (left, right). A right window of 0 makes attention causal.
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=attn_args.max_seqlen, max_k=attn_args.max_seqlen,
                 is_causal=False, scale=attn_args.scale, window_size=[attn_args.window, 0])
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute attention; return the output, and for backward the log-sum-exp and the state of the random generator."""
+    """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
+
+    q, k, v and out (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32. args_name: key
+    of the AttentionArgs in ATTENTION_ARGS.
+    """
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
-    # The shapes of the outputs do not depend on max_q and max_k.
+    # The output shapes do not depend on max_q and max_k, so any values will do.
     *qkv, cu_seqlens, _ = inputs
     return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, out: Tensor,
                     logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k and v."""
+    """Run the backward pass of torch's varlen attention. Returns the gradients of q, k and v.
+
+    grad (N, H, E): upstream gradient, for N positions, H heads and head dim E. out, logsumexp and rng_state: the
+    outputs of `varlen`. The other arguments are the inputs of `varlen`.
+    """
     return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
-    return tuple(map(torch.empty_like, inputs[:3]))                           # like q, k and v
+    return tuple(map(torch.empty_like, inputs[:3]))                           # inputs[:3]: q, k and v
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention, with AttentionArgs passed by name: new values do not recompile the graph.
+    """torch's varlen attention, with AttentionArgs passed by name, so that new values do not trigger a recompilation.
 
-    Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E)
+    Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E), for N
+    positions, H heads and head dim E.
     """
-    # torch's public `varlen_attn` makes window, length and scale constants of a graph, so each stage would recompile.
+    # torch's public `varlen_attn` bakes window, maximum length and scale into the graph as constants, so that every
+    # stage would recompile.
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
         *tensors, ctx.args_name = inputs
@@ -1493,16 +1538,21 @@ class Varlen(torch.autograd.Function):
         return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-    """Compute attention_reference with torch's varlen kernel (FA2, FA3 or FA4). Needs CUDA, and bf16 or f16."""
+    """Compute the same as attention_reference with torch's varlen kernel (FA2, FA3 or FA4).
+
+    q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32. Requires
+    CUDA and bf16 or f16.
+    """
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
 
-# ---- Weight gradients. Backward accumulates them in main_grad as soon as it computes them, and autograd receives None.
-# Megatron sets this attribute on weights whose hooks need a gradient. Backward then returns zeros, and sets it to True.
+# ---- Weight gradients. Backward accumulates them in main_grad immediately, and returns None to autograd.
+# Megatron sets this attribute on weights whose hooks need a gradient. For such a weight, backward returns zeros instead
+# of None, and sets the attribute to True.
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Make a function that mutates these arguments a custom op in compiled graphs.
+    """Make the decorated function a custom op in compiled graphs; mutates_args names the arguments that it mutates.
 
     Eager code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
@@ -1516,19 +1566,23 @@ def op_in_graphs(*mutates_args: str) -> Callable:
     return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counters of the tensors that are not None. Every in-place operation increments a counter."""
+    """Return the version counter of every tensor that is not None. An in-place operation increments the counter."""
     return [x._version for x in tensors if x is not None]
 
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
-    """Accumulate a^T b into main_grad, or a if b is None; the first write after `zero_grad` overwrites it.
+    """Accumulate a weight gradient, a^T b or `a` itself if b is None, in main_grad.
 
-    main_grad (I, J): buffer of one matrix, in f32, f64 or the dtype of a and b. a (N, I) and b (N, J); without b, a is
-    the gradient itself, (I, J). write_counts (num_matrices,) i64 on the CPU: writes per matrix since `zero_grad`, which
-    sets them to 0. This increments write_counts[count_idx].
+    The first write after `zero_grad` overwrites main_grad, and later writes add to it. This is a custom op in compiled
+    graphs only. Eager code calls the function directly.
+
+    main_grad      (I, J): gradient buffer of one matrix, in f32, f64 or the dtype of a and b
+    write_counts   (num_matrices,) i64 on the CPU: writes to each matrix since `zero_grad`, which sets the counts to 0
+    count_idx      index of the matrix in write_counts; the call increments write_counts[count_idx]
+    a, b           (N, I) and (N, J), for N positions; without b, a is the gradient itself, (I, J)
     """
-    # The op reads the count on the CPU, so one compiled graph serves first and later writes. With beta 0, addmm does
-    # not read the old content, which may be NaN.
+    # Read the count on the CPU at run time, so that one compiled graph serves first and later writes. With beta = 0,
+    # addmm does not read the old content of main_grad, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
     write_counts[count_idx] += 1
     dtype = main_grad.dtype
@@ -1537,7 +1591,7 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
     elif b is None:
         main_grad.add_(a)
     elif a.is_cuda and a.dtype != dtype:
-        # The matmul accumulates in f32, without converted copies of a and b.
+        # With out_dtype, the matmul accumulates in f32 without converted copies of a and b.
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
@@ -1547,28 +1601,34 @@ DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]   
 class WeightMatrix(NamedTuple):
     """One matrix of a parameter, and the main_grad buffer its gradient accumulates in.
 
-    To give a parameter (I, J) a main_grad, set two attributes: main_grad = zeros (I, J), in f32, f64 or the parameter's
-    dtype, and write_counts = zeros (1,) i64 on the CPU. Backward of linear_main_grad(x, as_matrix(param)) then
-    accumulates there, and param.grad stays None. write_counts.zero_() discards the gradient, because the next write
-    overwrites main_grad. Without these attributes, autograd stores the gradient in param.grad as usual.
+    To give a parameter (I, J) a main_grad, set two attributes:
+
+        param.main_grad       zeros (I, J), in f32, f64 or the parameter's dtype
+        param.write_counts    zeros (1,) i64, on the CPU
+
+    Backward of linear_main_grad(x, as_matrix(param)) then accumulates the gradient in param.main_grad, and param.grad
+    stays None. param.write_counts.zero_() clears the gradient, because the next write overwrites main_grad. Without
+    these attributes, autograd accumulates the gradient in param.grad as usual.
     """
     param: Tensor
-    matrix: Tensor                       # (I, J): the whole parameter, or a view of one matrix of it
-    main_grad: Tensor | None = None      # (I, J): the same view of the buffer; None: autograd stores the gradient
+    matrix: Tensor                       # (I, J): param itself, or a view of one matrix of a bank
+    main_grad: Tensor | None = None      # (I, J): this matrix's view of param.main_grad; None: use param.grad
     count_idx: int = 0                   # index of this matrix in param.write_counts
     deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient a^T b, or a if b is None. Returns what backward must return to autograd.
+        """Accumulate the gradient a^T b, or `a` itself if b is None. Returns the gradient for autograd, or None.
 
-            param is frozen        no write                            returns None
-            deferred is a queue    append to it, for run_deferred      returns None (*)
-            main_grad is None      compute the gradient                returns the gradient
-            otherwise              add_to_main_grad                    returns None (*)
+        a (N, I) and b (N, J) for N positions; without b, a is the gradient, (I, J). The first case that holds applies:
 
-        (*) If there is a main_grad and param has the attribute grad_added_to_main_grad, this sets the attribute to True
-        and returns zeros (I, J), so that param's hooks receive a gradient. torch.compile rejects queues, and
-        params with this attribute.
+            param is frozen        no-op                                  returns None
+            deferred is a queue    append a and b, for run_deferred       returns None (*)
+            main_grad is None      compute the gradient                   returns the gradient
+            otherwise              accumulate in main_grad                returns None (*)
+
+        (*) If there is a main_grad and param has the attribute grad_added_to_main_grad, set the attribute to True and
+        return zeros (I, J) instead, so that param's hooks receive a gradient. torch.compile rejects queues and
+        parameters with this attribute.
         """
         if not self.param.requires_grad:
             return None
@@ -1578,40 +1638,46 @@ class WeightMatrix(NamedTuple):
             return a if b is None else a.t() @ b
         else:
             add_to_main_grad(self.main_grad, self.param.write_counts, self.count_idx, a, b)
-        # Never return main_grad or a view of it: autograd may store the tensor as .grad and later add to it in-place.
-        # Zeros are allocated for every call for the same reason.
+        # Never return main_grad or a view of main_grad: autograd may store the returned tensor as .grad, and later add
+        # to .grad in place. For the same reason, allocate new zeros in every call.
         if self.main_grad is None or not hasattr(self.param, GRAD_ADDED_FLAG):
             return None
         setattr(self.param, GRAD_ADDED_FLAG, True)
         return torch.zeros_like(self.matrix)
 
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
-    """Wrap a parameter (I, J) that is a single matrix."""
+    """Wrap a parameter (I, J) that is a single matrix, with its main_grad if there is one.
+
+    deferred: queue to which backward appends the gradient; None: backward computes the gradient.
+    """
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Split a bank (L, ..., J), which stacks matrices of these heights in each layer, into the matrices of each layer.
+    """Split a bank into one list of matrices per layer.
 
-    Raises RuntimeError if the bank has a main_grad that is not contiguous, because it cannot be viewed as matrices.
+    bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
+    RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
     """
-    # Unbind once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per layer.
+    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per
+    # layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
-        grads = [None] * len(matrix_heights)
+        main_grads = [None] * len(matrix_heights)
         if hasattr(bank, "main_grad"):
-            grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+            main_grads = bank.main_grad.view(shape)[i].split(matrix_heights)
         first_count_idx = i * len(matrix_heights)
-        by_layer.append([WeightMatrix(bank, matrix, grad, first_count_idx + j)
-                         for j, (matrix, grad) in enumerate(zip(layer.split(matrix_heights), grads))])
+        by_layer.append([WeightMatrix(bank, matrix, main_grad, first_count_idx + j)
+                         for j, (matrix, main_grad) in enumerate(zip(layer.split(matrix_heights), main_grads))])
     return by_layer
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Compute deferred gradients, accumulate them in main_grad, or in .grad without one, and clear the queue.
+    """Compute and accumulate all deferred gradients, and clear the queue.
 
-    Raises RunError if a tensor in the queue was modified in-place since backward. No gradient is written in that case.
+    Gradients accumulate in main_grad, or in .grad for a matrix without main_grad. Raises RunError, before any gradient
+    is written, if a tensor in the queue was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
         check(versions == tensor_versions(a, b),
@@ -1626,9 +1692,10 @@ def run_deferred(deferred: DeferredGrads) -> None:
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
-    """Matmul with a scaled weight matrix: x @ (scale * matrix)^T, with gradients of x, scale and matrix.
+    """Linear layer with an optional scale on the weight: x @ (scale * matrix)^T.
 
-    x (..., J), scale () or None, matrix (I, J) -> (..., I). grad_target accumulates the gradient of the matrix.
+    x (..., J), scale () or None, matrix (I, J) -> (..., I). Backward computes the gradients of x, scale and matrix.
+    grad_target is the WeightMatrix that accumulates the gradient of `matrix`.
     """
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
@@ -1645,7 +1712,8 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            # Rounding this gradient to bf16 loses precision that an f32 main_grad can store.
+            # Compute this gradient in the dtype of main_grad. Rounding to bf16 first would lose precision that an f32
+            # main_grad can store.
             main_grad = ctx.grad_target.main_grad
             dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
@@ -1657,27 +1725,30 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
-    """Multiply by a weight matrix that accumulates its gradient: x @ (scale * matrix)^T, (..., J) -> (..., I)."""
+    """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
+
+    x (..., J), weight.matrix (I, J), scale () or None -> (..., I).
+    """
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
 
-# ---- relu^2 MLP. Forward saves only max(pre, 0)^2. Backward recovers max(pre, 0) as its square root.
-# By compute capability: a tile whose accumulators fit in registers, and num_stages of (forward, backward), as many as
-# fit in shared memory. Backward also needs shared memory for squares.
+# ---- relu^2 MLP. Forward saves only relu(x up^T)^2. Backward recovers relu(x up^T) as the square root.
+# (tile, num_stages of forward and backward), keyed by compute capability. The accumulators of a tile fit in registers.
+# num_stages is the largest that fits in shared memory. Backward also needs shared memory for `squares`.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
-TMA_ALIGN_BYTES = 16                     # tensor descriptors need strides that are multiples of this
+TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be multiples of this
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """Compute out = max(x w^T, 0)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
+    """Compute out = relu(x w^T)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
 
-    x (M, K), w (N, K), squares and out (M, N). With BACKWARD, x is the gradient of the MLP's output, and squares is
-    what forward returned.
+    x (M, K), w (N, K), squares and out (M, N); M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
+    With BACKWARD, x is the gradient of the MLP's output, and `squares` is the output of the forward pass.
     """
-    # Each program computes several tiles, and loads the operands of the next tile while it stores the current one.
-    # It stores a tile in two halves, which leaves more shared memory for the loads. Tensor descriptors have 64-bit
-    # addresses, and read 0 out of bounds.
+    # This is a persistent kernel: each program computes several tiles, and loads the operands of the next tile while it
+    # stores the current tile. A tile is stored in two halves, which leaves more shared memory for the loads. Tensor
+    # descriptors have 64-bit addresses, and out-of-bounds loads return 0.
     HALF_N: tl.constexpr = BLOCK_N // 2
     x_desc = tl.make_tensor_descriptor(x, [M, K], [K, 1], [BLOCK_M, BLOCK_K])
     w_desc = tl.make_tensor_descriptor(w, [N, K], [K, 1], [BLOCK_N, BLOCK_K])
@@ -1703,7 +1774,10 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel: forward, or with `squares` its backward. x (M, K), w (N, K), squares (M, N) -> (M, N)."""
+    """Launch relu_sq_kernel; runs the backward pass if `squares` is given.
+
+    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K.
+    """
     triton = importlib.import_module("triton")
     device = x.device
     props = torch.cuda.get_device_properties(device)
@@ -1712,10 +1786,11 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    squares_or_out = squares.contiguous() if backward else out                # forward does not read it
+    squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
 
-    # The allocator captures the device, not x: Triton stores the allocator, which would keep x alive. Set it on every
-    # launch, because there is one per thread and autograd runs backward on another thread.
+    # Triton allocates memory for the tensor descriptors with this allocator. Capture the device, not x: Triton stores
+    # the allocator, which would keep x alive. Set the allocator on every launch, because Triton has one per thread, and
+    # autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
@@ -1728,19 +1803,19 @@ def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
-    """Return whether relu_sq supports the device, dtype and shapes of x (M, K) and w (N, K)."""
+    """Return whether relu_sq supports x (M, K) and w (N, K): device, dtype and the GEMM sizes K and N."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    # torch.compile treats the device properties as constants.
+    # torch.compile treats device properties as constants.
     aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
     props = torch.cuda.get_device_properties(x.device)
     return aligned and (props.major, props.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
-    """relu^2 MLP: max(x up^T, 0)^2 down.
+    """relu^2 MLP: relu(x up^T)^2 down.
 
-    x (..., D), up_matrix and down_matrix (F, D) -> (..., D). up and down are the WeightMatrix of each, and accumulate
-    their gradients.
+    x (..., D), up_matrix and down_matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. `up` and `down` are
+    the WeightMatrix objects that accumulate the gradients of up_matrix and down_matrix.
     """
     @staticmethod
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
@@ -1762,8 +1837,8 @@ class ReluSqMLP(torch.autograd.Function):
         if fits_relu_sq(grad_y, down_matrix):
             grad_pre = relu_sq(grad_y, down_matrix, squares)
         else:
-            # In MKL, the square root of 0 takes 8 times as long as that of the smallest normal number. So clamp to
-            # that number, and subtract its square root afterwards.
+            # MKL takes 8 times as long for the square root of 0 as for the square root of `tiny`, the smallest normal
+            # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards.
             tiny = torch.finfo(squares.dtype).tiny
             square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
@@ -1774,7 +1849,10 @@ class ReluSqMLP(torch.autograd.Function):
         return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
-    """Compute the relu^2 MLP, max(x up^T, 0)^2 down (RECIPE 2.7). x (..., D), up and down (F, D) -> (..., D)."""
+    """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
+
+    x (..., D), up and down (F, D) -> (..., D), with model dim D and MLP hidden dim F.
+    """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
@@ -1784,9 +1862,11 @@ def softcap(logits: Tensor) -> Tensor:
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Split logits (N, V) and other tensors (N, ...) into chunks of positions that fit in the cache of a CPU.
+    """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
 
-    On a GPU and in a compiled graph there is one chunk. Inductor fuses the passes over the logits.
+    N positions, V padded vocabulary. Only eager code on a CPU needs several chunks, and otherwise there is one chunk.
+    In compiled code, Inductor fuses the passes over the logits. In eager code on a GPU, more chunks would only launch
+    more kernels.
     """
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -1794,9 +1874,9 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """Compute the loss of the next token, -log softmax(softcap(y @ w))[target], without fp8.
+    """Compute the next-token loss of every position, -log softmax(softcap(y @ w))[target], without fp8.
 
-    y (N, D), w (D, V), targets (N,) -> losses (N,), f32 or f64.
+    Hidden states y (N, D), head w (D, V), targets (N,) -> losses (N,), f32 or f64. N positions, V padded vocabulary.
     """
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
@@ -1807,15 +1887,16 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the next G tokens of every position and their loss weights, which are 0 past the end of the sequence.
+    """Gather the next G tokens of every position, and their loss weights: 0 past the end of the sequence.
 
-    targets (B, T), MTP weights (G,) -> ids (N, G) i64, token_weights (N, G).
+    targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64, token_weights (N, G), for B sequences of T tokens. N is
+    B * T.
     """
     B, T = targets.shape
-    position = torch.arange(T, device=targets.device)
-    ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
-    in_sequence = ahead < T
-    ids = targets[:, torch.where(in_sequence, ahead, 0)]                                  # (B, T, G)
+    positions = torch.arange(T, device=targets.device)
+    target_pos = positions[:, None] + torch.arange(len(weights), device=targets.device)   # (T, G)
+    in_sequence = target_pos < T
+    ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
     token_weights = (in_sequence * weights).expand(B, -1, -1)
     return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
@@ -1826,19 +1907,24 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
         grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
-    logits (N, V), ids and token_weights (N, G) -> losses (N,). grad (N, V) may be `logits` itself.
+    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss applies 1 / LOGIT_WIDTH
+    instead: in backward, or in fp8 as a part of grad_scale.
+
+    logits (N, V), ids and token_weights (N, G) -> losses (N,), for N positions, V padded vocabulary and G predicted
+    tokens. grad (N, V) is an output, and may be `logits` itself.
     """
     if torch.compiler.is_compiling():
-        # Inductor fuses this into two passes over (N, V), and materializes no f32 (N, V) tensor as softmax() would.
-        # Exponents and logarithms are to base 2, because exp2 and log2 take fewer instructions.
+        # Inductor fuses this branch into two passes over the (N, V) logits. softmax() would materialize an f32 (N, V)
+        # tensor. Exponents and logarithms, including `lse`, are to base 2, because exp2 and log2 take fewer
+        # instructions.
         cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
-        scaled = grad_scale * LOGIT_CAP * token_weights
-        grad_z = (sig * cap_log2 - lse).exp2() * scaled.sum(dim=1, keepdim=True)
-        # This loop fuses. An int32 comparison takes half the instructions of an int64 comparison.
+        scaled_weights = grad_scale * LOGIT_CAP * token_weights
+        grad_z = (sig * cap_log2 - lse).exp2() * scaled_weights.sum(dim=1, keepdim=True)
+        # Subtract the one-hot targets. Inductor fuses this loop. Comparing int32 takes half the instructions of int64.
         column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-        for target, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+        for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z = grad_z - weight * (column == target.int())
         torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
@@ -1849,10 +1935,10 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
         losses.append((chunk_weights * nll).sum(dim=1))
-        scaled = grad_scale * chunk_weights               # scale the (N, G) weights, to save a pass over (N, V)
-        grad_z = p.mul_(scaled.sum(dim=1, keepdim=True))
-        # Scatter one target at a time, because a position may have the same id twice.
-        for target, weight in zip(chunk_ids.split(1, dim=1), scaled.split(1, dim=1)):
+        scaled_weights = grad_scale * chunk_weights       # scale the (N, G) weights, to save a pass over (N, V)
+        grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
+        # Scatter one of the G targets at a time, because the same id may occur twice in a position.
+        for target, weight in zip(chunk_ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z.scatter_add_(1, target, -weight)
         dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
@@ -1866,8 +1952,9 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_
                fast_accum: bool = False) -> Tensor:
     """Compute scale * (a @ b) for fp8 matrices; scale () f64.
 
-    use_scaled_mm: use the device's fp8 matmul, with a shorter accumulator if fast_accum. Otherwise emulate the matmul
-    in out_dtype, which represents every fp8 value exactly.
+    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K. With use_scaled_mm, use the device's fp8 matmul,
+    which has a shorter accumulator if fast_accum. Otherwise emulate the matmul in out_dtype, which represents every fp8
+    value exactly.
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
@@ -1883,14 +1970,21 @@ class HeadLoss(torch.autograd.Function):
 
         loss[t] = sum over k < G with t + k < T of weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
 
-    Targets may cross document boundaries, but not the end of the sequence. The softmax is over all V padded columns.
+    Targets may cross document boundaries, but not the end of the sequence. The softmax is over the whole padded
+    vocabulary V.
 
-    y (N, D), w (D, V), targets (B, T) i64 with N = B * T, MTP weights (G,) -> losses (N,), f32 or f64.
-    loss_scale ()   gradient that backward will receive for every loss. In fp8 it changes the scale of the stored
-                    gradient, loss_scale * 0.75 / 448, but never the stored values.
-    precision       "plain", or "fp8" / "emulated": y and w in e4m3, the gradient of the logits in e5m2
-    logits_dtype    dtype of the logits, if precision is not "plain"
-    grad_target     WeightMatrix of w, which accumulates its gradient
+    y               (N, D): hidden states of N = B * T positions
+    w               (D, V): head
+    targets         (B, T) i64, for B sequences of T tokens
+    weights         (G,): MTP weights
+    loss_scale      (): upstream gradient that backward will receive for every loss. In fp8, loss_scale is folded into
+                    the dequantization scale (loss_scale * 0.75 / 448); the stored e5m2 values do not depend on it.
+    precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
+                    "emulated": the same quantization, with emulated fp8 matmuls
+    logits_dtype    dtype of the logits, unless precision is "plain"
+    grad_target     WeightMatrix that accumulates the gradient of w
+
+    Returns the losses (N,), in f32 or f64.
     """
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
@@ -1898,8 +1992,8 @@ class HeadLoss(torch.autograd.Function):
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # Compute the gradient of the logits now, so that the logits need not be saved for backward. The gradient
-        # overwrites the logits, or in fp8 takes half their memory.
+        # Compute the gradient of the logits in forward, so that the logits need not be saved for backward. The gradient
+        # overwrites the logits in place. In fp8, the gradient instead takes half the memory of the logits.
         if precision == "plain":
             logits = grad = y @ w
             grad_scale = 1.0                              # backward divides by LOGIT_WIDTH
@@ -1929,16 +2023,17 @@ class HeadLoss(torch.autograd.Function):
             grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
-        # In the trainer grad_losses equals loss_scale, so `factor` is 1. If a caller weights positions differently,
-        # grad_y is still exact, while grad_w uses the weighted gradient rounded to e5m2. loss_scale = 0 gives zeros
-        # instead of NaN.
+        # In the trainer, grad_losses equals loss_scale, so `factor` is 1. For other upstream gradients, grad_y is still
+        # exact, while grad_w uses the weighted gradient rounded to e5m2. If loss_scale is 0, `factor` is 0 instead of
+        # NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
         scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
                                                  out_dtype=dtype_y)
-        # The weighting fuses with the copy to column-major order. scaled_mm cannot accumulate into main_grad.
+        # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. scaled_mm cannot
+        # accumulate in place, so add its result to main_grad afterwards.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
                             out_dtype=factor.dtype)
@@ -1948,9 +2043,9 @@ class HeadLoss(torch.autograd.Function):
 
 # ---- Rows of tables
 def sign_vectors(model_dim: int) -> Tensor:
-    """Draw the NUM_SIGN_VECTORS random vectors of +1 and -1, and append one of only +1.
+    """Draw NUM_SIGN_VECTORS random vectors of +1 and -1, and append an all-ones vector.
 
-    -> (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables share these vectors.
+    -> (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables share the same vectors.
     """
     drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
@@ -1959,18 +2054,20 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
                     BLOCK_D: tl.constexpr) -> None:
     """Accumulate row_grads[rows[i]] += grad[order[i]] for every i < num_lookups.
 
-    row_grads (num_rows, D), rows and order (num_lookups,), grad (num_lookups, D). rows ascends, so that the lookups of
-    a row are adjacent.
+    row_grads   (num_rows, D), with model dim D
+    rows        (num_lookups,): row index of each lookup, in ascending order, so that the lookups of a row are adjacent
+    order       (num_lookups,): index into grad of each lookup
+    grad        (num_lookups, D): upstream gradient
     """
-    # There is one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
-    # BLOCK_ROWS per iteration. The other programs exit at once. The row of a frequent token has thousands of lookups.
-    # Each iteration loads rows and order for the next one, so that an iteration waits for one load, not for three in
-    # sequence.
+    # Launch one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
+    # BLOCK_ROWS per iteration, and the other programs exit at once. The row of a frequent token has thousands of
+    # lookups. Each iteration prefetches `rows` and `order` of the next iteration, so that an iteration waits for one
+    # load instead of three dependent loads.
     # The order of summation is fixed: the iterations add to the old value sequentially, and the sum within an iteration
     # is a tree that depends on BLOCK_ROWS and the number of warps.
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 if there is none
+    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 for the first lookup
     if row != previous_row:
         columns = tl.arange(0, BLOCK_D)
         in_row = columns < D
@@ -1994,16 +2091,18 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Accumulate row_grads[index[i]] += grad[i] in a fixed order.
+    """Accumulate the gradients of lookups by row, row_grads[index[i]] += grad[i], in a fixed order.
 
-    row_grads (num_rows, D) f32 or f64, index (...), grad (..., D).
+    row_grads (num_rows, D) f32 or f64, index (...) row indices, grad (..., D), with model dim D. This is a custom op in
+    compiled graphs only.
     """
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-    # The sort makes the lookups of a row adjacent. It is stable, so that they are added in their original order.
+    # Sort the lookups, so that the lookups of a row are adjacent. The sort is stable, so that the gradients of a row
+    # are added in their original order.
     rows, order = index.sort(stable=True)
     num_lookups, D = grad.shape
     launch = triton_jit(add_rows_kernel)[(num_lookups,)]
@@ -2011,9 +2110,10 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
 
 class RowLookup(torch.autograd.Function):
-    """Lookup of rows, source[index], whose gradients accumulate in row_grads.
+    """Embedding lookup, source[index], with gradients that accumulate in row_grads.
 
-    source (num_rows, D), index (...) -> (..., D). Autograd receives None, so that no dense gradient is allocated.
+    source and row_grads (num_rows, D), index (...) -> (..., D), with model dim D. Backward returns None to autograd, so
+    that no dense gradient is allocated.
     """
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
