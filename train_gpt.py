@@ -1237,8 +1237,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
           hint=f"use larger shards; or lower batch_tokens in --stages to at most {suggested_batch_tokens}",
           error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    smaller_batches = [usable_val_tokens(header.num_tokens, batch_multiple) for header in val_headers]
-    suggested_val_tokens = usable_tokens or max(smaller_batches)
+    suggested_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, batch_multiple)
+                                                for header in val_headers)
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
           found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
           expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
@@ -1436,7 +1436,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
 def torch_varlen_ops() -> Any:
     """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
 
-    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so it is deferred to the first use.
+    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so defer it to the first use.
     """
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
@@ -1612,7 +1612,7 @@ class WeightMatrix(NamedTuple):
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
     """Wrap a parameter (I, J) that is a single matrix, with its main_grad if there is one.
 
-    deferred: queue to which backward appends the gradient; None: backward computes the gradient.
+    deferred: queue for run_deferred; None: backward computes the gradient immediately.
     """
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
@@ -1622,8 +1622,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
     RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
     """
-    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per
-    # layer.
+    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size instead
+    # of one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     layers = bank.view(shape).unbind()
     by_layer = []
