@@ -1622,8 +1622,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
     RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
     """
-    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size instead
-    # of one per layer.
+    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size
+    # instead of one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     layers = bank.view(shape).unbind()
     by_layer = []
