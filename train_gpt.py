@@ -1738,7 +1738,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel; runs the backward pass if `squares` is given.
+    """Launch relu_sq_kernel; run the backward pass if `squares` is given.
 
     x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K.
     """
@@ -1799,17 +1799,17 @@ class ReluSqMLP(torch.autograd.Function):
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
         if fits_relu_sq(grad_y, down_matrix):
-            grad_pre = relu_sq(grad_y, down_matrix, squares)
+            grad_preact = relu_sq(grad_y, down_matrix, squares)
         else:
             # MKL takes 8 times as long for the square root of 0 as for the square root of `tiny`, the smallest normal
             # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards.
             tiny = torch.finfo(squares.dtype).tiny
             square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
-            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
+            grad_preact = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
-        grad_x = (grad_pre @ up_matrix).view_as(x)
-        grad_up = up.add_gradient(grad_pre, x.flatten(0, -2))
+        grad_x = (grad_preact @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
         return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
@@ -1853,8 +1853,8 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the next G tokens of every position, and their loss weights: 0 past the end of the sequence.
 
-    targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64, token_weights (N, G), for B sequences of T tokens. N is
-    B * T.
+    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64,
+    token_weights (N, G).
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
