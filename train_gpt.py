@@ -1273,8 +1273,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
           hint=f"use larger shards; or lower batch_tokens in --stages to at most {suggested_batch_tokens}",
           error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
-    smaller_batches = [usable_val_tokens(header.num_tokens, batch_multiple) for header in val_headers]
-    suggested_val_tokens = usable_tokens or max(smaller_batches)
+    suggested_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, batch_multiple)
+                                                for header in val_headers)
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
           found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
           expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
@@ -1472,7 +1472,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
 def torch_varlen_ops() -> Any:
     """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
 
-    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so it is deferred to the first use.
+    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so defer it to the first use.
     """
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
@@ -1648,7 +1648,7 @@ class WeightMatrix(NamedTuple):
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
     """Wrap a parameter (I, J) that is a single matrix, with its main_grad if there is one.
 
-    deferred: queue to which backward appends the gradient; None: backward computes the gradient.
+    deferred: queue for run_deferred; None: backward computes the gradient immediately.
     """
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
@@ -1658,8 +1658,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
     RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
     """
-    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank, not one per
-    # layer.
+    # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size
+    # instead of one per layer.
     shape = (len(bank), sum(matrix_heights), bank.shape[-1])
     layers = bank.view(shape).unbind()
     by_layer = []
@@ -1774,7 +1774,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel; runs the backward pass if `squares` is given.
+    """Launch relu_sq_kernel; run the backward pass if `squares` is given.
 
     x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K.
     """
@@ -1835,17 +1835,17 @@ class ReluSqMLP(torch.autograd.Function):
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
         if fits_relu_sq(grad_y, down_matrix):
-            grad_pre = relu_sq(grad_y, down_matrix, squares)
+            grad_preact = relu_sq(grad_y, down_matrix, squares)
         else:
             # MKL takes 8 times as long for the square root of 0 as for the square root of `tiny`, the smallest normal
             # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards.
             tiny = torch.finfo(squares.dtype).tiny
             square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
-            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
+            grad_preact = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
-        grad_x = (grad_pre @ up_matrix).view_as(x)
-        grad_up = up.add_gradient(grad_pre, x.flatten(0, -2))
+        grad_x = (grad_preact @ up_matrix).view_as(x)
+        grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
         return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
@@ -1889,8 +1889,8 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the next G tokens of every position, and their loss weights: 0 past the end of the sequence.
 
-    targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64, token_weights (N, G), for B sequences of T tokens. N is
-    B * T.
+    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64,
+    token_weights (N, G).
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
