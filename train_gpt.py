@@ -410,7 +410,7 @@ SPEC_PARSERS = dict(
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
     """Parse the text of --stages or --tables; name is "stages" or "tables".
 
-    Columns may be omitted from the end if they have defaults. Raises ValueError, TypeError or KeyError if the text is
+    Trailing columns that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
     malformed, and ConfigError if a stage or table is invalid.
     """
     # The strict zip raises ValueError for an extra column. The constructor raises TypeError for a missing column that
@@ -981,8 +981,8 @@ class Schedule:
     def momentum_at(self, progress: float) -> float:
         """Return the NorMuon momentum at this progress (RECIPE 4.2).
 
-        The momentum rises linearly from momentum_min to momentum_max over the first planned steps, and falls back
-        linearly to momentum_min over the last planned steps.
+        Linear warm-up from momentum_min to momentum_max over the first momentum_warmup_frac of the planned steps,
+        constant, then linear cooldown to momentum_min over the last momentum_cooldown_frac of the planned steps.
         """
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
@@ -1239,7 +1239,9 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return the number of validation inputs in a data shard of `shard_tokens` tokens, a multiple of batch_tokens.
+    """Return how many tokens of a data shard of `shard_tokens` tokens serve as validation inputs: whole batches only.
+
+    batch_tokens: tokens of a validation batch over all ranks.
 
     Reserve one token for the last target, and one more to match an off-by-one in modded-nanogpt's bounds check. The
     validation tokens are then the same as in modded-nanogpt.
@@ -2016,6 +2018,9 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+        # `grad` is the gradient of the logits that forward has stored. "plain": LOGIT_WIDTH * dloss/dlogits in the
+        # dtype of y, so divide by LOGIT_WIDTH here. "fp8" and "emulated": dloss/dlogits / FP8_GRAD_SCALE in e5m2. The
+        # stored values do not contain the loss scale. It is a factor of the dequantization scale below.
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
@@ -2023,9 +2028,9 @@ class HeadLoss(torch.autograd.Function):
             grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
-        # In the trainer, grad_losses equals loss_scale, so `factor` is 1. For other upstream gradients, grad_y is still
-        # exact, while grad_w uses the weighted gradient rounded to e5m2. If loss_scale is 0, `factor` is 0 instead of
-        # NaN.
+        # The trainer calls backward with grad_losses equal to loss_scale, so `factor` is 1. For any other upstream
+        # gradient, `factor` multiplies the rows of grad_y after its matmul, but the rows of `grad` before the matmul of
+        # grad_w, so factor * grad is rounded to e5m2 again. If loss_scale is 0, `factor` is 0 instead of NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
         scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
@@ -2091,7 +2096,7 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Accumulate the gradients of lookups by row, row_grads[index[i]] += grad[i], in a fixed order.
+    """Compute a deterministic index_add_: row_grads[index[i]] += grad[i], for each row in the order of i.
 
     row_grads (num_rows, D) f32 or f64, index (...) row indices, grad (..., D), with model dim D. This is a custom op in
     compiled graphs only.
@@ -2463,7 +2468,7 @@ class DeviceRowStore:
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield (local rows, copy of their state), on the CPU, for every chunk of touched rows."""
+        """Yield (local row indices, copy of their state) on the CPU, in chunks, for all touched rows."""
         for rows in self.touched_rows():
             if len(rows) > 0:
                 yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
@@ -2921,9 +2926,9 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 
     The batches are on the host, in pinned memory if the device is a GPU.
 
-    process_group: a gloo group, or None for the group of all ranks. purpose: part of the plans' tags; bytes are counted
-    for "train" only. cycle: the steps of one cycle of the run, which contains one or several cycles of each table.
-    seqs_by_step: this rank's sequences of each step. Collective.
+    process_group: a gloo group, or None for the group of all ranks. purpose: recorded in the tag of each row plan;
+    communication volume is counted only for "train". cycle: configs of the steps in this cycle, whose length is a
+    multiple of every table's update_every. seqs_by_step: this rank's sequences of each step. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
@@ -3296,8 +3301,9 @@ class GPT(nn.Module):
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill the RoPE buffers rotary_cos and rotary_sin with cos and sin of position * frequency, in place.
 
-        frequencies: E/4 angles in radians per position, for a head dim of E. The buffers are (2 * max_seq_len, E).
-        Angles are computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
+        frequencies: E/4 angular frequencies in radians per position, for head dim E. Each rotates a pair of adjacent
+        channels; the second half of the channels is not rotated. The buffers are (2 * max_seq_len, E). Angles are
+        computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -3396,9 +3402,11 @@ class GPT(nn.Module):
             x0                normalized token embedding, the initial residual stream
             residual_inputs   (coefficient of each layer, embedding): every layer adds coefficient * embedding to the
                               residual stream. Bigrams are first, then n-gram tables.
-            value_embeds      layer index -> (index in ve_gate_bank, embedding): added to the layer's attention values
+            value_embeds      layer index -> list of (index in ve_gate_bank, embedding): added to the layer's attention
+                              values
 
-        The smear gate is in (0, 1) and reads the first GATE_INPUTS channels of a token's embedding.
+        The smear coefficient of a token is the learned scalar `smear` times a gate in (0, 1). The gate reads the first
+        GATE_INPUTS channels of the token's embedding.
         """
         # Smear: add to each token's embedding a gated multiple of the previous token's. It crosses document boundaries
         # within a sequence, as in modded-nanogpt (RECIPE 2.3).
@@ -3851,7 +3859,7 @@ class BankGroup(ShardedGroup):
         cfg = self.cfg
         state = self.state[self.spec.label]
         lr = cpu_scalar(step_cfg.normuon_lr)
-        # normuon_update multiplies the decay by the learning rate again.
+        # Weight decay is quadratic in the learning rate: lr * weight_decay here, times lr in normuon_update.
         decay = lr * cfg.normuon_weight_decay
         self.normuon(self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], 1 / cfg.seqs_per_step,
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
@@ -3971,7 +3979,11 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set missing gradients to zeros, so that a rank with a loss scale of 0 takes part in the reductions."""
+        """Set missing gradients to zero.
+
+        `forward_backward(loss_scale=0)` calls this instead of backward, so that this rank still takes part in the
+        reductions of the gradients.
+        """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
         for p in self.groups[REPLICATED].weights:
@@ -4129,12 +4141,13 @@ class Engine:
         return F.pad(owned_rows, (0, 0, 0, self.shard_rows[label] - len(owned_rows)))
 
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
-        """Run forward and backward on this rank's batch, and accumulate the gradients. Does not synchronize.
+        """Run forward and backward on this rank's batch, and accumulate the gradients.
 
             gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
 
-        With a loss_scale of 0, zeros are added even if the loss is not finite, so that this rank still takes part in
-        the update. Raises RunError if a table has gradients of another cycle. Collective.
+        Does not block the host until the device has finished. With loss_scale = 0, backward is skipped and missing
+        gradients are set to zero, so a loss that is not finite does not reach the gradients, and this rank still takes
+        part in the update. Raises RunError if a table has gradients of another cycle. Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for it.
@@ -4299,21 +4312,23 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather a full weight or optimizer state tensor on the CPU of rank 0, table rows in global order. Collective.
+        """Gather one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
 
-        name: its key in `state_tensors`. x: the tensor of this rank, which may be a shard. Other ranks get None if x is
-        a shard, and otherwise a CPU copy of x.
+        Tables and their optimizer state are sharded by row, and returned in global row order. Optimizer state of banks
+        and of the head is sharded along dim 0. For a sharded tensor, ranks other than 0 return None. All other tensors
+        are replicated, and every rank returns a CPU copy of x. name is "label" for a weight, and "label.state" for
+        optimizer state.
         """
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # Gather in chunks, because NCCL copies the gathered objects to device memory.
+        # comm.all_gather gathers Python objects. Gather chunks, because NCCL copies the objects to device memory.
         chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
         if self.comm.rank != 0:
             return None
         if is_shard:
-            # A shard of a bank or of the head has fewer than CHUNK_ROWS matrices or rows, so it is a single chunk.
+            # A shard of a bank or of the head has fewer than CHUNK_ROWS entries in dim 0, so there is one chunk.
             return torch.cat(*chunks)
         # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
         rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
@@ -4825,10 +4840,10 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Count one trained step, and queue its log lines. The lines are written --adam_every steps later.
+        """Record a training step. Its log lines are written --adam_every steps later.
 
-        ms: training time on the host after the step. On a GPU, the step has been launched, but has not finished.
-        Raises RunError if the loss of an earlier step is not finite.
+        ms: training time so far, read from the host clock right after the step was launched; its CUDA work may still be
+        running. Raises RunError if the loss of an earlier step is not finite.
         """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
@@ -5552,12 +5567,12 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
         return error.exit_status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
+def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     """Agree with the other ranks on the first cause of the exit. Returns that cause, and whether this rank prints it.
 
-    cause: reported if all ranks exit together (for example Ctrl-C). if_alone: reported instead if only some ranks exit
-    within ALL_RANKS_TIMEOUT_S, because then a rank was lost. If both texts are equal, as for an error, this rank does
-    not wait for the others. The first rank to write to the TCPStore wins and prints.
+    cause: reported if all ranks exit together (for example Ctrl-C). partial_exit_cause: reported instead if only some
+    ranks exit within ALL_RANKS_TIMEOUT_S, because then a rank was lost. If both texts are equal, as for an error, this
+    rank does not wait for the others. The first rank to write to the TCPStore wins and prints.
     """
     # The store outlives a restart by torchrun, so its keys contain the number of restarts.
     env = os.environ
@@ -5574,8 +5589,8 @@ def agree_on_cause(cause: str, if_alone: str) -> tuple[str, bool]:
             time.sleep(0.02)
         return True
 
-    if cause != if_alone and not all_ended():
-        cause = if_alone
+    if cause != partial_exit_cause and not all_ended():
+        cause = partial_exit_cause
     # Store the cause unless another rank has stored one. The rank distinguishes equal causes.
     my_cause = f"{env['RANK']}\n{cause}"
     first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
@@ -5609,13 +5624,14 @@ class ExitHandler:
         threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # If only some ranks receive a signal, then a rank was lost, and torchrun or srun is ending the other ranks.
-            if_alone = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
+            # A signal that reaches only some ranks means that a rank was lost, and that torchrun or srun is ending the
+            # others. Report the lost rank then, not the signal.
+            partial_exit_cause = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                agree = functools.partial(agree_on_cause, cause, if_alone)
+                agree = functools.partial(agree_on_cause, cause, partial_exit_cause)
                 cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
             except Exception:                                                 # a stopped torchrun does not respond
-                cause = if_alone
+                cause = partial_exit_cause
         if prints:
             with contextlib.suppress(Exception):                              # stderr may be closed, or a full pipe
                 erase_progress = "\r\x1b[K" if self.log and self.log.is_tty else ""
@@ -5728,9 +5744,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         raise first_error
 
 def sample_from_save(flags: Config) -> None:
-    """Print a continuation of --prompt, generated by the saved weights in --sample=DIR. Raises TrainerError.
+    """Load the weights saved in --sample=DIR, and print a continuation of --prompt. Raises TrainerError.
 
-    flags: the given flags only; the settings of the model are read from DIR. Runs on any device.
+    flags: the command-line flags only; the model config is read from DIR. Runs on any device.
     """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)

@@ -4,8 +4,8 @@
     python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
     python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
 
-Tokens are read from the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), otherwise from those
-of preset pocket.
+Tokens are read from the GPT-2 shards that DATA names (default data/fineweb10B/fineweb_train_*.bin), otherwise from those
+of preset pocket, whose smaller vocabulary makes the fractions of bytes larger.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ID_BYTES = 4                                                         # i32
 STAGES = range(3)                                                    # the extension has the sizes of the third stage
 
 def token_files() -> str:
-    pattern = os.environ.get("DATA", str(ROOT / "../shared/data/measure_train_*.bin"))
+    pattern = os.environ.get("DATA", str(ROOT / "data/fineweb10B/fineweb_train_*.bin"))
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
 def print_row(*cells: Any) -> None:
@@ -205,6 +205,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     BENCHES = dict(bytes=print_bytes, scale=print_scale,
                    host=functools.partial(compare, 0, 1, "", "host", (10**6, 10**8), 96, 98_304))
+    if unknown := set(sys.argv[1:]) - BENCHES.keys():
+        sys.exit(f"{__doc__}\nunknown: {' '.join(sorted(unknown))}; expected: {', '.join(BENCHES)}")
     for name in sys.argv[1:] or BENCHES:
         BENCHES[name]()
         print()
