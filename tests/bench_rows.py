@@ -4,8 +4,8 @@
     python tests/bench_rows.py scale    10 million rows compared with 250 thousand on 4 gloo ranks, interleaved
     python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows compared with 10^6, interleaved
 
-Tokens are read from the GPT-2 shards that DATA names (default data/fineweb10B/fineweb_train_*.bin), otherwise from those
-of preset pocket, whose smaller vocabulary makes the fractions of bytes larger.
+Tokens are read from the GPT-2 shards that DATA names (default data/fineweb10B/fineweb_train_*.bin). If there are none,
+they are those of preset pocket, whose smaller vocabulary makes the fractions of bytes larger.
 """
 from __future__ import annotations
 
