@@ -790,7 +790,7 @@ class Communicator:
             torch.cuda.set_device(self.device)
 
     def print0(self, text: str) -> None:
-        """Print on rank 0. Errors while writing to stdout are ignored."""
+        """Print on rank 0. A closed or full stdout does not end the run: errors while writing are ignored."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
@@ -1192,10 +1192,11 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
-    """Validate every token of every data shard, and return one SHA-256 over all shards. Raises DataError.
+    """Validate every token of every data file, and return one SHA-256 over all shards. Raises DataError.
 
     The hash covers the names and contents of the shards, in order. Synthetic tokens are a function of the shard's
-    name, so only the name is hashed. Files are also verified against the manifests.
+    name, so only the name is hashed, and the tokens are not generated here. Files are also verified against the
+    manifests.
     """
     digest = hashlib.sha256()
     for header in headers:
@@ -2747,7 +2748,7 @@ class ExchangedTable:
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
               hint="call optim_step on the last step of a cycle before the next cycle", error=RunError)
         self.pending_plan = plan
-        self.fetch(plan)
+        self.fetch(plan)                                  # no-op if `Engine.fetch_rows` has fetched the plan already
         wait_for_work(self.fetch_work)
         self.fetch_work = None
         return self.cache, self.row_grads
@@ -5572,7 +5573,8 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
 
     cause: reported if all ranks exit together (for example Ctrl-C). partial_exit_cause: reported instead if only some
     ranks exit within ALL_RANKS_TIMEOUT_S, because then a rank was lost. If both texts are equal, as for an error, this
-    rank does not wait for the others. The first rank to write to the TCPStore wins and prints.
+    rank does not wait for the others before it writes its cause. The first rank to write to the TCPStore wins and
+    prints.
     """
     # The store outlives a restart by torchrun, so its keys contain the number of restarts.
     env = os.environ
