@@ -1961,10 +1961,10 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b = b.t().contiguous().t()                            # scaled_mm needs a column-major b
-    per_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), per_tensor, torch.ones((), device=a.device), per_tensor,
-                       output_dtype=out_dtype, use_fast_accum=fast_accum)
+    b = b.t().contiguous().t()                            # _scaled_mm needs a column-major b
+    # Not F.scaled_mm, which torch.compile cannot trace in torch 2.11 (pytorch issue 180604).
+    return torch._scaled_mm(a, b, scale_a=scale.float(), scale_b=torch.ones((), device=a.device), out_dtype=out_dtype,
+                            use_fast_accum=fast_accum)
 
 class HeadLoss(torch.autograd.Function):
     """Fused head and loss: softcapped cross-entropy of the next G tokens (RECIPE 2.8).
@@ -2038,7 +2038,7 @@ class HeadLoss(torch.autograd.Function):
         dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
                                                  out_dtype=dtype_y)
-        # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. scaled_mm cannot
+        # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. _scaled_mm cannot
         # accumulate in place, so add its result to main_grad afterwards.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,

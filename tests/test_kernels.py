@@ -22,9 +22,8 @@ import train_gpt as tg
 
 MAX_ROUNDING_ERROR = {F32: 1e-6, torch.float16: 2.0**-11, BF16: 2.0**-8}  # relative
 MAX_SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # CUDA programming guide, table of limits
-# torch 2.11 does not have this kernel; every later release that was tried has it.
-HAS_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
-needs_scaled_mm = pytest.mark.skipif(not HAS_SCALED_MM, reason=f"torch {torch.__version__}: no F.scaled_mm on a CPU")
+HAS_SCALED_MM = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
+needs_scaled_mm = pytest.mark.skipif(not HAS_SCALED_MM, reason=f"torch {torch.__version__}: no _scaled_mm on a CPU")
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 def leaf(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
@@ -379,7 +378,7 @@ def test_HeadLoss__a_loss_scale_of_two_to_the_k_scales_gradients_exactly(precisi
     (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16), (torch.float8_e5m2, torch.float8_e4m3fn, BF16),
     (torch.float8_e4m3fn, torch.float8_e5m2, F32)], ids=str)
 def test_fp8_matmul__scaled_mm_equals_the_emulation(a_dtype, b_dtype, out_dtype) -> None:
-    """F.scaled_mm runs on CPUs too. A bf16 result is rounded once, to 8 bits; an f32 sum may have another order."""
+    """torch._scaled_mm runs on CPUs too. A bf16 result is rounded once, to 8 bits; an f32 sum may have another order."""
     a = (20 * randn(16, 48, seed=1, dtype=F32)).to(a_dtype)
     b = (20 * randn(48, 32, seed=2, dtype=F32)).to(b_dtype)
     scale = torch.tensor(0.37, dtype=F64)

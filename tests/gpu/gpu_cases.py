@@ -75,10 +75,13 @@ def fill_with_nan(x: Tensor) -> None:
 def fill_free_memory(device: torch.device) -> bool:
     """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
+    # Segments with live tensors remain, and the allocator prefers the smallest free block that fits.
+    sizes = [block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
+             if block["state"] == "inactive"]
     free, _ = torch.cuda.mem_get_info(device)
-    large = torch.full((min(MAX_POISON_BYTES, free // 2),), 255, dtype=torch.uint8, device=device)
-    small = [torch.full((1 << 19,), 255, dtype=torch.uint8, device=device) for _ in range(64)]
-    del large, small
+    sizes += 64 * [1 << 19] + [min(MAX_POISON_BYTES, free // 2)]
+    filled = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
+    del filled
     small_tensor = torch.empty(64, device=device)
     large_tensor = torch.empty(1 << 22, device=device)
     return bool(small_tensor.isnan().all() and large_tensor.isnan().all())
@@ -149,7 +152,7 @@ class Lab:
         self.device = comm.device
         self.sizes = sizes or TINY
         self.backend = backend
-        self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU")
+        self.has_fp8 = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
         if comm.on_cuda:
             properties = torch.cuda.get_device_properties(comm.device)
             self.sizes = sizes or (RECORD if properties.total_memory >= BIG_CARD else SMALL_CARD)

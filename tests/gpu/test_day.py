@@ -1,4 +1,5 @@
 """The GPU day on a CPU: verdicts of steps that fail in every way, and dry runs."""
+import ast
 import gzip
 import json
 import math
@@ -191,6 +192,17 @@ def test_main__without_a_gpu_or_with_an_unknown_part(tmp_path, capsys) -> None:
     if not torch.cuda.device_count():
         assert day.main([f"--out={tmp_path}", "--parts=loss"]) == 1
         assert "finds no GPU" in capsys.readouterr().out
+
+def test_code_here__uses_only_names_that_exist(comm) -> None:
+    """Also in branches that only a GPU runs: every `tg.name`, and every `comm.name` of a communicator."""
+    missing = []
+    for path in Path(__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Attribute):
+                owner = dict(tg=tg, comm=comm).get(ast.unparse(node.value).rpartition(".")[2])
+                if owner is not None and not hasattr(owner, node.attr):
+                    missing.append(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert missing == []
 
 def test_write_text__is_a_shard_of_gpt2(tmp_path) -> None:
     day.write_text(tmp_path / "text.bin", "val")

@@ -44,7 +44,7 @@ def test_check__every_operation_against_f64(comm, name, sizes) -> None:
     """
     lab = cached_lab(comm)
     if name not in lab.cases():
-        pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm_v2")
+        pytest.skip("no fp8 matmul on this device: CUDA capability 8.9, or a CPU with aten::_scaled_mm")
     if sizes:
         lab = gpu_cases.Lab(comm, gpu_cases.TINY._replace(**sizes))
     case = CASES[name](lab)
