@@ -55,7 +55,7 @@ class Step(NamedTuple):
 STEPS = {                                # most valuable first
     "preflight": Step(day_steps.preflight, 0, 60), "attention": Step(day_steps.attention, 30, 200),
     "ceilings": Step(day_steps.ceilings, 20, 60), "operations": Step(day_steps.operations, 40, 240),
-    "stages": Step(day_steps.stages, 100, 420), "match": Step(day_steps.match, 50, 260),
+    "stages": Step(day_steps.stages, 240, 600), "match": Step(day_steps.match, 50, 260),
     "ranks": Step(day_steps.ranks, 60, 300), "loss": Step(day_steps.loss, 100, 300),
     "tests": Step(day_steps.tests, 60, 900), "race": Step(day_steps.race, 300, 1500)}
 
