@@ -190,7 +190,8 @@ def ceilings(args: argparse.Namespace) -> Facts:
     rates["memory"] = work_per_second(2 * large.nbytes, torch.clone, large)
     # As in the fp8 head, where a kernel of Inductor copies the gradient of the logits to column-major order.
     grad = torch.randint(100, (T, V), dtype=torch.uint8, device=device).view(torch.float8_e5m2)
-    rates["transposing"] = work_per_second(2 * grad.nbytes, torch.compile(transpose) if comm.on_cuda else transpose, grad)
+    transpose_grad = torch.compile(transpose) if comm.on_cuda else transpose
+    rates["transposing"] = work_per_second(2 * grad.nbytes, transpose_grad, grad)
     a, b = (torch.randn(cube // 2, cube // 2, device=device) for _ in range(2))
     rates["float32"] = work_per_second(2 * (cube // 2)**3, torch.mm, a, b)
     if gpu_cases.Lab(comm, gpu_cases.TINY, kernel="reference").has_fp8:
