@@ -510,8 +510,8 @@ def parse_value(name: str, text: str) -> Any:
     elif value_type is tuple:
         expected = metadata["help"]
     else:
-        number = "an integer" if value_type is int else "a number"
-        expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
+        type_name = "an integer" if value_type is int else "a number"
+        expected = f"{type_name} from {metadata['lo']:,} to {metadata['hi']:,}"
         if metadata["unit"] not in ("integer", "number"):
             expected += f" ({metadata['unit']})"
 
@@ -536,17 +536,17 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
     layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the model would
     silently train another architecture than LAYERS describes.
     """
-    saved = []                       # save_as of the layers so far
+    saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
-              expected=f"add_saved is a name that an earlier layer saves, {saved}",
+        check(layer.add_saved in ("", *saved_names), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved_names}",
               hint="correct the layer; class Layer describes its fields")
         if layer.save_as:
-            saved.append(layer.save_as)
+            saved_names.append(layer.save_as)
     value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    saved_once = BACKOUT in saved and len(saved) == len(set(saved))
-    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
-          found=f"save_as {saved}, value_embed {value_embeds}",
+    names_valid = BACKOUT in saved_names and len(saved_names) == len(set(saved_names))
+    check(names_valid and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved_names}, value_embed {value_embeds}",
           expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
           hint="correct the layers; class Layer describes their fields")
 
@@ -559,10 +559,10 @@ def check_config(cfg: Config) -> None:
     # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batch sizes are multiples of this
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # tokens; batch sizes are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages: invalid stage", found=stage,
-              expected=f"batch_tokens: a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+        check(0 < stage.batch_tokens and stage.batch_tokens % batch_multiple == 0, "--stages: invalid stage",
+              found=stage, expected=f"batch_tokens: a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
               hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
@@ -571,20 +571,21 @@ def check_config(cfg: Config) -> None:
         check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
               expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
-    trace_range = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                        # (field, true if it is valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
          "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
-         f"a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
+        ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
+         f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+         -(-cfg.val_batch_tokens // batch_multiple) * batch_multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
          "1 together with --resume, --save or --profile", 1),
-        ("profile", trace_range and 0 < int(trace_range[1]) < int(trace_range[2]),
+        ("profile", profile_match and 0 < int(profile_match[1]) < int(profile_match[2]),
          "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
     for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
@@ -662,15 +663,15 @@ def unknown_flag_error(text: str) -> ConfigError:
 
     text: the argument as given, such as "--epoch=2"
     """
-    word = text.partition("=")[0]
-    name = word.removeprefix("--")
-    closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
+    flag_text = text.partition("=")[0]
+    name = flag_text.removeprefix("--")
+    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
     hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
-    elif closest:
-        hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
-    what = f"unknown flag {word}" if word.startswith("-") else "argument without a flag"
+    elif similar_names:
+        hint = "did you mean " + " or ".join(f"--{similar_name}" for similar_name in similar_names) + "?"
+    what = f"unknown flag {flag_text}" if flag_text.startswith("-") else "argument without a flag"
     return ConfigError(what, found=repr(text),
                        expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
@@ -681,13 +682,13 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
     invalid, or if a prompt is given without --sample.
     """
     try:
-        flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
+        namespace, unknown_args = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError("invalid command line", found=error, expected="--field=value",
                           hint="--help lists all flags") from None
-    if unknown:
-        raise unknown_flag_error(unknown[0])
-    flags = vars(flags)
+    if unknown_args:
+        raise unknown_flag_error(unknown_args[0])
+    flags = vars(namespace)
     if "help" in flags:
         print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
@@ -722,22 +723,22 @@ def load_config(argv: list[str]) -> Config:
     """
     flags = parse_args(argv)
     if "sample" in flags:
-        allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= allowed, "--sample: incompatible flags", found=" ".join(argv),
-              expected=f"no flags other than {', '.join(sorted(allowed))}",
+        allowed_flags = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed_flags, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed_flags))}",
               hint="omit the others; the settings of the model are in the directory of --sample")
         return Config(**flags)
     if "resume" not in flags:
         return make_config(flags)
 
     # With --resume, numeric settings may be given again, but not changed.
-    earlier = read_settings(Path(flags["resume"]))
-    inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
+    earlier_cfg = read_settings(Path(flags["resume"]))
+    inherited = {name: getattr(earlier_cfg, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
-    required = numeric_settings(earlier)
+    earlier_settings = numeric_settings(earlier_cfg)
     for name, text in numeric_settings(cfg).items():
-        check(text == required[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{required[name]!r}, as in the resumed run",
+        check(text == earlier_settings[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{earlier_settings[name]!r}, as in the resumed run",
               hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
                    "location of tables")
     return cfg
@@ -808,9 +809,9 @@ class Communicator:
         # in the log. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
-            found = f"no response from {self.device} after {seconds:.1f} s"
-            raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
-                expected="the device finishes the work launched on it",
+            no_response = f"no response from {self.device} after {seconds:.1f} s"
+            raise lost_rank_error(no_response) if self.world_size > 1 else RunError("waiting for the device",
+                found=no_response, expected="the device finishes the work launched on it",
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
@@ -884,12 +885,12 @@ class Communicator:
         raised. The body must not wait for another rank, because that rank may have left the body with an error.
         Collective.
         """
-        failure = None
+        own_error = None
         try:
             yield
         except TrainerError as error:
-            failure = error
-        for rank, error in enumerate(self.all_gather(failure)):
+            own_error = error
+        for rank, error in enumerate(self.all_gather(own_error)):
             if error is not None:
                 what, *rest = error.args
                 raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
@@ -984,10 +985,10 @@ class Schedule:
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
-        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
-                      for i in range(num_scheduled_stages)]
-        self.stage_starts = (0, *stage_ends)              # progress at which each stage begins
-        self.stage_ends = (*stage_ends, self.planned_steps)
+        scheduled_stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
+                                for i in range(num_scheduled_stages)]
+        self.stage_starts = (0, *scheduled_stage_ends)    # progress at which each stage begins
+        self.stage_ends = (*scheduled_stage_ends, self.planned_steps)
         untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
         self.untie_progress = next(untie_starts, math.inf)    # math.inf if no stage unties
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
@@ -1084,10 +1085,10 @@ class Schedule:
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
-        long_window = stage.long_window
+        long_window_blocks = stage.long_window
         # If the schedule is completed, the final validation uses a wider window. YaRN does not adapt to this window.
         if progress >= self.planned_steps:
-            long_window = cfg.final_long_window
+            long_window_blocks = cfg.final_long_window
         lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
@@ -1095,11 +1096,11 @@ class Schedule:
         stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
         stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
-        # A checkpoint is due at each multiple of checkpoint_every, but it is only possible at the start of a cycle. Round
-        # the multiple up: the next start of a cycle is less than cycle_steps after the multiple.
+        # Checkpoints are written at starts of cycles only. Round each multiple of checkpoint_every up to the next start
+        # of a cycle. That start is less than cycle_steps after the multiple.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
-            short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
+            short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
             update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
@@ -1157,7 +1158,7 @@ class TokenShard:
 
     A document begins with a BOS token and ends before the next BOS token or at the end of the shard.
     """
-    def __init__(self, tokens: np.ndarray, bos_id: int):
+    def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
         self.tokens = tokens                                              # (num_tokens,) u16
         self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
@@ -1322,8 +1323,8 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
           expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
           error=DataError)
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        value = getattr(cfg, name)
-        check(value in (getattr(Config, name), header_value), f"--{name}", found=value,
+        flag_value = getattr(cfg, name)
+        check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
               expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
     check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
@@ -1354,18 +1355,18 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     # needed_tokens is a lower bound, because packing also drops the ends of documents and shards. With --time_budget,
     # the number of steps is not known yet, so this check is skipped.
     num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    stage_steps = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
+    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
     # A sequence of T inputs has T + 1 tokens: the last token is only a target.
     tokens_per_step = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
-    needed_tokens = sum(count * tokens for count, tokens in zip(stage_steps, tokens_per_step))
+    needed_tokens = sum(steps * tokens for steps, tokens in zip(steps_by_stage, tokens_per_step))
     available_tokens = cfg.epochs * sum(header.num_tokens for header in train_headers)
     check(cfg.epochs == 0 or cfg.time_budget or needed_tokens <= available_tokens, "too few training tokens",
           found=f"{available_tokens:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
-          expected=f"{needed_tokens:,} tokens for {sum(stage_steps):,} steps",
+          expected=f"{needed_tokens:,} tokens for {sum(steps_by_stage):,} steps",
           hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
                "--num_scheduled_steps", error=DataError)
     # All sequences of a step are packed from one shard.
-    max_step_tokens = max(tokens for count, tokens in zip(stage_steps, tokens_per_step) if count > 0)
+    max_step_tokens = max(tokens for steps, tokens in zip(steps_by_stage, tokens_per_step) if steps > 0)
     max_shard_tokens = max(header.num_tokens for header in train_headers)
     batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
