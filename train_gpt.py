@@ -146,7 +146,7 @@ def lost_rank_error(found: str) -> RunError:
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
-    """Raise `error`, with a message of the other four arguments, unless `ok` is true."""
+    """Raise `error` with the message (what, found, expected, hint) unless `ok` is true."""
     if not ok:
         raise error(what, found, expected, hint)
 
@@ -405,17 +405,17 @@ def parse_floats(column: str) -> tuple[float, ...]:
     return tuple(map(float, column.split(",")))
 
 def parse_layer(column: str) -> int | None:
-    """Parse the column `layer` of a table into a layer index, or into None for `stream`, the residual stream.
+    """Parse the column `layer` of an n-gram table into a layer index, or into None for `stream`, the residual stream.
 
     Raises ValueError if the column is neither an integer nor `stream`.
     """
     return None if column == "stream" else int(column)
 
 def parse_lr_mul(column: str) -> float:
-    """Parse the column `lr` of a table, the multiplier of adam_lr.
+    """Parse the column `lr` of an n-gram table, the multiplier of adam_lr.
 
     Raises ConfigError if the column is `nearest` or `stochastic`: in earlier versions, the 8th column was a rounding
-    mode. Raises ValueError if the column is anything else than a number.
+    mode. Raises ValueError if the column is any other text that is not a number.
     """
     check(column not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=column,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
@@ -428,7 +428,7 @@ SPEC_PARSERS = dict(
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
-    """Parse the text of the flag --`name`, --stages or --tables, into Stage or NgramTable objects.
+    """Parse the text of --stages or --tables (name: "stages" or "tables") into Stage or NgramTable objects.
 
     Trailing columns that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
     malformed, and ConfigError if a stage or table is invalid.
@@ -637,7 +637,7 @@ def print_stdout(text: str) -> None:
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
     """Build the command-line parser. Its help shows the values of the preset as defaults.
 
-    Parsed flags that are not given are absent from the result. Raises ConfigError if the preset is unknown.
+    Flags that are not given are absent from the parsed namespace. Raises ConfigError if the preset is unknown.
     """
     # The help depends on the flag --preset, so `parse_args` prints the help after parsing, instead of argparse.
     parser = argparse.ArgumentParser(
@@ -659,9 +659,10 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
-    """Build the ConfigError for an unknown command-line argument. Its hint suggests up to three similar flags.
+    """Build the ConfigError for an unknown command-line argument.
 
-    text: the argument as given, such as "--epoch=2"
+    The hint of the error suggests the new name of a renamed flag, or up to three similar flags. text: the argument as
+    given, such as "--epoch=2"
     """
     flag_text = text.partition("=")[0]
     name = flag_text.removeprefix("--")
@@ -920,7 +921,7 @@ class StepConfig:
     normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
     adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
     momentum: float                      # NorMuon momentum
-    update_adam: bool                    # last step of an Adam cycle: update the parameters that Adam updates
+    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
     begins_cycle: bool                   # first step of a cycle, the unit of loading and checkpoints
@@ -1005,9 +1006,10 @@ class Schedule:
         return step
 
     def first_step_at(self, progress: float) -> float:
-        """Return the first step whose progress is at least `progress`, which is in planned steps.
+        """Return the first step whose progress is at least `progress`, in planned steps.
 
-        With --time_budget, the result is math.inf as long as no scheduled cycle reaches this progress.
+        Without --time_budget, the progress of a step equals the step, so the result is `progress`. With --time_budget,
+        the result is math.inf as long as no scheduled cycle reaches this progress.
         """
         if not self.cfg.time_budget:
             return progress
@@ -1322,6 +1324,7 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
           found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
           expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
           error=DataError)
+    # The default of a flag means that the value is taken from the shard headers.
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
         flag_value = getattr(cfg, name)
         check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
@@ -1340,8 +1343,8 @@ def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
 
     batch_tokens: tokens of a validation batch, over all ranks
 
-    The last two tokens are excluded. One can only be a target. The other one is excluded because the bounds check of
-    modded-nanogpt is off by one: the validation tokens are then those of modded-nanogpt.
+    Two tokens of the shard are reserved. One is the last target. The other one matches an off-by-one error in the
+    bounds check of modded-nanogpt, so that the validation tokens are the same as in modded-nanogpt.
     """
     return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
 
