@@ -10,7 +10,7 @@ features are added: ranks exchange only the embedding rows that they look up, an
 device or host memory. RECIPE refers to records/RECIPE.md, which has the formulas and their sources. "record 43" is the
 43rd record of modded-nanogpt; records of this repository are cited by their path. Credits are in README.md.
 
-Sections. Each section uses and calls only code of the sections above it. Importing this file has no side effects.
+Sections. A section uses and calls only its own code and the sections above it. Importing the file has no side effects.
      1 Config      errors, layers, stages, n-gram tables, flags, presets, Communicator (rank, device, collectives)
      2 Schedule    Schedule.at(step) -> StepConfig: everything that changes from step to step
      3 Data        data shards, their checks, packing of documents into sequences, vocabulary
@@ -120,7 +120,8 @@ class TrainerError(Exception):
     exit_status = 2
 
     def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
-        # Convert to strings, so that the error can be pickled and sent to other ranks.
+        # Convert `found` and `expected` to strings, so that the error can be pickled and sent to other ranks. Truncate
+        # `found`, because user input may be long.
         super().__init__(what, str(found)[:1000], str(expected), hint)
 
     def __str__(self) -> str:
@@ -138,28 +139,32 @@ class RunError(TrainerError):
     exit_status = 1
 
 def lost_rank_error(found: str) -> RunError:
-    """Build the error for a rank that no longer responds."""
+    """Build the RunError for another rank that no longer responds. found: what shows that the rank is lost."""
     return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
                     hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
                          "names the first to fail")
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
-    """Raise `error` with this message unless `ok` is true."""
+    """Raise `error` with the message (what, found, expected, hint) unless `ok` is true."""
     if not ok:
         raise error(what, found, expected, hint)
 
 @dataclass(frozen=True)
 class Layer:
-    """One transformer layer. To move a feature to another layer, move its argument."""
+    """Features of one transformer layer, an entry of LAYERS.
+
+    Raises ConfigError if a value is unknown or if features exclude each other.
+    """
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
-    window: str = "short"            # attention window of the stage to use: "short" or "long"
+    window: str = "short"            # which attention window of the current stage the layer uses: "short" or "long"
     value_embed: int | None = None   # index of the value embedding that is added to the attention values
-    key_offset: bool = False         # shift the unrotated half of the keys by one token
+    key_offset: bool = False         # shift the features of the keys that RoPE does not rotate by one token
     save_as: str = ""                # name under which the output of the layer is saved; empty: not saved
     add_saved: str = ""              # name of a saved output to gate and add to the input of the layer; empty: none
 
     def __post_init__(self) -> None:
+        """Validate the fields. Raises ConfigError if a value is unknown or if features exclude each other."""
         check(self.attention in ("plain", "paired", "none") and self.window in ("short", "long"),
               "LAYERS: invalid layer", found=self,
               expected="attention `plain`, `paired` or `none`; window `short` or `long`",
@@ -195,16 +200,20 @@ NUM_VALUE_EMBEDS = sum(layer.value_embed is not None for layer in LAYERS)
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of the schedule. Windows are in blocks of --window_block tokens."""
+    """One stage of the schedule. Windows are in blocks of --window_block tokens.
+
+    Raises ConfigError if a field is invalid.
+    """
     batch_tokens: int                # tokens per step, over all ranks
     short_window: int
     long_window: int
     lr_mul: float                    # multiplier of both learning rates
-    mtp_start: tuple[float, ...]     # MTP weights (losses of the 1st, 2nd, ... next token) at the start
+    mtp_start: tuple[float, ...]     # loss weights of the 1st, 2nd, ... next token (MTP) at the start of the stage
     mtp_end: tuple[float, ...]       # MTP weights at the end of the stage; linearly interpolated in between
     untie: bool = False              # untie head and embedding in this stage, after `Schedule.untie_step`
 
     def __post_init__(self) -> None:
+        """Validate the fields. Raises ConfigError if the windows or weights are out of range or do not match."""
         what = "--stages: invalid stage"
         hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
         check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
@@ -234,7 +243,10 @@ TABLE_LOCATIONS = ("device", "host")
 
 @dataclass(frozen=True)
 class NgramTable:
-    """A hashed n-gram embedding table, as configured by --tables. See records/guide/NGRAM_TABLES.md."""
+    """Settings of a hashed n-gram embedding table, one entry of --tables. See records/guide/NGRAM_TABLES.md.
+
+    Raises ConfigError if a field is invalid.
+    """
     label: str                       # parameter name
     order: int                       # n of the n-grams, a key of NGRAM_FACTORS
     rows: int                        # number of rows; the last row means "no n-gram"
@@ -247,7 +259,8 @@ class NgramTable:
     beta2: float = 0.95              # decay of the second moment, per update
 
     def __post_init__(self) -> None:
-        rules = {                    # {what is expected: true if it holds}
+        """Validate the fields. Raises ConfigError if a field is invalid."""
+        rules = {                    # {expected value of a field: true if the field has such a value}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
             f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
@@ -268,22 +281,22 @@ FP8_MULTIPLE = 16                    # every dimension of an fp8 matmul must be 
 SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of this on every device
 
 # The role of a flag determines how --resume treats the flag.
-# NUMERIC: the flag affects the results of a run. A resumed run must use the same value.
+# NUMERIC: the flag affects the results of a run. A resumed run must use the value of the earlier run.
 # INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value, unless
-# its command line overrides it. The paths of the data files have this role, because --resume compares the sha256 of the
-# data.
+# the command line of the resumed run overrides the value. The paths of the data files have this role, because --resume
+# compares the SHA-256 of the data instead.
 # SINGLE_RUN: the flag applies to a single run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
 def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
          role: str = NUMERIC) -> Any:
-    """Declare a field of Config, and the flag that sets the field.
+    """Build a dataclass field of Config, with the metadata of the command-line flag that sets the field.
 
     group: heading in --help
-    unit, help: `help` continues `unit` in the output of --help, as in "--epochs passes  over the training shards"
+    unit, help: --help prints them side by side, as in "--epochs passes  over the training shards"
     choices: all valid values; empty: no restriction
     lo, hi: bounds of a number, inclusive
-    role: see above
+    role: NUMERIC, INHERITED or SINGLE_RUN; determines how --resume treats the flag
     """
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
@@ -301,7 +314,7 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")
 
 @dataclass(frozen=True)
 class Config:
-    """All settings of a run. Every field is a flag, --field=value; presets only override the defaults."""
+    """All settings of a run. Every field is a flag, --field=value. A preset replaces the defaults of some fields."""
     # --help lists flags in the order of the fields, so the common flags are first.
     preset: str = _common("record", "name", "set of defaults: record, record_tables, pocket, pocket_tables, race, "
                           "race_tables or tiny", role=NUMERIC)
@@ -388,15 +401,22 @@ class Config:
 # Stages and tables are written as text in flags, logs and settings files. Only `parse_specs` and `format_spec` read and
 # write this text.
 def parse_floats(column: str) -> tuple[float, ...]:
-    """Parse a column of comma-separated numbers: MTP weights."""
+    """Parse a column of MTP weights, such as "1,.5,.25". Raises ValueError if a weight is not a number."""
     return tuple(map(float, column.split(",")))
 
 def parse_layer(column: str) -> int | None:
-    """Parse the column `layer`: a layer index, or None for the residual stream."""
+    """Parse the column `layer` of an n-gram table into a layer index, or into None for `stream`, the residual stream.
+
+    Raises ValueError if the column is neither an integer nor `stream`.
+    """
     return None if column == "stream" else int(column)
 
 def parse_lr_mul(column: str) -> float:
-    """Parse the column `lr`. Raises ConfigError for a rounding mode, the 8th column in earlier versions."""
+    """Parse the column `lr` of an n-gram table, the multiplier of adam_lr.
+
+    Raises ConfigError if the column is `nearest` or `stochastic`: in earlier versions, the 8th column was a rounding
+    mode. Raises ValueError if the column is any other text that is not a number.
+    """
     check(column not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=column,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
           hint=f"omit `{column}`")
@@ -408,7 +428,7 @@ SPEC_PARSERS = dict(
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
-    """Parse the text of --stages or --tables; name is "stages" or "tables".
+    """Parse the text of --stages or --tables (name: "stages" or "tables") into Stage or NgramTable objects.
 
     Trailing columns that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
     malformed, and ConfigError if a stage or table is invalid.
@@ -461,23 +481,26 @@ PRESETS = dict(
 SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: value as on the command line}
 
 def format_spec(spec: Stage | NgramTable) -> str:
-    """Format a stage or table as text that `parse_specs` can parse."""
+    """Format a stage or table as text that `parse_specs` can parse: its columns, separated by spaces."""
     columns = []
     for value in vars(spec).values():
         if isinstance(value, tuple):
             columns.append(",".join(map(str, value)))
-        elif isinstance(value, bool):
+        elif isinstance(value, bool):                     # Stage.untie: the word `untie` or no column
             columns += ["untie"] if value else []
         else:
             columns.append("stream" if value is None else str(value))
     return " ".join(columns)
 
 def format_value(value: Any) -> str:
-    """Format a value as it is written on the command line."""
+    """Format the value of a Config field as text for the command line. `parse_value` parses the text."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse and validate the value of the flag --`name`. Raises ConfigError for a wrong type, choice or range."""
+    """Parse and validate the value of the flag --`name`. `~` in directories and globs is expanded.
+
+    Raises ConfigError if the text has the wrong type, is not one of the choices, or is out of range.
+    """
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
     value_type = type(config_field.default)
@@ -487,8 +510,8 @@ def parse_value(name: str, text: str) -> Any:
     elif value_type is tuple:
         expected = metadata["help"]
     else:
-        number = "an integer" if value_type is int else "a number"
-        expected = f"{number} from {metadata['lo']:,} to {metadata['hi']:,}"
+        type_name = "an integer" if value_type is int else "a number"
+        expected = f"{type_name} from {metadata['lo']:,} to {metadata['hi']:,}"
         if metadata["unit"] not in ("integer", "number"):
             expected += f" ({metadata['unit']})"
 
@@ -499,7 +522,7 @@ def parse_value(name: str, text: str) -> Any:
         if metadata["unit"] in ("directory", "glob"):
             text = os.path.expanduser(text)           # the shell does not expand ~ in --save=~/x
         value = value_type(text)
-        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # NaN: False
+        in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
         if value in choices or (in_bounds and not choices):
             return value
     example = shlex.quote(format_value(config_field.default))
@@ -507,33 +530,39 @@ def parse_value(name: str, text: str) -> Any:
                       hint=f"for example --{name}={example}; see --help")
 
 def check_layers(layers: tuple[Layer, ...]) -> None:
-    """Validate save_as, add_saved and value_embed across layers. Raises ConfigError.
+    """Check that save_as, add_saved and value_embed of all layers fit together.
 
-    Without this check, the model would silently train another architecture than LAYERS describes.
+    Raises ConfigError if a layer adds an output that no earlier layer saves, if two layers save under one name, if no
+    layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the model would
+    silently train another architecture than LAYERS describes.
     """
-    saved = []                       # save_as of the layers so far
+    saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
-        check(layer.add_saved in ("", *saved), f"LAYERS: invalid layer {i}", found=layer,
-              expected=f"add_saved is a name that an earlier layer saves, {saved}",
+        check(layer.add_saved in ("", *saved_names), f"LAYERS: invalid layer {i}", found=layer,
+              expected=f"add_saved is a name that an earlier layer saves, {saved_names}",
               hint="correct the layer; class Layer describes its fields")
         if layer.save_as:
-            saved.append(layer.save_as)
+            saved_names.append(layer.save_as)
     value_embeds = sorted(layer.value_embed for layer in layers if layer.value_embed is not None)
-    saved_once = BACKOUT in saved and len(saved) == len(set(saved))
-    check(saved_once and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
-          found=f"save_as {saved}, value_embed {value_embeds}",
+    names_valid = BACKOUT in saved_names and len(saved_names) == len(set(saved_names))
+    check(names_valid and value_embeds == list(range(len(value_embeds))), "LAYERS: layers that do not fit together",
+          found=f"save_as {saved_names}, value_embed {value_embeds}",
           expected=f"save_as: different names, among them {BACKOUT!r}; value_embed: 0, 1, ... once each",
           hint="correct the layers; class Layer describes their fields")
 
 def check_config(cfg: Config) -> None:
-    """Validate settings that depend on each other. Raises ConfigError that suggests a valid value."""
+    """Validate LAYERS and the settings that depend on each other.
+
+    Raises ConfigError if a setting is invalid. Except for LAYERS, --stages and --tables, the hint of the error has a
+    valid value.
+    """
     # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    multiple = SEQ_MULTIPLE * cfg.seqs_per_step           # tokens; batches are multiples of this
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # tokens; batch sizes are multiples of this
     for stage in cfg.stages:
-        check(0 < stage.batch_tokens and stage.batch_tokens % multiple == 0, "--stages: invalid stage", found=stage,
-              expected=f"batch_tokens: a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+        check(0 < stage.batch_tokens and stage.batch_tokens % batch_multiple == 0, "--stages: invalid stage",
+              found=stage, expected=f"batch_tokens: a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
               hint=f"correct the stage; --stages takes {STAGE_SYNTAX}")
     labels = [table.label for table in cfg.tables]
     for table in cfg.tables:
@@ -542,20 +571,21 @@ def check_config(cfg: Config) -> None:
         check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
               expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
-    trace_range = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
+    profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                        # (field, true if it is valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
          "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
-        ("val_batch_tokens", cfg.val_batch_tokens % multiple == 0,
-         f"a multiple of {multiple} ({SEQ_MULTIPLE} * seqs_per_step)", -(-cfg.val_batch_tokens // multiple) * multiple),
+        ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
+         f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
+         -(-cfg.val_batch_tokens // batch_multiple) * batch_multiple),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
          "1 together with --resume, --save or --profile", 1),
-        ("profile", trace_range and 0 < int(trace_range[1]) < int(trace_range[2]),
+        ("profile", profile_match and 0 < int(profile_match[1]) < int(profile_match[2]),
          "a:b with 0 < a < b, to trace steps a to b - 1", "100:104"))
     for name, ok, expected, example in rules:
         value = format_value(getattr(cfg, name))
@@ -563,7 +593,10 @@ def check_config(cfg: Config) -> None:
               hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """Build and validate the Config of {field: value}; other fields are set by the preset. Raises ConfigError."""
+    """Build and validate a Config from {field: value}. The preset sets the other fields.
+
+    Raises ConfigError if the preset is unknown or a setting is invalid.
+    """
     preset = settings.get("preset", Config.preset)
     check(preset in PRESETS, "--preset: unknown preset", found=preset, expected=f"one of {', '.join(PRESETS)}",
           hint="for example --preset=pocket")
@@ -572,9 +605,9 @@ def make_config(settings: dict[str, Any]) -> Config:
     return cfg
 
 def read_settings(directory: Path) -> Config:
-    """Load the Config that a run directory or a save stores.
+    """Load the Config from the settings.json of a run directory or a save.
 
-    Raises DataError if the file cannot be read or parsed, and ConfigError for an invalid setting.
+    Raises DataError if the file cannot be read or parsed, and ConfigError if a setting is invalid.
     """
     path = directory / SETTINGS_FILE
     try:
@@ -594,7 +627,7 @@ def read_settings(directory: Path) -> Config:
                              "use the train_gpt.py in its run directory") from None
 
 def print_stdout(text: str) -> None:
-    """Print a result that the user asked for. Raises RunError if writing to stdout fails."""
+    """Print text that the user asked for, such as --help or a sample. Raises RunError if writing to stdout fails."""
     try:
         print(text, flush=True)
     except (OSError, ValueError) as error:
@@ -602,7 +635,11 @@ def print_stdout(text: str) -> None:
                        hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
-    """Build the command-line parser. --help shows the values of the preset as defaults."""
+    """Build the command-line parser. Its help shows the values of the preset as defaults.
+
+    Flags that are not given are absent from the parsed namespace. Raises ConfigError if the preset is unknown.
+    """
+    # The help depends on the flag --preset, so `parse_args` prints the help after parsing, instead of argparse.
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
         allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
@@ -622,37 +659,42 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
 RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_batch_size", document_start="bos_id")
 
 def unknown_flag_error(text: str) -> ConfigError:
-    """Build the error for an unknown command-line argument, with a hint that suggests similar flags."""
-    word = text.partition("=")[0]
-    name = word.removeprefix("--")
-    closest = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
+    """Build the ConfigError for an unknown command-line argument.
+
+    The hint of the error suggests the new name of a renamed flag, or up to three similar flags. text: the argument as
+    given, such as "--epoch=2"
+    """
+    flag_text = text.partition("=")[0]
+    name = flag_text.removeprefix("--")
+    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
     hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
-    elif closest:
-        hint = "did you mean " + " or ".join(f"--{other}" for other in closest) + "?"
-    what = f"unknown flag {word}" if word.startswith("-") else "argument without a flag"
+    elif similar_names:
+        hint = "did you mean " + " or ".join(f"--{similar_name}" for similar_name in similar_names) + "?"
+    what = f"unknown flag {flag_text}" if flag_text.startswith("-") else "argument without a flag"
     return ConfigError(what, found=repr(text),
                        expected="--field=value, where field is a setting; or one prompt in quotes", hint=hint)
 
 def parse_args(argv: list[str]) -> dict[str, Any]:
-    """Parse the command line into {field: value}. Flags that are not given are not in the result.
+    """Parse the command line into {field: value}. Flags that are not given are absent from the result.
 
-    Prints the help and exits if --help is given. Raises ConfigError.
+    If --help is given, prints the help and exits. Raises ConfigError if a flag is unknown, if the value of a flag is
+    invalid, or if a prompt is given without --sample.
     """
     try:
-        flags, unknown = make_arg_parser(Config.preset).parse_known_args(argv)
+        namespace, unknown_args = make_arg_parser(Config.preset).parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError("invalid command line", found=error, expected="--field=value",
                           hint="--help lists all flags") from None
-    if unknown:
-        raise unknown_flag_error(unknown[0])
-    flags = vars(flags)
+    if unknown_args:
+        raise unknown_flag_error(unknown_args[0])
+    flags = vars(namespace)
     if "help" in flags:
         print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
         sys.exit(0)
 
-    # An empty value is probably --resume=$DIR with DIR unset. Reject it instead of starting a new run.
+    # An empty directory is probably --resume=$DIR with DIR unset. Reject the flag instead of starting a new run.
     for name in ("resume", "sample"):
         check(flags.get(name) != "", f"--{name}: no directory", found="an empty value", expected="a directory",
               hint=f"give --{name}=DIR, or omit --{name}")
@@ -661,55 +703,62 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
     return flags
 
 def flag_names(*roles: str) -> set[str]:
-    """Return the names of all flags that have one of these roles."""
+    """Return the names of all flags that have one of these roles: NUMERIC, INHERITED or SINGLE_RUN."""
     return {config_field.name for config_field in fields(Config) if config_field.metadata["role"] in roles}
 
 def numeric_settings(cfg: Config) -> dict[str, str]:
     """Return {field: formatted value} of the settings that affect results. --resume may not change these settings."""
-    # The location of a table does not affect results, not even their rounding. Ignore it here.
+    # The location of a table does not affect results, not even their rounding. Format all locations as "device", so
+    # that --resume may change the location.
     cfg = replace(cfg, tables=tuple(replace(table, location="device") for table in cfg.tables))
     return {name: format_value(getattr(cfg, name)) for name in flag_names(NUMERIC)}
 
 def load_config(argv: list[str]) -> Config:
-    """Parse and validate the command line. --resume inherits the flags of the earlier run.
+    """Parse and validate the command line into a Config.
 
-    With --sample, only the given flags are set; the caller loads the model's settings with `read_settings`. Raises
-    ConfigError or DataError.
+    With --resume, flags that are not given have the values of the earlier run, except those of role SINGLE_RUN. With
+    --sample, only the given flags are set, and the caller loads the model's settings with `read_settings`.
+
+    Raises ConfigError if a flag is invalid or may not be combined with --resume or --sample. Raises DataError if the
+    settings of the earlier run cannot be read.
     """
     flags = parse_args(argv)
     if "sample" in flags:
-        allowed = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
-        check(flags.keys() <= allowed, "--sample: incompatible flags", found=" ".join(argv),
-              expected=f"no flags other than {', '.join(sorted(allowed))}",
+        allowed_flags = flag_names(INHERITED, SINGLE_RUN) - {"resume"} | {"seed"}
+        check(flags.keys() <= allowed_flags, "--sample: incompatible flags", found=" ".join(argv),
+              expected=f"no flags other than {', '.join(sorted(allowed_flags))}",
               hint="omit the others; the settings of the model are in the directory of --sample")
         return Config(**flags)
     if "resume" not in flags:
         return make_config(flags)
 
     # With --resume, numeric settings may be given again, but not changed.
-    earlier = read_settings(Path(flags["resume"]))
-    inherited = {name: getattr(earlier, name) for name in flag_names(NUMERIC, INHERITED)}
+    earlier_cfg = read_settings(Path(flags["resume"]))
+    inherited = {name: getattr(earlier_cfg, name) for name in flag_names(NUMERIC, INHERITED)}
     cfg = make_config(inherited | flags)
-    required = numeric_settings(earlier)
+    earlier_settings = numeric_settings(earlier_cfg)
     for name, text in numeric_settings(cfg).items():
-        check(text == required[name], f"--{name} with --resume", found=repr(text),
-              expected=f"{required[name]!r}, as in the resumed run",
+        check(text == earlier_settings[name], f"--{name} with --resume", found=repr(text),
+              expected=f"{earlier_settings[name]!r}, as in the resumed run",
               hint=f"omit --{name}; only these flags may change: {', '.join(sorted(flag_names(INHERITED)))}, and the "
                    "location of tables")
     return cfg
 
 def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective launched by `Communicator.launch`. No-op for None."""
+    """Wait for a collective, given the result of `Communicator.launch`. No-op for None, which means that W = 1.
+
+    For a collective of NCCL, the current CUDA stream waits. The host does not.
+    """
     if work is not None:
         work.wait()
 
-DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of a wait for a device event, as a fraction of Communicator.timeout
+DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as a fraction of Communicator.timeout
 DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Poll a device event until it completes or the timeout expires. Return whether it has completed.
+    """Return whether a device event completes within this many seconds. The host polls the event.
 
-    Event.synchronize() has no timeout.
+    Event.synchronize() cannot be used, because it has no timeout.
     """
     deadline = time.monotonic() + seconds
     while not event.query():
@@ -727,36 +776,49 @@ class Communicator:
     # The loader thread exchanges row plans over a separate gloo group, because all ranks must launch the collectives of
     # one group in the same order.
     loader_group: dist.ProcessGroup | None = None
-    timeout: float = 600.0           # s to wait for another rank; see set_timeout
+    timeout: float = 600.0           # s to wait for another rank; `set_timeout` changes it
 
     @property
     def on_cuda(self) -> bool:
+        """Return whether the device of this rank is a GPU."""
         return self.device.type == "cuda"
 
     def synchronize(self) -> None:
-        """Wait for all work on the device. No-op on a CPU. Raises RunError like `wait_for`."""
+        """Wait for all work on the device, on all streams. No-op on a CPU.
+
+        Raises RunError if the current stream does not finish within DEVICE_TIMEOUT_FRACTION * timeout.
+        """
         if self.on_cuda:
             self.wait_for(self.record_event())
-            # The event covers the current stream only. Copies and collectives of the next cycle run on other streams.
+            # The event covers the current stream only. Copies and collectives of the next cycle run on other streams,
+            # so wait for the whole device, too. Only the wait for the event has a timeout.
             torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Record an event on the current stream. It completes when all earlier work on the stream has finished."""
+        """Record a CUDA event on the current stream.
+
+        The event completes when all work that was launched on the stream before has finished.
+        """
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for a device event. Raises RunError if the event does not complete in time."""
+        """Wait for a device event. The host waits.
+
+        Raises RunError if the event does not complete within DEVICE_TIMEOUT_FRACTION * timeout.
+        """
         # If a collective does not complete within the timeout after its launch, NCCL aborts the process without a line
         # in the log. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
-            found = f"no response from {self.device} after {seconds:.1f} s"
-            raise lost_rank_error(found) if self.world_size > 1 else RunError("waiting for the device", found=found,
-                expected="the device finishes the work launched on it",
+            no_response = f"no response from {self.device} after {seconds:.1f} s"
+            raise lost_rank_error(no_response) if self.world_size > 1 else RunError("waiting for the device",
+                found=no_response, expected="the device finishes the work launched on it",
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a collective of torch.distributed asynchronously. Collective.
+        """Launch a collective of torch.distributed asynchronously, such as dist.all_reduce. Collective.
+
+        tensors: the positional arguments of the collective
 
         Returns the Work handle, to be passed to `wait_for_work`. With W = 1, this is a no-op that returns None.
         """
@@ -774,8 +836,8 @@ class Communicator:
     def pinned(self, x: np.ndarray | Tensor) -> Tensor:
         """Convert a CPU array or tensor to a tensor, in pinned memory if the device is a GPU.
 
-        The caller may drop the tensor while it is copied asynchronously: torch does not reuse a pinned block before the
-        last copy from the block has finished.
+        The caller may drop the tensor during an asynchronous copy to the device: torch does not reuse pinned memory
+        before the last copy from the memory has finished.
         """
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
@@ -790,7 +852,7 @@ class Communicator:
             torch.cuda.set_device(self.device)
 
     def print0(self, text: str) -> None:
-        """Print on rank 0. A closed or full stdout does not end the run: errors while writing are ignored."""
+        """Print on rank 0 only. Write errors are ignored, so that a closed or full stdout does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
@@ -803,7 +865,10 @@ class Communicator:
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
-        """Check that `facts`, {name: value}, are equal on all ranks. Raises ConfigError on every rank. Collective."""
+        """Check that every value of `facts`, {name: value}, is equal on all ranks. Collective.
+
+        Raises ConfigError on every rank if a value of rank 0 differs on another rank or is missing there.
+        """
         # Every rank compares all ranks with rank 0, so that all ranks raise the same error and no rank is left waiting.
         facts_by_rank = self.all_gather(facts)
         for rank, other_facts in enumerate(facts_by_rank):
@@ -815,17 +880,18 @@ class Communicator:
 
     @contextlib.contextmanager
     def raise_together(self) -> Iterator[None]:
-        """If the body raises a TrainerError on any rank, raise that error on every rank.
+        """Open a `with` block. If its body raises a TrainerError on any rank, raise that error on every rank.
 
-        The error is raised after all ranks have finished the body. If several ranks failed, it is the error of the
-        lowest rank. The body must not wait for another rank. Collective.
+        The error is raised after all ranks have left the body. If several ranks fail, the error of the lowest rank is
+        raised. The body must not wait for another rank, because that rank may have left the body with an error.
+        Collective.
         """
-        failure = None
+        own_error = None
         try:
             yield
         except TrainerError as error:
-            failure = error
-        for rank, error in enumerate(self.all_gather(failure)):
+            own_error = error
+        for rank, error in enumerate(self.all_gather(own_error)):
             if error is not None:
                 what, *rest = error.args
                 raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
@@ -837,46 +903,50 @@ class Communicator:
 
 # ====== Section 2: Schedule ===========================================================================================
 class Rotary(NamedTuple):
-    """RoPE frequencies and softmax scale of one stage."""
+    """RoPE frequencies and softmax scale of the attention in one stage."""
     frequencies: tuple[float, ...]       # E/4 values, in radians per position; they rotate E/2 of the E head features
     attn_scale: float                    # softmax scale, adapted by YaRN
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Everything the schedule sets for one step."""
+    """All values that the schedule sets for one step."""
     step: int
     stage: int                           # index into cfg.stages
     seq_len: int                         # T, tokens
-    short_window: int                    # earlier tokens that a query attends to, in addition to its own token
-    long_window: int                     # counted like short_window
-    mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; not normalized
+    # A window counts the earlier tokens that a query attends to, in addition to its own token.
+    short_window: int                    # tokens
+    long_window: int                     # tokens
+    mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; their sum need not be 1
     rotary: Rotary
     normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
     adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
     momentum: float                      # NorMuon momentum
     update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
-    tied: bool                           # the embedding is the transposed head, the same parameter
+    tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
     begins_cycle: bool                   # first step of a cycle, the unit of loading and checkpoints
     checkpoint: bool                     # write a checkpoint before this step
     validate: bool                       # validate before this step
 
 ROTARY_BASE = 1024.0                     # the lowest frequency of the first stage is 1 / ROTARY_BASE
-# YaRN counts the full turns that a frequency makes within the old window. A frequency with fewer turns than YARN_ALPHA
-# is multiplied by old window / new window. A frequency with more turns than YARN_BETA does not change.
+# When the window grows, YaRN counts the full turns that a frequency makes within the old window. A frequency with fewer
+# turns than YARN_ALPHA is multiplied by old window / new window. A frequency with more turns than YARN_BETA does not
+# change.
 YARN_ALPHA, YARN_BETA = 1.0, 32.0
 YARN_SCALE_GROWTH = 0.2                  # relative growth of the softmax scale per log(new window / old window)
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
     """Compute the Rotary of each stage: half-truncated RoPE, adapted to longer windows by YaRN (RECIPE 2.4).
 
-    The E/4 frequencies f (E: head dim) of the first stage fall geometrically from 1 to 1/1024. When the long window
-    grows from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax scale:
+    Half-truncated RoPE rotates half of the head features, so head dim E needs E/4 frequencies f. In the first stage,
+    the frequencies fall geometrically from 1 to 1/1024 radians per token, and the softmax scale is --attn_scale. When
+    the long window grows from w to w' tokens, YaRN (arXiv 2309.00071) lowers the low frequencies and raises the softmax
+    scale:
 
         turns = w f / (2 pi)
         keep  = clamp((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0, 1)
         f     <- f (w/w' + keep (1 - w/w'))
-        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))         scale: attn_scale
+        scale <- scale (1 + YARN_SCALE_GROWTH log(w'/w))
     """
     num_frequencies = cfg.head_dim // 4
     frequencies = tuple(ROTARY_BASE ** (-i / (num_frequencies - 1)) for i in range(num_frequencies))
@@ -896,43 +966,50 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     return rotary
 
 class Schedule:
-    """Maps a step to its StepConfig: stage, learning rates, momentum, windows, loss weights (RECIPE 4).
+    """Map from a step to its StepConfig: stage, learning rates, momentum, windows, loss weights (RECIPE 4).
 
-    The progress of a step is its position in the schedule, in planned steps. Without --time_budget, the progress equals
-    the step. With --time_budget, the clock determines the progress when a cycle is scheduled, and all steps of the
-    cycle have the same progress. Stage, windows, rotary, learning rates, momentum and MTP weights depend on the
-    progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure functions of
-    their arguments and of `cycle_progress`.
+    The progress of a step is the position of the step in the schedule, in planned steps. Without --time_budget, the
+    progress equals the step. With --time_budget, the clock determines the progress when a cycle is scheduled, and all
+    steps of the cycle have the same progress. Stage, windows, rotary, learning rates, momentum and MTP weights depend
+    on the progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure
+    functions of their arguments, of the config and of `cycle_progress`.
+
+    cycle_progress: progress of the cycles that an earlier run has scheduled, from the checkpoint of --resume
     """
     def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
         # A cycle has as many steps as the longest update_every of all parameters. Row plans and checkpoints begin at
         # multiples of cycle_steps.
         self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        # With --time_budget: the progress of each scheduled cycle, ascending. The training loop appends to this list.
+        # With --time_budget: the progress of each scheduled cycle, ascending. `schedule_cycle` appends to this list.
         self.cycle_progress = list(cycle_progress)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
         num_scheduled_stages = len(cfg.stages) - 1
-        stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
-                      for i in range(num_scheduled_stages)]
-        self.stage_starts = (0, *stage_ends)              # progress at which each stage begins
-        self.stage_ends = (*stage_ends, self.planned_steps)
+        scheduled_stage_ends = [round(cfg.num_scheduled_steps * (i + 1) / num_scheduled_stages)
+                                for i in range(num_scheduled_stages)]
+        self.stage_starts = (0, *scheduled_stage_ends)    # progress at which each stage begins
+        self.stage_ends = (*scheduled_stage_ends, self.planned_steps)
         untie_starts = (start for start, stage in zip(self.stage_starts, cfg.stages) if stage.untie)
         self.untie_progress = next(untie_starts, math.inf)    # math.inf if no stage unties
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
     def progress(self, step: int) -> float:
-        """Return the schedule progress at the start of this step, in planned steps."""
+        """Return the schedule progress at the start of this step, in planned steps.
+
+        With --time_budget, this is the progress of the step's cycle, at most planned_steps. The cycle must be
+        scheduled.
+        """
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
     def first_step_at(self, progress: float) -> float:
-        """Return the first step whose progress is at least `progress`.
+        """Return the first step whose progress is at least `progress`, in planned steps.
 
-        With --time_budget, it is math.inf as long as no scheduled cycle reaches this progress.
+        Without --time_budget, the progress of a step equals the step, so the result is `progress`. With --time_budget,
+        the result is math.inf as long as no scheduled cycle reaches this progress.
         """
         if not self.cfg.time_budget:
             return progress
@@ -944,7 +1021,7 @@ class Schedule:
         """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier.
 
         This step itself is not trained. With --time_budget, the end of the schedule is math.inf as long as no scheduled
-        cycle reaches it.
+        cycle has a progress of planned_steps.
         """
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
@@ -952,8 +1029,9 @@ class Schedule:
     def untie_step(self) -> float:
         """Return the step after whose update head and embedding are split into two parameters.
 
-        It is the last step of the Adam cycle in which the stage with `untie` begins. It is math.inf if no stage has
-        `untie`, or, with --time_budget, as long as no scheduled cycle reaches that stage.
+        The result is the last step of the Adam cycle in which the stage with `untie` begins. If no stage has `untie`,
+        the result is math.inf. With --time_budget, the result is math.inf as long as no scheduled cycle reaches the
+        stage.
         """
         # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
@@ -963,26 +1041,31 @@ class Schedule:
         return step // adam_every * adam_every + adam_every - 1
 
     def stage_at(self, progress: float) -> int:
-        """Return the index of the stage at this progress: the last stage if the progress is planned_steps or more."""
+        """Return the index of the stage at this progress, in planned steps.
+
+        If the progress is planned_steps or more, the result is the index of the last stage.
+        """
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
     def lr_factor_at(self, progress: float) -> float:
-        """Return the learning rate multiplier at this progress (RECIPE 4.2).
+        """Return the learning rate multiplier at this progress, in planned steps (RECIPE 4.2).
 
             fraction  = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
             lr_factor = lr_mul * (1 - fraction) + lr_floor * fraction
 
-        lr_mul is that of the stage. The cooldown ends with the scheduled steps. There is no learning rate warm-up.
+        lr_mul is the multiplier of the stage at this progress. The cooldown covers the last --cooldown_frac of the
+        scheduled steps. There is no learning rate warm-up.
         """
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
         return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
     def momentum_at(self, progress: float) -> float:
-        """Return the NorMuon momentum at this progress (RECIPE 4.2).
+        """Return the NorMuon momentum at this progress, in planned steps (RECIPE 4.2).
 
-        Linear warm-up from momentum_min to momentum_max over the first momentum_warmup_frac of the planned steps,
-        constant, then linear cooldown to momentum_min over the last momentum_cooldown_frac of the planned steps.
+        The momentum rises linearly from momentum_min to momentum_max over the first momentum_warmup_frac of the planned
+        steps. Then it is constant. Over the last momentum_cooldown_frac of the planned steps, it falls linearly back to
+        momentum_min.
         """
         cfg = self.cfg
         warmup_steps = round(cfg.momentum_warmup_frac * self.planned_steps)
@@ -996,15 +1079,18 @@ class Schedule:
         return cfg.momentum_max
 
     def at(self, step: int) -> StepConfig:
-        """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation."""
+        """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation.
+
+        With --time_budget, the cycle of the step must be scheduled.
+        """
         cfg = self.cfg
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
-        long_window = stage.long_window
+        long_window_blocks = stage.long_window
         # If the schedule is completed, the final validation uses a wider window. YaRN does not adapt to this window.
         if progress >= self.planned_steps:
-            long_window = cfg.final_long_window
+            long_window_blocks = cfg.final_long_window
         lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
@@ -1012,10 +1098,11 @@ class Schedule:
         stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
         stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
-        # Checkpoints: round each multiple of checkpoint_every up to the next start of a cycle.
+        # Checkpoints are written at starts of cycles only. Round each multiple of checkpoint_every up to the next start
+        # of a cycle. That start is less than cycle_steps after the multiple.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
-            short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
+            short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
             update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
@@ -1024,13 +1111,14 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps that the warm-up runs: for every stage, the cycle in which it begins and the next cycle.
+        """Return the steps that the warm-up runs: for every stage, the cycle in which it begins, and the next cycle.
 
         These steps run every graph that training uses. A graph depends on the stage, on whether head and embedding are
-        tied, and on whether Adam updates.
+        tied, and on whether Adam updates. The list consists of whole cycles, except that the last cycle may end at
+        end_step.
         """
-        # Run the stage with the largest batches first, so that an OOM surfaces early. Run a cycle last if end_step
-        # truncates it.
+        # Run the stage with the largest batches first, so that an OOM surfaces early. A cycle that end_step truncates
+        # must be the last one, because `warm_up` splits the list into cycles of cycle_steps steps.
         cycle_starts: dict[int, None] = {}                # an ordered set of steps
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
         for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
@@ -1064,14 +1152,15 @@ class ShardHeader(NamedTuple):
 
     @property
     def vocab_and_bos(self) -> tuple[int, int]:
+        """Return (vocabulary size, BOS id), which are equal for all shards of a run."""
         return self.vocab_size, self.bos_id
 
 class TokenShard:
     """Tokens of one data shard in host memory, with the starts and lengths of its documents.
 
-    A document begins with its BOS token.
+    A document begins with a BOS token and ends before the next BOS token or at the end of the shard.
     """
-    def __init__(self, tokens: np.ndarray, bos_id: int):
+    def __init__(self, tokens: np.ndarray, bos_id: int) -> None:
         self.tokens = tokens                                              # (num_tokens,) u16
         self.doc_starts = np.flatnonzero(tokens == bos_id)                # (num_docs,) indices of the BOS tokens
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))   # (num_docs,) in tokens, including BOS
@@ -1080,7 +1169,7 @@ class PackedSeq(NamedTuple):
     """One training or validation sequence of T inputs, in host memory."""
     tokens: np.ndarray                   # (T + 1,) u16: the first T tokens are the inputs, the last T the targets
     # (num_docs + 1,) i32: cumulative lengths of the documents in the inputs, from 0 to T. The first document or the
-    # last one may be empty.
+    # last document may have 0 tokens.
     cu_seqlens: np.ndarray
 
 def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
@@ -1091,14 +1180,17 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.
     """
     positions = np.arange(count, dtype=np.uint64) + (seed << 32)
     hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the multiplication wraps at 2^64
-    tokens = hashed * hashed // 7 % (vocab_size - 1)
-    tokens += tokens >= bos_id           # skip bos_id
+    tokens = hashed * hashed // 7 % (vocab_size - 1)      # 0 to vocab_size - 2
+    tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
     tokens[:1] = bos_id
     return tokens.astype(np.uint16)
 
 def read_shard_header(path: Path) -> ShardHeader:
-    """Read the 1,024-byte header of a .bin shard, and check the file size that it implies. Raises DataError."""
+    """Read the 1,024-byte header of a .bin shard.
+
+    Raises DataError if the file is missing, is not a shard, or has another size than its header implies.
+    """
     check(path.is_file(), f"data shard {path}",
           found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
           hint="preset record: run python data/cached_fineweb10B.py 9. Preset pocket: run in a clone, which has "
@@ -1120,9 +1212,10 @@ def read_shard_header(path: Path) -> ShardHeader:
     return ShardHeader(str(path), num_tokens, vocab_size, bos_id)
 
 def read_shard_headers(pattern: str) -> list[ShardHeader]:
-    """Read the headers of all data shards that match a pattern, sorted by name. Raises DataError.
+    """Read the headers of all data shards that match a pattern, sorted by name.
 
-    The pattern is a glob, or "formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS" for synthetic tokens.
+    The pattern is a glob, or "formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS" for synthetic tokens. Raises DataError
+    if no file matches the glob, if a match is not a valid shard, or if the pattern of synthetic tokens is malformed.
     """
     if pattern.startswith(SYNTHETIC_PREFIX):
         check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern),
@@ -1130,9 +1223,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
               hint="for example --train_files=formula:512:511:40000:2", error=DataError)
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
-    # Escape an existing directory, because brackets in its name are literal. If the glob has no matches, try the
-    # pattern as a literal file name, because file names may contain brackets, too. Every match must be a shard:
-    # skipping a broken link would silently train on less data.
+    # If the directory of the pattern exists, escape its name: brackets in the name are literal. If the glob has no
+    # matches, try the pattern as a literal file name, because file names may contain brackets, too. Every match must be
+    # a shard: skipping a broken link would silently train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -1140,9 +1233,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
     return [read_shard_header(Path(path)) for path in paths]
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """Read {file name: SHA-256 hex digest} from the manifest of a directory. Raises DataError.
+    """Read {file name: SHA-256 hex digest} from the manifest of a directory.
 
-    Returns {} if the directory has no manifest.
+    Returns {} if the directory has no manifest. Raises DataError if the manifest is unfinished or malformed.
     """
     path = folder / MANIFEST_FILE
     check(not os.path.lexists(f"{path}.part"), f"{path}.part",
@@ -1162,9 +1255,10 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         ) from None
 
 def check_manifest(path: Path, content: bytes) -> None:
-    """Verify the SHA-256 of a file's content against the manifest in its directory. Raises DataError.
+    """Verify the SHA-256 of a file's content against the manifest in the directory of the file.
 
-    This is a no-op if the directory has no manifest, or its manifest does not list the file.
+    This is a no-op if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the
+    SHA-256 differs from the manifest, or if the manifest is unfinished or malformed.
     """
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -1175,7 +1269,11 @@ def check_manifest(path: Path, content: bytes) -> None:
                    f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
 def load_shard(header: ShardHeader) -> TokenShard:
-    """Load a data shard from its file, or generate a synthetic one, and validate every token. Raises DataError."""
+    """Load a data shard from its file, or generate a synthetic one, and validate every token.
+
+    Raises DataError if the shard has fewer tokens than its header says, a token id outside the vocabulary, or no BOS
+    token.
+    """
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
         tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
@@ -1192,11 +1290,11 @@ def load_shard(header: ShardHeader) -> TokenShard:
     return shard
 
 def verify_shards(headers: list[ShardHeader]) -> str:
-    """Validate every token of every data file, and return one SHA-256 over all shards. Raises DataError.
+    """Validate every token of every data file, and return one SHA-256 hex digest over all shards.
 
     The hash covers the names and contents of the shards, in order. Synthetic tokens are a function of the shard's
-    name, so only the name is hashed, and the tokens are not generated here. Files are also verified against the
-    manifests.
+    name, so only the name is hashed, and the tokens are not generated here. Raises DataError if a file contains invalid
+    tokens, or if the content of a file differs from the manifest in the directory of the file.
     """
     digest = hashlib.sha256()
     for header in headers:
@@ -1212,8 +1310,8 @@ def verify_shards(headers: list[ShardHeader]) -> str:
 def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: list[ShardHeader]) -> Config:
     """Return `cfg` with vocab_size, bos_id, padded_vocab and bigram_rows filled in from the shard headers.
 
-    Raises DataError if the shards have different vocabularies or an invalid one, and ConfigError if a flag contradicts
-    the shard headers.
+    Raises DataError if the shards have different vocabularies or an invalid vocabulary, and ConfigError if a flag
+    contradicts the shard headers.
     """
     first_header = train_headers[0]
     for header in train_headers + val_headers:
@@ -1226,9 +1324,10 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
           found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
           expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
           error=DataError)
+    # The default of a flag means that the value is taken from the shard headers.
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
-        value = getattr(cfg, name)
-        check(value in (getattr(Config, name), header_value), f"--{name}", found=value,
+        flag_value = getattr(cfg, name)
+        check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
               expected=f"{header_value}, as in the header of {first_header.name}", hint=f"omit --{name}")
     padded_vocab = cfg.padded_vocab or -(-vocab_size // 128) * 128
     check(padded_vocab >= vocab_size, "--padded_vocab", found=padded_vocab,
@@ -1240,33 +1339,37 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return how many tokens of a data shard of `shard_tokens` tokens serve as validation inputs: whole batches only.
+    """Return how many of the `shard_tokens` tokens of a data shard are validation inputs: whole batches only.
 
-    batch_tokens: tokens of a validation batch over all ranks.
+    batch_tokens: tokens of a validation batch, over all ranks
 
-    Reserve one token for the last target, and one more to match an off-by-one in modded-nanogpt's bounds check. The
-    validation tokens are then the same as in modded-nanogpt.
+    Two tokens of the shard are reserved. One is the last target. The other one matches an off-by-one error in the
+    bounds check of modded-nanogpt, so that the validation tokens are the same as in modded-nanogpt.
     """
     return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
 
 def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[ShardHeader],
                       val_headers: list[ShardHeader]) -> None:
-    """Fail fast, before the model is built, if the data has too few tokens to train or validate. Raises DataError."""
-    # Check a lower bound of the training tokens, because packing drops the ends of documents and shards. With
-    # --time_budget, the number of steps is not known yet, so skip this check.
+    """Check, before the model is built, that the shards have enough tokens to train and to validate.
+
+    Raises DataError if the training shards have too few tokens for the run, if every training shard has too few tokens
+    for one step, or if the validation shards have too few tokens for --val_tokens.
+    """
+    # needed_tokens is a lower bound, because packing also drops the ends of documents and shards. With --time_budget,
+    # the number of steps is not known yet, so this check is skipped.
     num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    stage_steps = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
+    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
     # A sequence of T inputs has T + 1 tokens: the last token is only a target.
     tokens_per_step = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
-    needed_tokens = sum(count * tokens for count, tokens in zip(stage_steps, tokens_per_step))
+    needed_tokens = sum(steps * tokens for steps, tokens in zip(steps_by_stage, tokens_per_step))
     available_tokens = cfg.epochs * sum(header.num_tokens for header in train_headers)
     check(cfg.epochs == 0 or cfg.time_budget or needed_tokens <= available_tokens, "too few training tokens",
           found=f"{available_tokens:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
-          expected=f"{needed_tokens:,} tokens for {sum(stage_steps):,} steps",
+          expected=f"{needed_tokens:,} tokens for {sum(steps_by_stage):,} steps",
           hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
                "--num_scheduled_steps", error=DataError)
     # All sequences of a step are packed from one shard.
-    max_step_tokens = max(tokens for count, tokens in zip(stage_steps, tokens_per_step) if count > 0)
+    max_step_tokens = max(tokens for steps, tokens in zip(steps_by_stage, tokens_per_step) if steps > 0)
     max_shard_tokens = max(header.num_tokens for header in train_headers)
     batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
@@ -1291,8 +1394,9 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     """Pack documents, in stream order, into the S sequences of one step (RECIPE 5.2).
 
     Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Returns
-    (sequences, index of the next document), or None if the shard ends before all S sequences are full. A sequence of
-    seq_len + 1 tokens is returned as (starts, ends): its document i is tokens[starts[i]:ends[i]] of the shard.
+    (sequences, index of the first document of the next step), or None if the shard ends before all S sequences are
+    full. Each sequence has seq_len + 1 tokens and is returned as (starts, ends), two arrays (num_docs,): document i of
+    the sequence is shard.tokens[starts[i]:ends[i]].
     """
     # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -1313,7 +1417,10 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
     return seqs, doc
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i."""
+    """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i.
+
+    starts and ends (num_docs,) are indices into shard.tokens. The ranges have T + 1 tokens in all.
+    """
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                   # the last token is a target, not an input
@@ -1323,8 +1430,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
                          bos_id: int) -> Iterable[PackedSeq]:
     """Yield consecutive sequences of seq_len inputs from every validation shard, in whole batches of seqs_per_step.
 
-    Sequences are not aligned to documents: a sequence may begin inside a document. Documents are not truncated to
-    max_doc_len.
+    A sequence may begin inside a document. Documents are not truncated to max_doc_len.
     """
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
@@ -1333,10 +1439,11 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
             yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory. Raises DataError.
+    """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory.
 
-    Returns None if the directory has no vocab.txt. Each line of the file is "base64 id". BOS has no line, and its bytes
-    are empty.
+    Returns None if the directory has no vocab.txt. Each line of the file is "base64 id". The BOS token has no line, and
+    its bytes are empty. Raises DataError if a line is invalid, if a token is missing, or if the SHA-256 of the file
+    differs from the manifest.
     """
     path = folder / VOCAB_FILE
     if not path.is_file():
