@@ -1352,24 +1352,13 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
                       val_headers: list[ShardHeader]) -> None:
     """Check, before the model is built, that the shards have enough tokens to train and to validate.
 
-    Raises DataError if the training shards have too few tokens for the run, if every training shard has too few tokens
-    for one step, or if the validation shards have too few tokens for --val_tokens.
+    Raises DataError if every training shard has too few tokens for one step, or if the validation shards have too few
+    tokens for --val_tokens. `count_packed_tokens` checks the training tokens of the whole run.
     """
-    # needed_tokens is a lower bound, because packing also drops the ends of documents and shards. With --time_budget,
-    # the number of steps is not known yet, so this check is skipped.
-    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
-    steps_by_stage = np.diff(np.minimum((0, *schedule.stage_ends), num_steps)).tolist()
-    # A sequence of T inputs has T + 1 tokens: the last token is only a target.
-    tokens_per_step = [stage.batch_tokens + cfg.seqs_per_step for stage in cfg.stages]
-    needed_tokens = sum(steps * tokens for steps, tokens in zip(steps_by_stage, tokens_per_step))
-    available_tokens = cfg.epochs * sum(header.num_tokens for header in train_headers)
-    check(cfg.epochs == 0 or cfg.time_budget or needed_tokens <= available_tokens, "too few training tokens",
-          found=f"{available_tokens:,} tokens in {len(train_headers):,} shards of {cfg.train_files!r}",
-          expected=f"{needed_tokens:,} tokens for {sum(steps_by_stage):,} steps",
-          hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or lower "
-               "--num_scheduled_steps", error=DataError)
-    # All sequences of a step are packed from one shard.
-    max_step_tokens = max(tokens for steps, tokens in zip(steps_by_stage, tokens_per_step) if steps > 0)
+    # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens: the
+    # last token is only a target.
+    last_stage = schedule.at(schedule.end_step - 1).stage
+    max_step_tokens = max(stage.batch_tokens for stage in cfg.stages[:last_stage + 1]) + cfg.seqs_per_step
     max_shard_tokens = max(header.num_tokens for header in train_headers)
     batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
@@ -1415,6 +1404,85 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
         seqs.append((starts, ends))
         doc = next_doc
     return seqs, doc
+
+def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
+                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
+    """Pack consecutive tokens into the S sequences of one step, and drop none, for every epoch after the first.
+
+    A document is split into pieces of max_doc_len tokens, which are packed like documents. A sequence may cut a piece,
+    and the next sequence begins with the rest of it, without BOS. The last target of a sequence is the first input of
+    the next sequence.
+
+    Packing begins with token `first_token` of the shard. Returns (sequences, index of the first token of the next
+    step), or None if the shard ends before all S sequences are full. The format of a sequence is that of `pack_batch`.
+    """
+    end = first_token + seqs_per_step * seq_len
+    if end >= len(shard.tokens):
+        return None
+    positions = np.arange(first_token, end + 1)
+    doc = np.searchsorted(shard.doc_starts, positions, "right") - 1
+    doc_start = np.where(doc < 0, 0, shard.doc_starts[doc])               # a shard may begin inside a document
+    piece_starts = positions[(positions - doc_start) % max_doc_len == 0]
+    seqs = []
+    for seq_start in range(first_token, end, seq_len):
+        seq_end = seq_start + seq_len + 1
+        starts = np.append(seq_start, piece_starts[(seq_start < piece_starts) & (piece_starts < seq_end)])
+        seqs.append((starts, np.append(starts[1:], seq_end)))
+    return seqs, end
+
+class OutOfData(DataError):
+    """The training data ends before the next step. Raised on every rank in the same cycle of the run."""
+
+class Packer:
+    """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
+
+    The first epoch packs as modded-nanogpt does (`pack_batch`): it drops the rest of every document that it cuts, and
+    the end of every shard. Later epochs drop nothing (`pack_pieces`): they join the end of a shard to the next shard.
+    """
+    def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
+        """shards: (epoch, shard), with epochs counted from 0."""
+        self.cfg = cfg
+        self.shards = shards
+        self.epoch = 0
+        self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
+        # Where the next step begins in the shard: index of a document in the first epoch, of a token in later ones.
+        self.position = 0
+
+    def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
+        """Pack the S sequences of the next step, for all ranks. Raises OutOfData if the shards end before that.
+
+        Returns (shard, sequences) in the format of `pack_batch`.
+        """
+        while True:
+            pack = pack_pieces if self.epoch else pack_batch
+            packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
+            if packed is not None:
+                seqs, self.position = packed
+                return self.shard, seqs
+            rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
+            self.epoch, self.shard = next(self.shards, (self.epoch, None))
+            check(self.shard, "training data ended",
+                  found=f"{self.cfg.train_files!r} is enough for {step_cfg.step} steps",
+                  expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} more tokens, at most "
+                           f"{self.cfg.max_doc_len} of each document in the first epoch",
+                  hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or "
+                       f"--max_steps={step_cfg.step}", error=OutOfData)
+            if len(rest):
+                self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
+            self.position = 0
+
+def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
+    """Count the tokens that all steps of the schedule read, in the first epoch and in later epochs.
+
+    Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
+    """
+    epochs = range(cfg.epochs) if cfg.epochs else itertools.count()
+    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch in epochs for header in headers))
+    counts = [0, 0]
+    for step_cfg in map(schedule.at, range(schedule.end_step)):
+        packer.next(step_cfg)
+        counts[packer.epoch > 0] += step_cfg.seq_len * cfg.seqs_per_step
+    return counts[0], counts[1]
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
     """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i.
@@ -3069,9 +3137,6 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
             batch.plans.update(plans)
     return [batch.map(comm.pinned) for batch in batches]
 
-class OutOfData(DataError):
-    """No data shard has enough tokens left for the next step. Raised on every rank in the same cycle of the run."""
-
 class Loader:
     """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
 
@@ -3085,17 +3150,14 @@ class Loader:
         self.purpose = purpose
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        self.shards = self._prefetch_shards()
-        # Current shard; documents before next_doc are consumed. Starts as an empty placeholder.
-        self.shard = TokenShard(np.empty(0, np.uint16), 0)
-        self.next_doc = 0
+        self.packer = Packer(cfg, self._prefetch_shards())
         self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
         """Consume the data of these steps without building batches. A resumed run has already trained on it."""
         for step_cfg in steps:
-            self._pack_batch(step_cfg)
+            self.packer.next(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
         """Build the batches of the first cycle as the next one, and wait for them. Then call `advance`."""
@@ -3141,47 +3203,22 @@ class Loader:
         """Pack the sequences of a cycle, and build this rank's batches. Runs on the loader thread. Collective."""
         seqs_by_step = []
         for step_cfg in cycle:
-            shard, seqs = self._pack_batch(step_cfg)
+            shard, seqs = self.packer.next(step_cfg)
             my_seqs = seqs[self.comm.rank::self.comm.world_size]
             seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
-    def _prefetch_shards(self) -> Iterable[TokenShard]:
-        """Yield the data shards of every epoch. A reader thread loads the next shard while the caller uses this one."""
+    def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
+        """Yield (epoch, data shard) for every epoch. A reader thread loads the next shard while the caller uses this one.
+        """
         epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
         next_shard = None
-        for _ in epochs:
-            for header in self.headers:
-                current = next_shard
-                next_shard = self.reader.submit(load_shard, header)
-                if current is not None:
-                    yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
-        yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
-
-    def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the next S sequences, for all ranks. Raises OutOfData if no shard has enough tokens.
-
-        Returns (shard, sequences). A sequence is (starts, ends), the token ranges of its documents in the shard.
-        """
-        # One shard must provide all sequences of a step. Try the rest of the current shard, then every shard from its
-        # start, including the current one.
-        for _ in range(len(self.headers) + 1):
-            packed = pack_batch(self.shard, self.next_doc, self.cfg.seqs_per_step, step_cfg.seq_len,
-                                self.cfg.max_doc_len)
-            if packed is not None:
-                seqs, self.next_doc = packed
-                return self.shard, seqs
-            self.shard = next(self.shards, None)
-            self.next_doc = 0
-            if self.shard is None:
-                break
-        raise OutOfData("training data ended",
-                        found=f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {step_cfg.step} "
-                              "steps",
-                        expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} tokens in one shard, at most "
-                                 f"{self.cfg.max_doc_len} of each document",
-                        hint="use more or larger shards, --epochs=0 to repeat them, a larger --max_doc_len, or a "
-                             "smaller --max_steps")
+        for epoch, header in ((epoch, header) for epoch in epochs for header in self.headers):
+            current = next_shard
+            next_shard = epoch, self.reader.submit(load_shard, header)
+            if current is not None:
+                yield current[0], result_with_timeout(current[1], self.cfg.comm_timeout, "reading a shard")
+        yield next_shard[0], result_with_timeout(next_shard[1], self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
     """The validation sequences, in host memory, with the statistics for bits per byte."""

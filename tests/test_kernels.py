@@ -378,7 +378,8 @@ def test_HeadLoss__a_loss_scale_of_two_to_the_k_scales_gradients_exactly(precisi
     (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16), (torch.float8_e5m2, torch.float8_e4m3fn, BF16),
     (torch.float8_e4m3fn, torch.float8_e5m2, F32)], ids=str)
 def test_fp8_matmul__scaled_mm_equals_the_emulation(a_dtype, b_dtype, out_dtype) -> None:
-    """torch._scaled_mm runs on CPUs too. A bf16 result is rounded once, to 8 bits; an f32 sum may have another order."""
+    """torch._scaled_mm also runs on a CPU. A bf16 result is rounded once, to 8 bits; an f32 sum may have another order.
+    """
     a = (20 * randn(16, 48, seed=1, dtype=F32)).to(a_dtype)
     b = (20 * randn(48, 32, seed=2, dtype=F32)).to(b_dtype)
     scale = torch.tensor(0.37, dtype=F64)
