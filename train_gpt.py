@@ -4391,8 +4391,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     """Estimate the peak memory of one rank, {category: bytes}, with micro_batch_size sequences per micro-batch.
 
     attention: attention function of the run. Activations take the least memory with `attention_varlen`. The categories
-    "weights", "gradients" and "moments" (optimizer state) are computed from the parameter specs. "working" (activations)
-    is estimated from SAVED_VECTORS and LOGIT_COPIES. HOST_TABLES is the host memory of row-wise tables.
+    "weights", "gradients" and "moments" (optimizer state) are computed from the parameter specs. The category "working"
+    (activations) is estimated from SAVED_VECTORS and LOGIT_COPIES. HOST_TABLES is the host memory of row-wise tables.
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
@@ -4450,12 +4450,11 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
 
-    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). The size is a divisor of the
-    number of sequences that a rank has in a step. If --micro_batch_size is set, only this value is tried, capped at
-    that number. Raises RunError if no size fits.
+    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). The divisors of the number of
+    sequences per step and rank are tried. If --micro_batch_size is set, only this size is tried, or the number of
+    sequences per step and rank if it is smaller. Raises RunError if no size fits.
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
-    # On a CPU, use the physical memory.
     local_seqs = cfg.seqs_per_step // comm.world_size
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
@@ -5207,7 +5206,7 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Return the precision of the head for this device: "plain", "fp8" or "emulated".
 
     This is --head, with "auto" resolved to "fp8" if the device, the dtype and the matrix sizes support fp8, and to
-    "plain" otherwise. Raises ConfigError if they do not support fp8 and --head is "fp8".
+    "plain" otherwise. Raises ConfigError if --head is "fp8" without this support.
     """
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
@@ -5401,8 +5400,9 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run, and write its header. Creates run_dir, and copies source and settings into run_dir.
+    """Open the log of one run in `run_dir`, and write the header of the log.
 
+    Creates run_dir if it does not exist, and writes the source of the trainer and the settings of the run to run_dir.
     resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains
     a log, or if a file cannot be written.
     """
@@ -5463,7 +5463,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Check the run directories, --save and the compilers now, so that they do not fail hours into the run. Collective.
+    """Check the run directories, --save and the compilers, to fail now instead of hours into the run. Collective.
 
     run_dirs: one directory per run. Raises RunError if a run directory already contains a log. Raises ConfigError if
     the path of --save exists or cannot be created, or if a compiler is missing. Every rank raises the same error.
@@ -5571,10 +5571,10 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, then, as the last line of stdout, the mean validation loss and time of all runs. Collective.
+    """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
 
-    The last line is a JSON object. The sample is from the last run; log is its log. results: one from `finish_run` for
-    each run. Raises RunError if the logits of the sample are not finite, or if printing fails.
+    log: the log of the last run, whose weights generate the sample. results: one from `finish_run` for each run. Raises
+    RunError if the logits of the sample are not finite, or if printing fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
@@ -5835,8 +5835,7 @@ def sample_from_save(flags: Config) -> None:
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)
 
-    # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows. A CPU
-    # computes in f32 if the weights are bf16.
+    # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
     dtype = saved_cfg.dtype
     if dtype == "bfloat16" and not comm.on_cuda:
