@@ -4408,18 +4408,18 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             # A table takes memory for its shard, and for a row cache that fits the largest possible number of rows in a
             # cycle. A row-wise table also takes memory for copies of rows_to_update on the device: the rows of one
             # update, or of two updates if the table is in host memory. The optimizer state of these copies, 8 bytes per
-            # row, is not counted. looked_up counts the elements of all lookups of all ranks in a cycle. It is an upper
+            # row, is not counted. lookup_elements counts the elements that all ranks look up in a cycle. It is an upper
             # bound for the copies on one rank, because all these rows may be in the same shard.
             shard_elements = num_elements // W
-            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
+            lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
             if table.rowwise or cfg.row_comms == "sparse":
-                cache_elements = min(num_elements, looked_up // W)
+                cache_elements = min(num_elements, lookup_elements // W)
             if table.rowwise:
                 category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
                 estimate[category] += shard_elements * item_bytes
                 num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
-                estimate["weights"] += min(shard_elements, looked_up) * item_bytes * num_updates
+                estimate["weights"] += min(shard_elements, lookup_elements) * item_bytes * num_updates
                 num_elements = cache_elements
             elif W > 1:
                 num_elements = shard_elements + cache_elements
@@ -4456,10 +4456,10 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
-        total = torch.cuda.mem_get_info(comm.device)[1]
-    available = USABLE_MEMORY * min(comm.all_gather(total))
+        total_bytes = torch.cuda.mem_get_info(comm.device)[1]
+    available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
@@ -4467,10 +4467,10 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     # often.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
-        if estimate.total() - estimate[HOST_TABLES] <= available:
+        if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
             return micro_batch_size, estimate
     components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
-    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
+    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available_bytes / 2**30:.1f} GiB",
                    hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
                         "there, or a smaller model")
@@ -4637,12 +4637,12 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             if with_moments:
                 state = init_optimizer_state(spec, weight)
                 tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
-    expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with read_errors(path):
-        found = {name: (x.dtype, *x.shape) for name, x in found.items()}
-    for name in expected | found:
-        check(found.get(name) == expected.get(name), f"{name} in {path}", found=found.get(name, "no such tensor"),
-              expected=expected.get(name, "no such tensor"),
+        layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
+    for name in expected_layouts | layouts:
+        check(layouts.get(name) == expected_layouts.get(name), f"{name} in {path}",
+              found=layouts.get(name, "no such tensor"), expected=expected_layouts.get(name, "no such tensor"),
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
@@ -4702,9 +4702,9 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
         comm.print0(f"{error}\nwarning: continuing without this checkpoint")
         return
     if comm.rank == 0:
-        earlier = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
-        for old in earlier[:1 - KEPT_CHECKPOINTS]:
-            shutil.rmtree(old, ignore_errors=True)
+        earlier_dirs = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
+        for directory in earlier_dirs[:1 - KEPT_CHECKPOINTS]:
+            shutil.rmtree(directory, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
     """Load into the engine the newest checkpoint in run_dir that is intact on every rank. Collective.
@@ -4717,16 +4717,16 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     # If one rank cannot read a checkpoint, all ranks skip it, so that all ranks resume at the same step.
     for path in newest_first:
-        run = path / "run.pt"
+        run_file = path / "run.pt"
         try:
-            with comm.raise_together(), read_errors(run):
+            with comm.raise_together(), read_errors(run_file):
                 manifest = read_manifest(path)
-                content = read_tensors(run, manifest)
+                content = read_tensors(run_file, manifest)
                 state = content.pop("state")
-                check("moments" not in state, run, found="a checkpoint of an older trainer",
+                check("moments" not in state, run_file, found="a checkpoint of an older trainer",
                       expected="a checkpoint of this trainer",
                       hint="resume with the train_gpt.py in that run directory", error=DataError)
-                check_tensors(run, engine.cfg, state, with_moments=True)
+                check_tensors(run_file, engine.cfg, state, with_moments=True)
                 engine.load_state(state)
                 load_rows(path, manifest, engine)
                 return content
@@ -4946,10 +4946,10 @@ class Log:
         Never raises. Can be called from any thread.
         """
         # Clear self.files first, so that `_write` discards later lines. The main thread may still be running a step.
-        files, self.files = self.files, {}
+        open_files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                       "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
-        for name, file in files.items():
+        for name, file in open_files.items():
             with contextlib.suppress(Exception):
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
@@ -4986,8 +4986,8 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
     # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
-    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
+    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
@@ -5154,7 +5154,7 @@ def init_distributed(cfg: Config) -> Communicator:
           found=f"{num_tasks} Slurm tasks, and WORLD_SIZE is not set",
           expected="the variables that torchrun sets, so that the ranks can connect",
           hint="run srun ... torchrun ... with one task per node; or set WORLD_SIZE=1 to train separately in each task")
-    valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    valid_world_size = max(W for W in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % W == 0)
     check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
           expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
           hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
@@ -5300,8 +5300,8 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
             raise
         except Exception as error:       # external kernels may raise anything
             error_text = f"{type(error).__name__} {str(error)[:100]}"
-        errors = enumerate(comm.all_gather(error_text))
-        first_error = next((f"{text} (rank {rank})" for rank, text in errors if text), "")
+        errors_by_rank = enumerate(comm.all_gather(error_text))
+        first_error = next((f"{text} (rank {rank})" for rank, text in errors_by_rank if text), "")
         if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
@@ -5324,11 +5324,11 @@ def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
-    *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    name = attention_name.partition(" ")[0]
-    if not faster or name in faster:
+    *faster, _varlen = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
+    kernel = attention_name.partition(" ")[0]
+    if not faster or kernel in faster:
         return ""
-    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+    return (f"attention kernel {kernel} is slower than {' or '.join(faster)}, which GPUs of compute capability "
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
@@ -5473,18 +5473,18 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
         if comm.rank > 0:
             return
 
-        for directory in run_dirs:
-            check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
+        for run_dir in run_dirs:
+            check(not any(os.path.lexists(run_dir / name) for name in LOG_FILES), f"run directory {run_dir}",
                   found="it already contains a log", expected="a directory without a log",
                   hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
         if cfg.save:
-            directory = Path(cfg.save)
-            check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
+            save_dir = Path(cfg.save)
+            check(not os.path.lexists(save_dir), f"--save={cfg.save}", found="the path already exists",
                   expected="a path that does not exist", hint="choose another name; nothing is overwritten")
             # Create and remove a directory, to check that --save can be written.
-            with write_errors(directory, ConfigError):
-                partial_path(directory, run_id).mkdir(parents=True)
-                partial_path(directory, run_id).rmdir()
+            with write_errors(save_dir, ConfigError):
+                partial_path(save_dir, run_id).mkdir(parents=True)
+                partial_path(save_dir, run_id).rmdir()
 
 def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
@@ -5546,7 +5546,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
-    log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
+    log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in peak.items()))
     result["comms"] = engine.traffic_totals()
     touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
                     for label, table in engine.tables.items() if table.store}
@@ -5763,8 +5763,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     if busy_cores > BUSY_CORES_WARN:
         log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
                  "unreliable")
-    log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
-                                              for component, size in estimate.items()))
+    log.info("estimated memory: " + ", ".join(f"{category} {num_bytes / 2**20:,.0f} MiB"
+                                              for category, num_bytes in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
     # Compile and run every graph before the clock starts, then restore the state bitwise.
