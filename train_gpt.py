@@ -4406,10 +4406,10 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         grad_bytes = accum_bytes                          # bytes of gradients per element
         if table:
             # A table takes memory for its shard, and for a row cache that fits the largest possible number of rows in a
-            # cycle. A row-wise table also takes memory for copies of rows_to_update on the device: the rows of one
-            # update, or of two updates if the table is in host memory. The optimizer state of these copies, 8 bytes per
-            # row, is not counted. lookup_elements counts the elements that all ranks look up in a cycle. It is an upper
-            # bound for the copies on one rank, because all these rows may be in the same shard.
+            # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
+            # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
+            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in a cycle. It
+            # is an upper bound for the copies on one rank, because all these rows may be in the same shard.
             shard_elements = num_elements // W
             lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -4432,7 +4432,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
-            owners = W if spec.table or spec.matrix_heights else 1
+            owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that share the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because it
@@ -4450,9 +4450,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
 
-    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). The divisors of the number of
-    sequences per step and rank are tried. If --micro_batch_size is set, only this size is tried, or the number of
-    sequences per step and rank if it is smaller. Raises RunError if no size fits.
+    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). Tries the divisors of the
+    number of sequences per step and rank. If --micro_batch_size is set, tries only this size, capped at the number of
+    sequences per step and rank. Raises RunError if no size fits.
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
@@ -4822,8 +4822,8 @@ class Log:
     def state(self) -> dict[str, Any]:
         """Return the state of the log for a checkpoint, after writing all pending lines.
 
-        The entry `lines` is {file name: text} of the log files; it is empty on ranks other than 0. Raises RunError if a
-        pending loss is not finite.
+        The entry `lines` is {file name: text} of the log files, and {} on ranks other than 0. Raises RunError if a
+        pending loss is not finite, or if a line cannot be written.
         """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
@@ -5030,7 +5030,7 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
 
 class RunInfo(NamedTuple):
     """Metadata for logs and checkpoints that all runs of this process share."""
-    run_id: str
+    run_id: str                          # 8 random hex digits, the same on all ranks
     source: bytes                        # content of this file
     raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
     attention_name: str                  # kernel, package and version, for example "FA3 (flash-attn-3 3.0.0)"
@@ -5589,7 +5589,8 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
     """Build the profiler of --profile=a:b, to trace steps a to b - 1. Returns None without --profile.
 
-    The run trains steps first_step to end_step - 1. Raises ConfigError unless steps a - 1 to b are inside the run.
+    The run trains steps first_step to end_step - 1; end_step is math.inf if it is not known yet. Raises ConfigError
+    unless steps a - 1 to b are inside the run.
     """
     if not cfg.profile:
         return None
