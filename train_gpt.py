@@ -4520,20 +4520,23 @@ class Engine:
 
 
 # ---- Memory, estimated before the model is built
-USABLE_MEMORY = 0.9                      # fraction of the device; the rest is for driver, NCCL, allocator and compiler
-HOST_TABLES = "tables on the host"       # category of the estimate; a row is allocated when it is first updated
-# Activations per token at the peak of a step, which occurs in the head. SAVED_VECTORS: saved activations per layer, in
-# units of D (counted 183 / 11, rounded up to cover f32 statistics). LOGIT_COPIES: the logits and their gradient, in
-# units of the logits. tests/dry_run.py counts both constants for compiled steps. *_EAGER is for plain PyTorch.
+USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
+HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
+# Activations per token at the peak of a step. The peak occurs in the head. SAVED_VECTORS is the number of vectors of D
+# elements that a layer saves: 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in
+# f32. LOGIT_COPIES is the memory of the logits and of their gradient, relative to one copy of the logits.
+# tests/dry_run.py counts both numbers for compiled steps. The constants named *_EAGER are for plain PyTorch.
 SAVED_VECTORS = 17
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of a rank, {category: bytes}.
+    """Estimate the peak memory of one rank, {category: bytes}, with micro_batch_size sequences per micro-batch.
 
-    Weights, gradients and optimizer state are counted. Activations are estimated from SAVED_VECTORS and LOGIT_COPIES.
+    attention: attention function of the run. Activations take the least memory with `attention_varlen`. The categories
+    "weights", "gradients" and "moments" (optimizer state) are computed from the parameter specs. The category "working"
+    (activations) is estimated from SAVED_VECTORS and LOGIT_COPIES. HOST_TABLES is the host memory of row-wise tables.
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
@@ -4546,36 +4549,39 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         num_elements = math.prod(spec.shape)              # elements with a gradient on this rank
         grad_bytes = accum_bytes                          # bytes of gradients per element
         if table:
-            # A table takes a shard, and a row cache for the most rows that a cycle can look up. A row-wise table also
-            # has copies of rows_to_update on the device: the rows of one update, or of two updates if the table is in
-            # host memory. The optimizer state of these copies, 8 bytes per row, is not counted. looked_up is the number
-            # of elements that all ranks look up in a cycle, because all of them may be in the same shard.
+            # A table takes memory for its shard, and for a row cache that fits the largest possible number of rows in a
+            # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
+            # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
+            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in a cycle. It
+            # is an upper bound for the copies on one rank, because all these rows may be in the same shard.
             shard_elements = num_elements // W
-            looked_up = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
+            lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
             if table.rowwise or cfg.row_comms == "sparse":
-                cache_elements = min(num_elements, looked_up // W)
+                cache_elements = min(num_elements, lookup_elements // W)
             if table.rowwise:
                 category = HOST_TABLES if table.location == "host" or not comm.on_cuda else "weights"
                 estimate[category] += shard_elements * item_bytes
                 num_updates = 2 if table.location == "host" else 1            # updates whose rows are on the device
-                estimate["weights"] += min(shard_elements, looked_up) * item_bytes * num_updates
+                estimate["weights"] += min(shard_elements, lookup_elements) * item_bytes * num_updates
                 num_elements = cache_elements
             elif W > 1:
                 num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            grad_bytes = item_bytes                       # one micro-batch: written once, reduced without a copy
+            # With one micro-batch, a gradient is written once, in the dtype of the weights, and reduced without a copy.
+            grad_bytes = item_bytes
         elif W > 1 and accum_bytes > item_bytes:
             grad_bytes += item_bytes                      # a copy in the dtype of the weights, to be reduced
         estimate["weights"] += num_elements * item_bytes
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
-            owners = W if spec.table or spec.matrix_heights else 1
+            owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that share the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Estimate the activations of a step with the largest batch. Evaluation computes logits in chunks. Evaluation and
-    # row-wise updates take less memory than a step, unless a step has many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because it
+    # computes the logits in chunks, and row-wise updates also take less memory. An exception is a run whose steps have
+    # many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
@@ -4586,49 +4592,52 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     return estimate
 
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
-    """Choose the largest micro-batch size that fits in memory. Returns it and the estimated memory, {category: bytes}.
+    """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
 
-    If --micro_batch_size is set, only this size is tried. Raises RunError if no size fits. Collective.
+    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). Tries the divisors of the
+    number of sequences per step and rank. If --micro_batch_size is set, tries only this size, capped at the number of
+    sequences per step and rank. Raises RunError if no size fits.
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if comm.on_cuda:
-        total = torch.cuda.mem_get_info(comm.device)[1]
-    available = USABLE_MEMORY * min(comm.all_gather(total))
+        total_bytes = torch.cuda.mem_get_info(comm.device)[1]
+    available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # Try large sizes first. They are faster, because matmuls are larger and graphs run less often.
+    # Try large sizes first. Steps are faster with large micro-batches, because matmuls are larger and graphs run less
+    # often.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
-        if estimate.total() - estimate[HOST_TABLES] <= available:
+        if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
             return micro_batch_size, estimate
     components = ", ".join(f"{category} {num_bytes / 2**30:.1f} GiB" for category, num_bytes in estimate.items())
-    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available / 2**30:.1f} GiB",
+    raise RunError("memory", found=f"estimated: {components}", expected=f"at most {available_bytes / 2**30:.1f} GiB",
                    hint="use more ranks, a larger device, more and shorter sequences (--seqs_per_step=32), "
                         "--micro_batch_size=1, smaller batches in --stages, fewer rows in --tables or location host "
                         "there, or a smaller model")
 
 
 # ---- Files. Saves and checkpoints are directories. A directory is written under a temporary name, and renamed once all
-# of its files are on the disk. So an interrupted write leaves no directory that looks complete. Loading never executes
-# code from the files.
+# of its files are on the disk, so an interrupted write never leaves an incomplete directory under the final name.
+# Loading never executes code from the files.
 CHECKPOINT_DIR = "checkpoints"           # in the run directory
 KEPT_CHECKPOINTS = 2
 DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # I/O error, disk full, quota exceeded
-PARTIAL_DIRS: set[Path] = set()          # unfinished directories of this process; the exit handler deletes them
+PARTIAL_DIRS: set[Path] = set()          # directories that this process is writing; the exit handler deletes them
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content, in hex."""
+    """Return the sha256 of a file's content, as a hex string."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
-    """Flush a file, or the entries of a directory, to the disk with fsync.
+    """Flush the content of a file, or the entries of a directory, to the disk with fsync.
 
-    Raises OSError if the disk fails or is full, or if a file cannot be flushed. If the file system does not support
-    fsync of a directory, this is a no-op.
+    Raises OSError if the disk fails or is full, or if a file cannot be flushed. For a directory, this is a no-op if the
+    file system does not support fsync of directories.
     """
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
@@ -4644,7 +4653,11 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Convert an I/O error in the body, such as a full disk, into an `error_type` that names the path."""
+    """Convert an I/O error in the body of a `with` statement into an `error_type` that names `path`.
+
+    path: the file or directory that the body writes. Raises `error_type` if the body raises OSError (for example
+    because the disk is full), ValueError or RuntimeError.
+    """
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:
@@ -4655,7 +4668,10 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Itera
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception in the body, except TrainerErrors, into a DataError that names the path."""
+    """Convert any exception in the body of a `with` statement into a DataError that names `path`.
+
+    path: the file that the body reads. A TrainerError in the body is raised unchanged.
+    """
     try:
         yield
     except TrainerError:
@@ -4667,27 +4683,28 @@ def read_errors(path: Path) -> Iterator[None]:
                         hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the temporary path of `directory` while it is being written. The path is unique to the run."""
+    """Return the temporary path under which `directory` is written: next to `directory`, and unique to the run."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, dict) for every chunk of rows that training has updated in this rank's row-wise tables.
 
-    Each dict has ids (n,) i64, the global row indices, and the tensors of `RowState`.
+    Each dict contains `ids` (n,) i64, the global indices of n <= CHUNK_ROWS rows, and the fields of `RowState` for
+    these rows, as CPU tensors.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
         if table.store:
-            # One chunk is in memory at a time, because all rows of a table may exceed the free memory.
+            # Copy one chunk at a time, because a copy of all rows may exceed the free memory.
             for chunk_idx, (local_rows, state) in enumerate(table.store.touched_state()):
                 name = f"rows-{label}-{comm.rank}of{comm.world_size}-{chunk_idx}.pt"
                 yield name, dict(state._asdict(), ids=local_rows * comm.world_size + comm.rank)
 
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
-    """Write a directory atomically: `files` from rank 0, and every rank's row-wise tables. Raises RunError. Collective.
+    """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective.
 
-    files (used on rank 0 only): {name: bytes, or an object for torch.save}. The order of the writes guarantees that a
-    directory with its final name is complete, even after a crash or power loss:
+    files: {name: bytes, or an object for torch.save}, used on rank 0 only. The order of the writes guarantees that the
+    directory is complete if it exists under its final name, even after a crash or power loss:
 
         1. Rank 0 creates a partial directory, `partial_path`.
         2. Every rank writes its files there, and flushes each file with fsync.
@@ -4695,7 +4712,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
            directory.
         4. Rank 0 renames the directory to its final name, and flushes its parent directory.
 
-    If a write fails on any rank, all ranks raise the error, and rank 0 deletes the partial directory.
+    If a write fails on any rank, rank 0 deletes the partial directory, and every rank raises RunError.
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
@@ -4704,7 +4721,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
         contents = itertools.chain(files.items(), contents)
 
     def write(name: str, content: Any) -> dict[str, int | str]:
-        """Write one file, flush it to the disk, and return its manifest entry."""
+        """Write one file to the partial directory, flush the file to the disk, and return its manifest entry."""
         path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -4721,7 +4738,8 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
                 partial.mkdir(parents=True)
         with comm.raise_together(), write_errors(partial):
             entries = {name: write(name, content) for name, content in contents}
-        # All files of all ranks are on the disk now. Write the manifest, then rename the directory.
+        # The files of all ranks are on the disk now, because `raise_together` has waited for every rank. Write the
+        # manifest, then rename the directory.
         entries = functools.reduce(operator.or_, comm.all_gather(entries))
         with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
@@ -4736,9 +4754,10 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load a torch.save file as memory-mapped tensors, without executing code from it.
+    """Load the dict in a file from torch.save, with memory-mapped CPU tensors. Executes no code from the file.
 
-    manifest: {file name: sha256}. Raises DataError if the file is missing, corrupt or changed.
+    manifest: {file name: sha256 in hex} of the directory of the file. Raises DataError if the file is missing or cannot
+    be parsed, or if the sha256 of its content is not the one in the manifest.
     """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
@@ -4747,10 +4766,11 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
-    """Validate the names, shapes and dtypes of loaded weights. Raises DataError that names the path.
+    """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies.
 
-    found: {name: tensor}, as loaded from the path. It must match the weights of cfg, without row-wise tables, and with
-    with_moments also the optimizer state.
+    found: the loaded {name: tensor}. A weight is named by its label, and optimizer state "label.state name". Expected
+    are the full weights, without row-wise tables, and if with_moments also the optimizer state. Raises DataError if a
+    tensor is missing, unexpected, or of another shape or dtype.
     """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -4761,18 +4781,20 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             if with_moments:
                 state = init_optimizer_state(spec, weight)
                 tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
-    expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with read_errors(path):
-        found = {name: (x.dtype, *x.shape) for name, x in found.items()}
-    for name in expected | found:
-        check(found.get(name) == expected.get(name), f"{name} in {path}", found=found.get(name, "no such tensor"),
-              expected=expected.get(name, "no such tensor"),
+        layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
+    for name in expected_layouts | layouts:
+        check(layouts.get(name) == expected_layouts.get(name), f"{name} in {path}",
+              found=layouts.get(name, "no such tensor"), expected=expected_layouts.get(name, "no such tensor"),
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load the row-wise tables of a save or checkpoint. Every rank loads the rows that it owns. Raises DataError.
+    """Load the rows that this rank owns from the row-wise tables of a save or checkpoint. Other rows become zero.
 
-    manifest: {file name: sha256}. The files may have been written with another number of ranks.
+    directory: the save or checkpoint, which another number of ranks may have written. manifest: {file name: sha256 in
+    hex} of the directory. Raises DataError if a file is missing, changed or corrupt, or has rows of another width,
+    dtype or table.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -4781,7 +4803,7 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(directory / name, manifest)
-                    # The reads and copies below raise an error for rows of another width, dtype or table.
+                    # If the rows have another width, dtype or table, one of the statements below raises an error.
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
@@ -4789,15 +4811,15 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
                         table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
 
 def settings_json(cfg: Config) -> bytes:
-    """Serialize the settings of a run as JSON, {field: value as written on the command line}, for `read_settings`."""
+    """Serialize a config as JSON for `read_settings`: {field: value as written on the command line}."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write a save: full weights, settings, vocabulary and row-wise tables. Raises RunError. Collective.
+    """Write a save, a directory with full weights, settings, vocabulary and row-wise tables. Collective.
 
-    step_cfg: config of the step after the last trained one. token_bytes: the bytes of each token, by token id; empty
-    for tokens without text. None: write no vocabulary.
+    step_cfg: config of the step after the last trained one. token_bytes: the bytes of each token, indexed by token id;
+    empty for tokens without text. None: write no vocabulary. Raises RunError if a write fails or the directory exists.
     """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
@@ -4807,10 +4829,11 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
                      step_cfg: StepConfig) -> None:
-    """Save a checkpoint to resume from at step_cfg.step, then prune all but the last KEPT_CHECKPOINTS. Collective.
+    """Write the checkpoint from which --resume continues with step `step_cfg.step`, and delete old ones. Collective.
 
-    content: entries of run.pt besides the state of the engine. Checkpoints of later steps belong to another run and are
-    kept.
+    content: entries of run.pt in addition to the state of the engine. The last KEPT_CHECKPOINTS checkpoints are kept,
+    including the new one. Checkpoints of later steps are also kept, because they belong to another run. If the
+    checkpoint cannot be written, this prints a warning and raises no error.
     """
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
@@ -4823,30 +4846,31 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
         comm.print0(f"{error}\nwarning: continuing without this checkpoint")
         return
     if comm.rank == 0:
-        earlier = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
-        for old in earlier[:1 - KEPT_CHECKPOINTS]:
-            shutil.rmtree(old, ignore_errors=True)
+        earlier_dirs = sorted(path for path in checkpoints.glob("step-???????") if path.name < name)
+        for directory in earlier_dirs[:1 - KEPT_CHECKPOINTS]:
+            shutil.rmtree(directory, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load into the engine the newest checkpoint that is intact on every rank. Collective.
+    """Load into the engine the newest checkpoint in run_dir that is intact on every rank. Collective.
 
-    Returns the entries of run.pt besides the state of the engine. Raises DataError if no checkpoint is intact.
+    Returns the entries of run.pt other than the state of the engine: `log`, `train_time_ms`, `cycle_progress` and
+    `fingerprint`. Raises DataError if no checkpoint is intact, and ConfigError if the ranks see different checkpoints.
     """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
     comm.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     # If one rank cannot read a checkpoint, all ranks skip it, so that all ranks resume at the same step.
     for path in newest_first:
-        run = path / "run.pt"
+        run_file = path / "run.pt"
         try:
-            with comm.raise_together(), read_errors(run):
+            with comm.raise_together(), read_errors(run_file):
                 manifest = read_manifest(path)
-                content = read_tensors(run, manifest)
+                content = read_tensors(run_file, manifest)
                 state = content.pop("state")
-                check("moments" not in state, run, found="a checkpoint of an older trainer",
+                check("moments" not in state, run_file, found="a checkpoint of an older trainer",
                       expected="a checkpoint of this trainer",
                       hint="resume with the train_gpt.py in that run directory", error=DataError)
-                check_tensors(run, engine.cfg, state, with_moments=True)
+                check_tensors(run_file, engine.cfg, state, with_moments=True)
                 engine.load_state(state)
                 load_rows(path, manifest, engine)
                 return content
@@ -4864,7 +4888,10 @@ CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the co
 EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
 
 class Clock:
-    """Measures training time in ms. Synchronizes with the device only when it starts and stops."""
+    """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device.
+
+    initial_ms: training time at the start; above 0 if the run continues from a checkpoint.
+    """
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
         self.initial_ms = initial_ms     # training time at the last stop
@@ -4873,26 +4900,26 @@ class Clock:
 
     @property
     def ms(self) -> float:
-        """Training time so far, including the time since the last start."""
+        """Training time so far in ms; while the clock runs, this includes the time since the last start."""
         return self.initial_ms if self.start_s is None else (
             self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
 
     def start(self) -> None:
-        """Synchronize with the device, then start the clock."""
+        """Start the clock. Synchronize with the device first, so that earlier device work is not timed."""
         self.comm.synchronize()
         self.start_s = time.perf_counter()
 
     def stop(self) -> None:
-        """Synchronize with the device, then stop the clock."""
+        """Stop the clock. Synchronize with the device first, so that all device work so far is timed."""
         self.comm.synchronize()
         self.initial_ms = self.ms
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time at which the next cycle starts. Call this once, at the start of every cycle.
+        """Predict the training time in ms at which the next cycle starts. Call this once at the start of every cycle.
 
         The prediction assumes that the current cycle takes as long as the previous cycle. The duration of the previous
-        cycle is the time since the previous call.
+        cycle is the training time since the previous call.
         """
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
@@ -4900,13 +4927,14 @@ class Clock:
         return now_ms + previous_cycle_ms
 
 class Log:
-    """Log files of a run, and console output of rank 0.
+    """Log files and console output of a run. Rank 0 writes them, and every rank checks its losses for NaN and infinity.
 
     log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The loss of a
-    step is read --adam_every steps later, so that no step waits for the device. Every rank checks its own losses.
+    step is read --adam_every steps later, so that no step waits for the device.
 
     files: {name: content} of additional files to write to the run directory.
     resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run.
+    Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  resumed: dict[str, Any] = EMPTY_LOG_STATE):
@@ -4917,14 +4945,15 @@ class Log:
         self.tokens = resumed["tokens"]
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
-        # Steps whose log lines are not written yet: (fields of the line in log.jsonl, (sequences,) loss sums on the
-        # host, number of tokens, CUDA event after the copy of the loss sums or None on the CPU).
+        # Steps whose log lines are not written yet. Each tuple contains the fields of the line in log.jsonl, the summed
+        # loss of each of this rank's sequences on the host, the number of tokens of these sequences, and the CUDA event
+        # that completes when the copy of the loss sums to the host has finished (None on a CPU).
         self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
         self.files: dict[str, Any] = {}  # open log files, keyed by name; empty unless rank 0
         self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
-            # Mode "x" refuses to overwrite an existing log, because it belongs to another run. The files are
-            # unbuffered, so that a killed run loses no lines.
+            # Mode "x" refuses to overwrite an existing log, because an existing log belongs to another run. The files
+            # are unbuffered, so that a killed run loses no lines.
             with write_errors(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOG_FILES:
@@ -4935,28 +4964,30 @@ class Log:
             self._write(name, text.encode())
 
     def state(self) -> dict[str, Any]:
-        """Flush pending lines, and return the log's state for a checkpoint, including the text of the log files.
+        """Return the state of the log for a checkpoint, after writing all pending lines.
 
-        Raises RunError if a pending loss is not finite.
+        The entry `lines` is {file name: text} of the log files, and {} on ranks other than 0. Raises RunError if a
+        pending loss is not finite, or if a line cannot be written.
         """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append a JSON object, dict(type=kind, **fields), to log.jsonl."""
+        """Append the JSON object dict(type=kind, **fields) to log.jsonl. Raises RunError if writing fails."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str) -> None:
-        """Append a line to log.txt, and print the line on the console."""
+        """Append a line to log.txt, and print the line on the console. Raises RunError if writing log.txt fails."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Show this text as the progress line of the terminal. "" erases the progress line.
+        """Show `text` as the progress line of the terminal. The text "" erases the progress line.
 
-        The next printed line overwrites the progress line. A no-op if the console is not a terminal.
+        The next printed line overwrites the progress line. A no-op if the console is not a terminal, and on ranks other
+        than 0.
         """
         if self.is_tty:
             with contextlib.suppress(OSError):
@@ -4977,7 +5008,10 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the body. timed: the wall time is part of the training time."""
+        """Log the wall time of the body of a `with` statement, as phase `name`.
+
+        timed: the clock runs during the body, so the wall time is part of the training time.
+        """
         start = time.perf_counter()
         yield
         ms = (time.perf_counter() - start) * 1000
@@ -4987,8 +5021,8 @@ class Log:
     def step(self, losses: StepLoss, ms: float) -> None:
         """Record a training step. Its log lines are written --adam_every steps later.
 
-        ms: training time so far, read from the host clock right after the step was launched; its CUDA work may still be
-        running. Raises RunError if the loss of an earlier step is not finite.
+        losses: loss of this rank. ms: training time right after the launch of the step, when the CUDA work of the step
+        may still be running. Raises RunError if the loss of an earlier step is not finite.
         """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
@@ -5010,7 +5044,8 @@ class Log:
     def flush(self, keep: int = 0) -> None:
         """Write the log lines of all pending steps except the last `keep` steps.
 
-        Raises RunError if a loss is not finite.
+        The logged loss is the mean over the tokens of this rank. The loss of one token is the sum over its MTP targets,
+        weighted with the MTP weights. Raises RunError if a loss is not finite.
         """
         while len(self.pending) > keep:
             fields, seq_sums, num_tokens, copied = self.pending.pop(0)
@@ -5029,16 +5064,17 @@ class Log:
                 self.comm.print0(f"{line} {summary}")
 
     def check_finite(self, loss: float, what: str) -> None:
-        """Raise RunError unless the loss is finite. what: description of the loss, for the error message."""
+        """Raise RunError unless `loss` is finite. what: description of the loss, for the error message."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite loss (last finite validation loss: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Flush pending lines, and log the validation loss, in nats per token, after the steps done so far.
+        """Log the validation loss after the steps done so far. Writes the lines of pending steps first.
 
-        ms: training time. Raises RunError if the loss is not finite.
+        loss: in nats per token. ms: training time so far. validation_set: converts the loss to bits per byte. Raises
+        RunError if this loss or the loss of a pending step is not finite.
         """
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
@@ -5049,26 +5085,34 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Append the cause to the logs of a run that did not finish. Never raises. Can be called from any thread."""
+        """Append `cause`, the reason why the run ended early, to both log files. Later lines are discarded.
+
+        Never raises. Can be called from any thread.
+        """
         # Clear self.files first, so that `_write` discards later lines. The main thread may still be running a step.
-        files, self.files = self.files, {}
+        open_files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                       "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
-        for name, file in files.items():
+        for name, file in open_files.items():
             with contextlib.suppress(Exception):
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the log files. Lines that are logged later are discarded."""
+        """Close the log files, and erase the progress line. Lines that are logged later are discarded."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the next batch, and fetch the table rows for the step after it. Returns this rank's loss. Collective."""
+    """Train on the batch of this step, and fetch the table rows of the next step. Collective.
+
+    Returns this rank's loss, which the device may not have computed yet. Raises RunError if a gradient is missing or
+    incomplete.
+    """
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # On the last step of a cycle, next_plans() waits for the loader thread. Meanwhile, the GPU keeps computing.
+    # On the last step of a cycle, next_plans() waits for the loader thread. The GPU keeps computing during this wait,
+    # because its work was launched before.
     next_plans = loader.next_plans()
     engine.prefetch_rows(next_plans)     # copy rows of host tables to the device asynchronously
     engine.optim_step(step_cfg)
@@ -5076,18 +5120,18 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
-    """Compile and run every graph of the training loop on synthetic tokens, then restore the state. Collective.
+    """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective.
 
-    The largest stage runs first, so that an OOM surfaces early.
+    The stage with the largest batches runs first, so that an OOM surfaces early.
     """
     restore = engine.snapshot()
-    # Use a longer timeout, because ranks wait for minutes for a rank that is still compiling.
+    # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
     # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
-    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", tokens, cfg.vocab_size, cfg.bos_id)]
+    num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
+    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
@@ -5102,7 +5146,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Attention windows differ between stages, and the final validation uses yet another window.
+        # Run every stage, because attention windows differ between stages. The final validation has its own window.
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
@@ -5114,10 +5158,10 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
 
     With --time_budget, this also sets the schedule progress of the cycle, in planned steps, from rank 0's clock:
 
-        progress = planned_steps * (predicted start time of this cycle / budget)
+        progress = planned_steps * (predicted training time at the start of this cycle / budget)
 
-    Progress is computed one cycle ahead, because the loader needs it. Progress never decreases. The progress of a cycle
-    that was restored from a checkpoint is not changed.
+    Call this at the start of the previous cycle, because the loader builds batches one cycle ahead. Progress never
+    decreases. If a checkpoint has restored the progress of the cycle, this progress is kept.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
@@ -5129,8 +5173,8 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """Run metadata for logs and checkpoints, shared by all runs of this process."""
-    run_id: str
+    """Metadata for logs and checkpoints that all runs of this process share."""
+    run_id: str                          # 8 random hex digits, the same on all ranks
     source: bytes                        # content of this file
     raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
     attention_name: str                  # kernel, package and version, for example "FA3 (flash-attn-3 3.0.0)"
@@ -5139,11 +5183,11 @@ class RunInfo(NamedTuple):
 
 def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: ValidationSet, clock: Clock, log: Log,
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
-    """Train until the schedule or the data ends. Collective.
+    """Train until the schedule or the data ends, then validate. Collective.
 
     Returns the final validation loss in nats per token, and OutOfData if the data ended before the schedule, else None.
     The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
-    checkpoints and validations.
+    checkpoints and validations. Raises RunError if a loss is not finite.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -5170,11 +5214,11 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # the steps so far are still validated and logged
+    except OutOfData as error:           # not raised here, so that the trained steps are still validated and logged
         out_of_data = error
     clock.stop()
 
-    # With --time_budget, the number of steps is known only now.
+    # With --time_budget, log the number of steps, because it is not known before the end of training.
     log.flush()
     if schedule.cfg.time_budget:
         log.total_steps = log.steps_done
@@ -5188,15 +5232,16 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample up to sample_tokens tokens that follow BOS and the prompt, or fewer if BOS is sampled. Collective.
+    """Sample a text that continues BOS and the prompt, and return the text without the prompt. Collective.
 
-    prompt: token ids. token_bytes: the bytes of each token id. Returns the decoded text, without the prompt. If
-    token_bytes is None, the text lists the token ids instead. Raises RunError if the logits are not finite.
+    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids, without BOS. step_cfg:
+    determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None: return a list of
+    token ids as text. Raises RunError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Logits from vocab_size on belong to the padded vocabulary, and must never be sampled.
+        # Drop the logits from vocab_size on. These columns pad the vocabulary, and must never be sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
         check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
@@ -5225,14 +5270,17 @@ POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                     
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return its result. Raises TimeoutError after `seconds`.
+    """Run `call` on a new thread, and return the result, or raise the exception of `call`.
 
-    After a timeout, the thread keeps running.
+    Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
     """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, and create the process groups of a launch by torchrun. Raises ConfigError. Collective."""
+    """Build the Communicator of this process: select the device, and connect the ranks of the launch. Collective.
+
+    Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
+    """
     # Check the environment variables. A rank that lacks one of the variables would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
@@ -5250,7 +5298,7 @@ def init_distributed(cfg: Config) -> Communicator:
           found=f"{num_tasks} Slurm tasks, and WORLD_SIZE is not set",
           expected="the variables that torchrun sets, so that the ranks can connect",
           hint="run srun ... torchrun ... with one task per node; or set WORLD_SIZE=1 to train separately in each task")
-    valid_world_size = max(w for w in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % w == 0)
+    valid_world_size = max(W for W in range(1, min(world_size, cfg.seqs_per_step) + 1) if cfg.seqs_per_step % W == 0)
     check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
           expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
           hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
@@ -5275,14 +5323,12 @@ def init_distributed(cfg: Config) -> Communicator:
     if world_size == 1:
         return comm
 
-    # Create the process groups on a thread with a timeout, because torch waits forever if the port accepts connections
-    # but does not respond.
+    # Use a thread with a timeout, because torch waits forever if the port accepts connections but does not respond.
     def join() -> dist.ProcessGroup:
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
         dist.init_process_group("cpu:gloo,cuda:nccl" if use_cuda else "gloo", timeout=timeout)
         return dist.new_group(backend="gloo", timeout=timeout)
-
     try:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
@@ -5301,9 +5347,10 @@ def describe_hardware(comm: Communicator) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
-    """Return the precision of the head: --head, with "auto" resolved to "fp8" if supported, else "plain".
+    """Return the precision of the head for this device: "plain", "fp8" or "emulated".
 
-    Raises ConfigError if --head=fp8 is not supported by the GPU, the dtype or the matrix sizes.
+    This is --head, with "auto" resolved to "fp8" if the device, the dtype and the matrix sizes support fp8, and to
+    "plain" otherwise. Raises ConfigError if --head is "fp8" without this support.
     """
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
@@ -5329,10 +5376,11 @@ CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Check outputs and gradients of the active attention kernel against the reference, to the rounding of the dtype.
+    """Check that outputs and gradients of the active attention kernel equal those of the reference, up to rounding.
 
-    name: name of the active kernel, for messages. Raises AssertionError if the results do not match, and RunError if
-    the kernel does not return within CHECK_TIMEOUT.
+    The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
+    AssertionError if the results differ by more than rounding, and RunError if the kernel does not return within
+    CHECK_TIMEOUT. Exceptions of the kernel are not caught.
     """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
@@ -5368,11 +5416,12 @@ def package_version(package: str) -> str | None:
     return None
 
 def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
-    """Return the first attention kernel that matches the reference on all ranks, and its name. Collective.
+    """Choose the first attention kernel that matches the reference on all ranks. Collective.
 
-    The name includes package and version, for example "FA3 (flash-attn-3 3.0.0)". If no kernel works, --attention=auto
-    falls back to the reference, except in the presets `record*`. Without a fallback, raises ConfigError. Raises
-    RunError if a kernel does not return.
+    Returns (attention function, name of the kernel). The name includes package and version, for example
+    "FA3 (flash-attn-3 3.0.0)". With --attention=auto, the kernels of ATTENTION_BY_CAPABILITY are tried on a GPU, and
+    the reference is the fallback if no kernel works, except in the presets `record*`. Raises ConfigError if no kernel
+    works and there is no fallback, and RunError if a kernel does not return within CHECK_TIMEOUT.
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
@@ -5395,8 +5444,8 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
             raise
         except Exception as error:       # external kernels may raise anything
             error_text = f"{type(error).__name__} {str(error)[:100]}"
-        errors = enumerate(comm.all_gather(error_text))
-        first_error = next((f"{text} (rank {rank})" for rank, text in errors if text), "")
+        errors_by_rank = enumerate(comm.all_gather(error_text))
+        first_error = next((f"{text} (rank {rank})" for rank, text in errors_by_rank if text), "")
         if not first_error:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {package_version(package)})"
@@ -5413,20 +5462,21 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
 
-    attention_name: name of the chosen kernel, from `choose_attention`.
+    attention_name: name of the chosen kernel, from `choose_attention`. The kernels that ATTENTION_BY_CAPABILITY lists
+    before varlen count as equally fast.
     """
     if not comm.on_cuda:
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
-    *faster, _ = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    name = attention_name.partition(" ")[0]
-    if not faster or name in faster:
+    *faster, _varlen = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
+    kernel = attention_name.partition(" ")[0]
+    if not faster or kernel in faster:
         return ""
-    return (f"attention kernel {name} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+    return (f"attention kernel {kernel} is slower than {' or '.join(faster)}, which GPUs of compute capability "
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
-    """Return the CPU time in s that processes other than the ranks have used on this machine since boot. Collective.
+    """Return the CPU time in s that all processes but the ranks have used on this machine since boot. Collective.
 
     The result is negative if the system does not report CPU times in /proc/stat.
     """
@@ -5437,7 +5487,10 @@ def other_cpu_seconds(comm: Communicator) -> float:
     return used_s - sum(comm.all_gather(time.process_time()))
 
 def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
-    """Write the header of the log: settings, versions, hardware and model sizes."""
+    """Write the header of a log: settings, versions, hardware and model sizes.
+
+    For a resumed run, the header also lists what differs from the earlier run. Raises RunError if writing fails.
+    """
     # Collect what is needed to reproduce the run: flags, config and git commit.
     cfg = log.schedule.cfg
     comm = log.comm
@@ -5491,9 +5544,11 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Create the run directory of one run with source and settings, open the log, and write the header of the log.
+    """Open the log of one run in `run_dir`, and write the header of the log.
 
-    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError.
+    Creates run_dir if it does not exist, and writes the source of the trainer and the settings of the run to run_dir.
+    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains
+    a log, or if a file cannot be written.
     """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
@@ -5505,9 +5560,10 @@ def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
     """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
 
-    source: content of this file. Returns the config with all sizes, the headers of the training shards, the headers of
-    the validation shards, and the fingerprint. The fingerprint is {name: text} of the settings that affect results,
-    the version of torch, and the hashes of data and source. Raises TrainerError.
+    source: content of this file. Returns (config with all sizes, headers of the training shards, headers of the
+    validation shards, fingerprint). The fingerprint is {name: text} of the settings that affect results, the version of
+    torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small, and
+    ConfigError if a flag contradicts the shard headers or the ranks disagree about settings, data or source.
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
@@ -5525,7 +5581,11 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Raise ConfigError unless torch.compile and Triton find the compilers and headers they need."""
+    """Check that torch.compile and Triton find the compilers and headers that they need.
+
+    Raises ConfigError if torch.compile is used and there is no C++ compiler, or if the device is a GPU and there is no
+    C compiler or no Python.h.
+    """
     default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
     compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
@@ -5538,7 +5598,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
           found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
           hint="apt install gcc")
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as Triton does on Debian
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")        # as in Triton, for Debian
     include_dir = sysconfig.get_paths(scheme)["include"]
     search_path = os.pathsep.join([include_dir, os.environ.get("CPATH", ""), os.environ.get("C_INCLUDE_PATH", "")])
     check(any(Path(folder, "Python.h").is_file() for folder in search_path.split(os.pathsep) if folder),
@@ -5547,35 +5607,37 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Fail fast: check what would otherwise fail hours into the run. Collective.
+    """Check the run directories, --save and the compilers, to fail now instead of hours into the run. Collective.
 
-    Checks the run directories, --save and the compilers. Raises ConfigError or RunError on every rank.
+    run_dirs: one directory per run. Raises RunError if a run directory already contains a log. Raises ConfigError if
+    the path of --save exists or cannot be created, or if a compiler is missing. Every rank raises the same error.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
         if comm.rank > 0:
             return
 
-        for directory in run_dirs:
-            check(not any(os.path.lexists(directory / name) for name in LOG_FILES), f"run directory {directory}",
+        for run_dir in run_dirs:
+            check(not any(os.path.lexists(run_dir / name) for name in LOG_FILES), f"run directory {run_dir}",
                   found="it already contains a log", expected="a directory without a log",
                   hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
         if cfg.save:
-            directory = Path(cfg.save)
-            check(not os.path.lexists(directory), f"--save={cfg.save}", found="the path already exists",
+            save_dir = Path(cfg.save)
+            check(not os.path.lexists(save_dir), f"--save={cfg.save}", found="the path already exists",
                   expected="a path that does not exist", hint="choose another name; nothing is overwritten")
             # Create and remove a directory, to check that --save can be written.
-            with write_errors(directory, ConfigError):
-                partial_path(directory, run_id).mkdir(parents=True)
-                partial_path(directory, run_id).rmdir()
+            with write_errors(save_dir, ConfigError):
+                partial_path(save_dir, run_id).mkdir(parents=True)
+                partial_path(save_dir, run_id).rmdir()
 
 def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
-    """Check that this run can continue from the checkpoint. Returns dict(step, source, differs) for the log.
+    """Check that this run can continue from a checkpoint. Returns dict(step, source, differs) for the log.
 
-    checkpoint: content of the checkpoint. fingerprint, end_step: of this run. step: steps done. source: --resume.
-    differs: {name: (then, now)}, the fingerprint entries that have changed since the checkpoint. Raises DataError if
-    the data differ, and ConfigError if the checkpoint is past the end of this run.
+    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result, step is the number
+    of steps done, source is the directory of --resume, and differs is {name: (then, now)} of the fingerprint entries
+    that have changed since the checkpoint. Raises DataError if the data has changed, and ConfigError if this run ends
+    before the step of the checkpoint.
     """
     previous = checkpoint["fingerprint"]
     check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
@@ -5593,9 +5655,10 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
                num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
-    """Log the result of a run, and save the weights. Returns the result, and the error of --save or None. Collective.
+    """Log the result of a run, save the weights, and close the log. Collective.
 
     loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
+    Returns the result, and the error of writing to the directory of --save, or None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
@@ -5627,8 +5690,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
-    log.info("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
-
+    log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in peak.items()))
     result["comms"] = engine.traffic_totals()
     touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
                     for label, table in engine.tables.items() if table.store}
@@ -5655,7 +5717,8 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
     """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
 
-    Raises RunError if sampling or printing fails.
+    log: the log of the last run, whose weights generate the sample. results: one from `finish_run` for each run. Raises
+    RunError if the logits of the sample are not finite, or if printing fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
@@ -5670,7 +5733,8 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
     """Build the profiler of --profile=a:b, to trace steps a to b - 1. Returns None without --profile.
 
-    The run trains steps first_step to end_step - 1. Raises ConfigError unless steps a - 1 to b are inside the run.
+    The run trains steps first_step to end_step - 1; end_step is math.inf if it is not known yet. Raises ConfigError
+    unless steps a - 1 to b are inside the run.
     """
     if not cfg.profile:
         return None
@@ -5684,7 +5748,10 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write this rank's profiler trace, and log a table of the most expensive operations. Raises RunError."""
+    """Write this rank's profiler trace to the run directory, and log a table of the most expensive operations.
+
+    Raises RunError if a file cannot be written.
+    """
     path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
     with write_errors(path):
         profiler.export_chrome_trace(str(path))
@@ -5694,8 +5761,8 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
 
-    OOM, I/O errors and lost connections are reported as TrainerErrors with a hint. Other exceptions are bugs, and are
-    reported with their traceback.
+    OOM, I/O errors and lost connections get the message of a TrainerError with a hint. Other exceptions are bugs, and
+    their message is the traceback.
     """
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
@@ -5713,12 +5780,13 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error))
 
 def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
-    """Agree with the other ranks on the first cause of the exit. Returns that cause, and whether this rank prints it.
+    """Return (cause of the exit that all ranks report, whether this rank prints the cause).
 
-    cause: reported if all ranks exit together (for example Ctrl-C). partial_exit_cause: reported instead if only some
-    ranks exit within ALL_RANKS_TIMEOUT_S, because then a rank was lost. If both texts are equal, as for an error, this
-    rank does not wait for the others before it writes its cause. The first rank to write to the TCPStore wins and
-    prints.
+    The ranks write their causes to a TCPStore. All ranks report the first cause, and the rank that has written the
+    first cause prints it. cause: what this rank writes if all ranks exit together, for example after Ctrl-C.
+    partial_exit_cause: what this rank writes instead if only some ranks exit within ALL_RANKS_TIMEOUT_S, because then
+    a rank was lost. If the two arguments are equal, as for an error, this rank writes its cause immediately. Raises an
+    error of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
     """
     # The store outlives a restart by torchrun, so its keys contain the number of restarts.
     env = os.environ
@@ -5727,8 +5795,9 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended() -> bool:
-        """Return whether all ranks exit within ALL_RANKS_TIMEOUT_S. Adding 0 to a key returns its value."""
+        """Wait until all ranks exit, for at most ALL_RANKS_TIMEOUT_S. Return whether all ranks exit."""
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
+        # add(key, 0) returns the value of the key.
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
                 return False
@@ -5737,17 +5806,17 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
 
     if cause != partial_exit_cause and not all_ended():
         cause = partial_exit_cause
-    # Store the cause unless another rank has stored one. The rank distinguishes equal causes.
+    # Store the cause unless another rank has stored one. Prefix the rank, so that no two ranks store the same text.
     my_cause = f"{env['RANK']}\n{cause}"
     first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
-    # If rank 0 hosts the store instead of torchrun, rank 0 waits for the other ranks, because the store ends with this
-    # process.
+    # If rank 0 hosts the store instead of torchrun, wait for the other ranks, because the store ends with the process
+    # of rank 0.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()
     return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
-    """Ends this process after an error or a signal: once, and within EXIT_TIMEOUT_S.
+    """Handler that ends this process after the first error or signal, within EXIT_TIMEOUT_S.
 
     A signal wakes up a background thread. The thread ends the process even if the main thread is blocked in C code.
     """
@@ -5763,15 +5832,19 @@ class ExitHandler:
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
-        """Print the cause of the exit on one rank, write it to the log, and end the process. Does not return."""
+        """End the process, with the exit status and the message of `describe_exit`. Does not return.
+
+        One rank prints the cause of the exit, and rank 0 writes the cause to the log if a log is open. Also deletes the
+        unfinished directories of this process.
+        """
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
         # Exit after EXIT_TIMEOUT_S even if the code below hangs, for example on a dead disk.
         threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # A signal that reaches only some ranks means that a rank was lost, and that torchrun or srun is ending the
-            # others. Report the lost rank then, not the signal.
+            # If a signal reaches only some ranks, a rank was lost, and torchrun or srun is ending the other ranks. In
+            # this case, report the lost rank instead of the signal.
             partial_exit_cause = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
                 agree = functools.partial(agree_on_cause, cause, partial_exit_cause)
@@ -5791,7 +5864,9 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: config before the shard headers fill in the sizes. source: content of this file, for the logs.
+    raw_cfg: config before the shard headers fill in the sizes. exit_handler: gets the log of the current run. source:
+    content of this file, for the logs. Raises a TrainerError if the run fails. If the training data ends early or
+    --save cannot be written, the error is raised after the last run.
     """
     # Fail fast: before reading data or writing anything, check what would otherwise fail hours into the run.
     start = time.perf_counter()
@@ -5804,13 +5879,13 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Open the data before building the model. The shard headers determine the sizes of the model, and bad data ends the
-    # run.
+    # Open the data before building the model, because the shard headers determine the sizes of the model, and bad data
+    # ends the run.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
     # Choose attention before the micro-batch size, because the kernel determines the memory per sequence. Use a longer
-    # timeout, because attention packages may compile now, and some ranks may take longer than others.
+    # timeout, because attention packages may compile kernels now, which may take longer on some ranks than on others.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
@@ -5833,8 +5908,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     if busy_cores > BUSY_CORES_WARN:
         log.info(f"warning: other processes use {busy_cores:.1f} of {os.cpu_count()} cores; the training time will be "
                  "unreliable")
-    log.info("estimated memory: " + ", ".join(f"{component} {size / 2**20:,.0f} MiB"
-                                              for component, size in estimate.items()))
+    log.info("estimated memory: " + ", ".join(f"{category} {num_bytes / 2**20:,.0f} MiB"
+                                              for category, num_bytes in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * setup_s, 3), timed=False)
 
     # Compile and run every graph before the clock starts, then restore the state bitwise.
@@ -5890,9 +5965,11 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         raise first_error
 
 def sample_from_save(flags: Config) -> None:
-    """Load the weights saved in --sample=DIR, and print a continuation of --prompt. Raises TrainerError.
+    """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR. Runs on any device.
 
-    flags: the command-line flags only; the model config is read from DIR. Runs on any device.
+    flags: the command-line flags only; the settings of the model are read from DIR. Raises DataError if a file in DIR
+    is missing, corrupt or changed, or if the prompt cannot be encoded; ConfigError if the settings or the launch
+    environment are invalid; and RunError if the logits are not finite or printing fails.
     """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
@@ -5940,8 +6017,8 @@ def sample_from_save(flags: Config) -> None:
 def main(argv: list[str], source: bytes | None = None) -> None:
     """Run the trainer with the command-line arguments `argv`, and end the process.
 
-    source: content of this file; None: read the file now. Exit status: 0: success, 1: the run failed, 2: invalid
-    settings or data, 128 + n: ended by signal n.
+    source: content of this file; None: read the file now. The exit status is 0 after success, 1 if the run failed, 2
+    for invalid settings or data, and 128 + n after signal n.
     """
     exit_handler = ExitHandler()
     try:
