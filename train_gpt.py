@@ -2915,9 +2915,9 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
     """
     tokens = np.stack([seq.tokens for seq in seqs])
     # Sequences have different numbers of documents. Repeat the last bound, T, which appends empty documents.
-    unpadded = [seq.cu_seqlens for seq in seqs]
-    K = max(map(len, unpadded))
-    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
+    bounds_by_seq = [seq.cu_seqlens for seq in seqs]
+    num_bounds = max(map(len, bounds_by_seq))
+    cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
@@ -2950,19 +2950,19 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
         new_plans = {}
         for table in planned_tables:
             if i % table.update_every == 0:
-                covered = batches[i:i + table.update_every]
+                cycle_batches = batches[i:i + table.update_every]
                 # The cycle in the tag counts the cycles of this table, not those of the run.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
-                           tokens=sum(batch.tokens.shape[1] for batch in covered))
+                           tokens=sum(batch.tokens.shape[1] for batch in cycle_batches))
                 # All steps of this cycle have the same step_cfg.tied, because untying follows the last step of an Adam
                 # cycle, and the tied table has the update_every of Adam.
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                ids_by_step = [batch.row_index[table.label] for batch in covered]
+                ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
-                for batch, index in zip(covered, index_by_step):
+                for batch, index in zip(cycle_batches, index_by_step):
                     batch.row_index[table.label] = index
         exchange_row_requests(comm, process_group, cfg.dtype, tables, new_plans)
         plans |= new_plans
@@ -3082,14 +3082,14 @@ class Loader:
         shard takes longer than --comm_timeout.
         """
         epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
-        next_shard = None
+        next_future = None
         for _ in epochs:
             for header in self.headers:
-                current = next_shard
-                next_shard = self.reader.submit(load_shard, header)
-                if current is not None:
-                    yield result_with_timeout(current, self.cfg.comm_timeout, "reading a shard")
-        yield result_with_timeout(next_shard, self.cfg.comm_timeout, "reading a shard")
+                current_future = next_future
+                next_future = self.reader.submit(load_shard, header)
+                if current_future is not None:
+                    yield result_with_timeout(current_future, self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(next_future, self.cfg.comm_timeout, "reading a shard")
 
     def _pack_batch(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
         """Pack the S sequences of a step, for all ranks, and consume their documents.
@@ -3208,21 +3208,21 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Draw the initial values of a parameter from the distribution spec.init; unsharded, f32, of shape spec.shape.
+    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape.
 
     The "up" distribution is for the bank of MLPs: uniform up matrices, and zero down matrices.
     """
-    kind, value = spec.init
+    distribution, argument = spec.init
     shape = spec.shape
-    if kind == "constant":
-        return torch.tensor(value).expand(shape)          # the argument is a float, or one float per element
-    if kind == "normal":
-        return torch.randn(shape, generator=generator) * value
-    if kind == "up":
+    if distribution == "constant":
+        return torch.tensor(argument).expand(shape)       # the argument is a float, or one float per element
+    if distribution == "normal":
+        return torch.randn(shape, generator=generator) * argument
+    if distribution == "up":
         shape = (shape[0], 1, *shape[2:])
-    weight = torch.rand(shape, generator=generator) * (2 * value) - value
+    weight = torch.rand(shape, generator=generator) * (2 * argument) - argument
     # Down matrices start as zeros, so that every MLP outputs zeros at first.
-    if kind == "up":
+    if distribution == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
 
@@ -3287,7 +3287,8 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
     scale         softmax scale
 
     In a paired layer, a token has two positions. A document therefore has two positions per token, and a window covers
-    half as many tokens as in a plain layer.
+    half as many tokens as in a plain layer. The new AttentionArgs replace those of the same kind in the registry
+    ATTENTION_ARGS.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     f"{attention} {window_name}")
@@ -3344,9 +3345,9 @@ class GPT(nn.Module):
         self.ngrams = cfg.tables
         dtype = getattr(torch, cfg.dtype)
         for label, spec in self.specs.items():
-            height, *rest = spec.shape
+            first_dim, *other_dims = spec.shape
             param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
+            weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
         # The buffers are not persistent, so checkpoints omit them. They are computed again from settings and schedule.
@@ -3489,15 +3490,15 @@ class GPT(nn.Module):
         # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
-            rows, = self.lookup(ngram.label, batch, row_buffers)
+            ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
             # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. The hash selects a random
             # +-1 vector from sign_vectors, so that n-grams that share a row differ in about half of the signs.
             if ngram.signs:
-                rows = rows * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
+                ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.layer is None:
-                residual_inputs.append((scalars[ngram.label].unbind(), rows))
+                residual_inputs.append((scalars[ngram.label].unbind(), ngram_embed))
             else:
-                value_embeds.setdefault(ngram.layer, []).append((gate_idx, rows))
+                value_embeds.setdefault(ngram.layer, []).append((gate_idx, ngram_embed))
                 gate_idx += 1
         return x0, residual_inputs, value_embeds
 
@@ -3508,11 +3509,11 @@ class GPT(nn.Module):
         and the buffer in which their gradients accumulate, (num_rows, D), or None in evaluation. The entries of
         batch.row_index[label], (B, T) or (B, lookups_per_token, T), are indices into these rows.
         """
-        index = batch.row_index[label]
+        row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
         # Make each of the lookups_per_token lookups a separate autograd node. Backward then adds each gradient to
         # row_grads as soon as the gradient is computed, and never stacks gradients.
-        indices = index.unbind(1) if index.dim() == 3 else [index]
+        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
@@ -3571,10 +3572,9 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# REDUCE_ORDER: the order in which `Optimizer.step` launches the reductions of gradients. UPDATE_ORDER: the order in
-# which it computes updates and launches the all-gathers of updated weights. The two orders may differ. The banks come
-# first, because their NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables
-# before the last group.
+# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It computes the updates, and launches the
+# all-gathers of updated weights, in UPDATE_ORDER. The two orders may differ. The banks come first, because their
+# NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables before the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER
@@ -3621,7 +3621,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
     grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
     wide matrices second_moment is (M, 1, c), and columns are normalized instead of rows. mu: 0-dim, the momentum
-    coefficient. polar_dtype: dtype in which polar_express runs.
+    coefficient. beta2: decay of second_moment. polar_dtype: dtype in which polar_express runs.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -3761,8 +3761,8 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
     "momentum" (M, rows, columns), "second" (M, rows, 1) or, for wide matrices, (M, 1, columns), and, if the weights are
     bf16, "mantissa" (M, rows, columns) i16. All other state is f32, or f64 for f64 weights.
     """
-    # No other code lists this state. Snapshots, checkpoints and the memory estimate call this function or read its
-    # result.
+    # This function is the only definition of this state. Snapshots, checkpoints and the memory estimate derive names,
+    # shapes and dtypes from its result.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -3841,11 +3841,11 @@ class ReplicatedGroup:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad, split into W shards. Each rank updates one shard and stores its optimizer state.
+    """One parameter with a main_grad, split into W shards. Each rank updates one shard.
 
-    Every rank has the full weight for the forward pass. Subclasses define the attribute update_every, in steps, and the
-    method update_shard(grad, step_cfg). The method updates self.shard in place with `grad`, the gradient of the shard,
-    summed over sequences and ranks.
+    Every rank has the full weight for the forward pass, and the optimizer state of one shard. Subclasses define the
+    attribute update_every, in steps, and the method update_shard(grad, step_cfg). The method updates self.shard in
+    place. `grad` is the gradient of self.shard, summed over sequences and ranks.
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
@@ -3915,7 +3915,7 @@ class ShardedGroup:
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Clear the gradient: main_grad, and .grad if the parameter has one."""
+        """Clear main_grad, and set .grad to None."""
         # There is no need to write zeros to main_grad. The write counts are 0, so the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
@@ -3966,7 +3966,7 @@ class BankGroup(ShardedGroup):
 class HeadGroup(ShardedGroup):
     """The head (D, V), model dim by vocabulary: sharded along D, and updated by Adam every --adam_every steps.
 
-    The gradient of these steps accumulates in f32, or in f64 in an f64 run.
+    Gradients accumulate over these steps in f32, or in f64 in an f64 run.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
@@ -4002,7 +4002,7 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row gradients to the owners of the rows; no-op with W = 1. Collective."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
         self.table.launch_reduce()
 
     def update(self, step_cfg: StepConfig) -> None:
@@ -4018,7 +4018,7 @@ class TableGroup:
         self.table.zero_grad()
 
 class RowwiseTableGroup(TableGroup):
-    """A row-wise table: an update changes only rows_to_update, the rows that any rank looked up in the cycle.
+    """A row-wise table: an update changes only rows_to_update, the owned rows that any rank looked up in the cycle.
 
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
@@ -4035,16 +4035,16 @@ class RowwiseTableGroup(TableGroup):
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
         grad = self.table.reduced_grads()
-        active = self.table.row_state
+        row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
-        update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
+        device_update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
         if self.compiling:                                # one graph serves all numbers of rows
-            for x in (*active, grad):
+            for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*active, grad, 1 / self.cfg.seqs_per_step, update_num, self.spec.betas[1], self.cfg.adam_eps,
-                     step_size, decay)
-        self.table.store.write_back(self.table.pending_plan, active)
+        self.rowwise(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
+                     self.cfg.adam_eps, step_size, decay)
+        self.table.store.write_back(self.table.pending_plan, row_state)
 
 class Optimizer:
     """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
@@ -4066,7 +4066,7 @@ class Optimizer:
         normuon = compile_fn(normuon_update, cfg, comm)
         rowwise = compile_fn(rowwise_update, cfg, comm)
         self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
-        replicated = []
+        replicated_specs = []
         for spec in parameter_specs(cfg):
             label = spec.label
             if spec.optimizer == "rowwise":
@@ -4079,9 +4079,9 @@ class Optimizer:
             elif spec.matrix_heights:
                 self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
-                replicated.append(spec)
-        weights = [model.get_parameter(spec.label) for spec in replicated]
-        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
+                replicated_specs.append(spec)
+        weights = [model.get_parameter(spec.label) for spec in replicated_specs]
+        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
         self.state: dict[str, dict[str, Tensor]] = {}
@@ -4114,11 +4114,11 @@ class Optimizer:
         every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
-        due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
-        for label in due:
+        due_labels = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
+        for label in due_labels:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
-        missing = sorted(label for label in due if not self.groups[label].has_gradient())
+        missing = sorted(label for label in due_labels if not self.groups[label].has_gradient())
         check(not missing, "optim_step", found=f"no gradients for {missing}",
               expected="gradients for every group that is due for an update", hint="call forward_backward first",
               error=RunError)
@@ -4126,25 +4126,25 @@ class Optimizer:
         # While head and embedding are tied, they are one parameter. Add the gradient of the embedding to the gradient
         # of the head, and update only the head.
         head = self.model.lm_head
-        tied_update = step_cfg.tied and "embed" in due
+        tied_update = step_cfg.tied and "embed" in due_labels
         if tied_update:
             self.groups["embed"].table.add_grads_to_head(head.main_grad)
-            due.remove("embed")
+            due_labels.remove("embed")
 
         # Launch all reductions before the first update, and all all-gathers before waiting for any of them, so that
         # communication overlaps the updates.
         for label in self.reduce_order:
-            if label in due:
+            if label in due_labels:
                 self.groups[label].launch_reduce()
-        gathers = []
+        gather_works = []
         for label in self.update_order:
-            if label in due:
-                gathers.append(self.groups[label].update(step_cfg))
+            if label in due_labels:
+                gather_works.append(self.groups[label].update(step_cfg))
                 self.groups[label].zero_grad()
-        for work in gathers:
+        for work in gather_works:
             wait_for_work(work)
-        # Copy the updated head to the embedding. This is not needed with W > 1, because an `ExchangedTable` reads its
-        # rows from the head while it is tied.
+        # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
+        # embedding reads rows from the head.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
@@ -4258,8 +4258,8 @@ class Engine:
         shard. Each rank stores a slice along dim 0 of the optimizer state of a bank and of the head. Other tensors are
         returned unchanged.
         """
-        label, is_moment, _ = name.partition(".")
-        if is_moment and label in self.optimizer.sharded_groups:
+        label, _, state_name = name.partition(".")
+        if state_name and label in self.optimizer.sharded_groups:
             return full[self.optimizer.sharded_groups[label].slice]
         if label not in self.shard_rows:
             return full
@@ -4283,24 +4283,24 @@ class Engine:
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
         # Create scalars on the device. Copying them from the host would synchronize.
-        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
-        weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
-        scale = scalar(loss_scale)
+        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
+        mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
+        device_loss_scale = device_scalar(loss_scale)
 
         # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
-        sums = []
+        seq_sums_by_micro_batch = []
         for micro_batch in self._micro_batches(batch):
-            losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
-                                       row_buffers)
+            losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
+                                       self.head_precision, row_buffers)
             seq_sums = losses.sum(dim=1)
             if loss_scale:
                 for group in self.optimizer.sharded_groups.values():
                     group.num_backwards += 1
-                seq_sums.sum().backward(scale)
+                seq_sums.sum().backward(device_loss_scale)
             else:
                 self.optimizer.add_zero_grads()
-            sums.append(seq_sums.detach())
-        return StepLoss(torch.cat(sums), batch.tokens.numel())
+            seq_sums_by_micro_batch.append(seq_sums.detach())
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
@@ -4333,7 +4333,8 @@ class Engine:
         """Compute the validation loss: mean nats per token over the batches of all ranks. Collective.
 
         The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len. The
-        host waits for the device. Raises RunError if the device does not finish within the timeout.
+        windows and RoPE are those of step_cfg. The host waits for the device. Raises RunError if the device does not
+        finish within the timeout.
         """
         # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
@@ -4373,8 +4374,8 @@ class Engine:
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
         """Return (AttentionArgs by kind of layer, {table label: (rows, None)}) for an evaluation batch. Collective.
 
-        Fetches the rows from their owners. None replaces the buffer of row gradients. Evaluation does not truncate
-        documents, so a document may be as long as a sequence.
+        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None replaces the
+        buffer of row gradients. Evaluation does not truncate documents, so a document may be as long as a sequence.
         """
         row_buffers = {}
         for label, table in self.tables.items():
@@ -4423,15 +4424,17 @@ class Engine:
         restore also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
-        rng = torch.get_rng_state()                       # CPU generator; training never uses the device's generator
+        stores = [table.store for table in self.tables.values() if table.store]
+        touched_by_store = [(store, list(store.touched_state())) for store in stores]
+        # Save the state of the CPU generator only, because training never uses the generator of the device.
+        rng = torch.get_rng_state()
 
         @torch.no_grad()
         def restore() -> None:
             # Copy in place, so that every tensor keeps its address and no graph is recompiled.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for store, chunks in touched:
+            for store, chunks in touched_by_store:
                 store.load(chunks)
             self.rotary = None                            # the next step computes the cos and sin buffers again
             self.discard_grads()
@@ -4458,8 +4461,8 @@ class Engine:
         other tensors are replicated, and every rank returns a CPU copy of x. name: "label" for a weight, and
         "label.state name" for optimizer state.
         """
-        label, is_moment, _ = name.partition(".")
-        is_shard = is_moment and label in self.optimizer.sharded_groups
+        label, _, state_name = name.partition(".")
+        is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # comm.all_gather gathers Python objects. Gather chunks, because NCCL copies the objects to device memory.
@@ -4508,13 +4511,13 @@ class Engine:
         bytes_up         row-wise tables only: copied from host to device
         bytes_down       row-wise tables only: copied from device to host
         """
-        result = {}
+        bytes_by_table = {}
         for label, table in self.tables.items():
-            result[label] = Counter()
+            bytes_by_table[label] = Counter()
             host_traffic = table.store.traffic if table.store else {}
             for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
-                result[label].update(totals)
-        return result
+                bytes_by_table[label].update(totals)
+        return bytes_by_table
 
 
 # ---- Memory, estimated before the model is built
