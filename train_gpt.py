@@ -1430,8 +1430,18 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
         seqs.append((starts, np.append(starts[1:], seq_end)))
     return seqs, end
 
+def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
+    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, the shards repeat without end.
+    """
+    for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
+        for header in headers:
+            yield epoch, header
+
 class OutOfData(DataError):
-    """The training data ends before the next step. Raised on every rank in the same cycle of the run."""
+    """End of the training data: the remaining shards have too few tokens for the next step.
+
+    It is raised on every rank in the same cycle of the run.
+    """
 
 class Packer:
     """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
@@ -1476,8 +1486,7 @@ def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHead
 
     Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
     """
-    epochs = range(cfg.epochs) if cfg.epochs else itertools.count()
-    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch in epochs for header in headers))
+    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
         packer.next(step_cfg)
@@ -3058,38 +3067,41 @@ class RowwiseTable(ExchangedTable):
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step."""
-    step: int
-    # By table label; tables that are read in place have none. All steps of a table's cycle share one plan.
+    step: int                            # the step that trains on the batch
+    # Keyed by table label. A table that is read in place has no plan. All steps of a table's cycle share one plan.
     plans: dict[str, RowPlan]
-    tokens: Tensor                       # (B, T) i32
-    targets: Tensor                      # (B, T) i64: the next token
-    cu_seqlens: Tensor                   # (B, K) i32: 0, then the end of each document, padded to K columns with T
-    # By table label, i32, shaped like the result of TableSpec.row_ids. Index of each lookup into the plan's
-    # rows_to_fetch, or the global row if the table is read in place.
+    tokens: Tensor                       # (B, T) i32: input tokens
+    targets: Tensor                      # (B, T) i64: the next token of every position
+    # (B, num_bounds) i32: for each sequence, 0 and then the end of each document; padded with T.
+    cu_seqlens: Tensor
+    # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is the index of a lookup into the
+    # plan's rows_to_fetch, or the global row if the table is read in place.
     row_index: dict[str, Tensor]
-    sign_ids: dict[str, Tensor]          # by label of a table with signs, (B, T) i32
+    # Keyed by the label of a table with signs: (B, T) i32, the index of each position's sign vector.
+    sign_ids: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
-        """Return a batch with `convert` applied to every array or tensor, except those of the plans."""
+        """Return a new batch with `convert` applied to every array or tensor. Both batches share the plans."""
         row_index = {label: convert(x) for label, x in self.row_index.items()}
         sign_ids = {label: convert(x) for label, x in self.sign_ids.items()}
         return Batch(self.step, self.plans, convert(self.tokens), convert(self.targets), convert(self.cu_seqlens),
                      row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch to the device; asynchronously from pinned memory. The plans are not copied."""
+        """Copy the batch, except its plans, to the device. The copy is asynchronous if it is from pinned memory."""
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
-    """Stack this rank's sequences of one step into a batch of NumPy arrays.
+    """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
 
-    The batch has no plans yet, and its row_index contains global rows. `build_batches` sets both.
+    row_index contains global rows. `build_batches` later adds the plans, and replaces the global rows of each table
+    that has a plan with indices into its rows_to_fetch.
     """
     tokens = np.stack([seq.tokens for seq in seqs])
-    # The number of documents differs between sequences. Pad cu_seqlens with T, which appends empty documents.
-    unpadded = [seq.cu_seqlens for seq in seqs]
-    K = max(map(len, unpadded))
-    cu_seqlens = np.stack([np.pad(x, (0, K - len(x)), "edge") for x in unpadded])
+    # Sequences have different numbers of documents. Repeat the last bound, T, which appends empty documents.
+    bounds_by_seq = [seq.cu_seqlens for seq in seqs]
+    num_bounds = max(map(len, bounds_by_seq))
+    cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
     inputs = tokens[:, :-1].astype(np.int32)
     targets = tokens[:, 1:].astype(np.int64)
     row_index = {table.label: table.row_ids(inputs) for table in tables}
@@ -3102,15 +3114,19 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 
     The batches are on the host, in pinned memory if the device is a GPU.
 
-    process_group: a gloo group, or None for the group of all ranks. purpose: recorded in the tag of each row plan;
-    communication volume is counted only for "train". cycle: configs of the steps in this cycle, whose length is a
-    multiple of every table's update_every. seqs_by_step: this rank's sequences of each step. Collective.
+    process_group   gloo group that exchanges the row plans, or None for the group of all ranks
+    purpose         recorded in the tag of each row plan; traffic is counted only for "train"
+    cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
+    seqs_by_step    for each step, the sequences of this rank
+
+    Raises RunError if the plans of two ranks are not for the same cycle and tables, or if a rank requests an invalid
+    row. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
-    # A dense table with W = 1 is read in place and needs no plan. Every other table needs one plan per cycle of the
-    # table, which is `update_every` steps. Tables whose cycles start at the same step share one exchange of requests.
+    # A dense table with W = 1 is read in place and needs no plan. Every other table needs one plan per cycle of
+    # table.update_every steps, a multiple of adam_every. Tables whose cycles start at the same step share one exchange.
     planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
@@ -3118,18 +3134,19 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
         new_plans = {}
         for table in planned_tables:
             if i % table.update_every == 0:
-                covered = batches[i:i + table.update_every]
-                # In the tag, cycle is the number of the table's cycle.
+                cycle_batches = batches[i:i + table.update_every]
+                # The cycle in the tag counts the cycles of this table, not those of the run.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
-                           tokens=sum(batch.tokens.shape[1] for batch in covered))
-                # All steps of the cycle have the same step_cfg.tied, because untying happens at the end of a cycle.
+                           tokens=sum(batch.tokens.shape[1] for batch in cycle_batches))
+                # All steps of this cycle have the same step_cfg.tied, because untying follows the last step of an Adam
+                # cycle, and the tied table has the update_every of Adam.
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                ids_by_step = [batch.row_index[table.label] for batch in covered]
+                ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
-                for batch, index in zip(covered, index_by_step):
+                for batch, index in zip(cycle_batches, index_by_step):
                     batch.row_index[table.label] = index
         exchange_row_requests(comm, process_group, cfg.dtype, tables, new_plans)
         plans |= new_plans
@@ -3140,10 +3157,15 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 class Loader:
     """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
 
-    The caller passes the step configs of each cycle, so batches do not depend on timing. The S sequences of a step are
-    the same for every W.
+    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The caller passes the step
+    configs of each cycle, so batches do not depend on timing. The S sequences of a step are the same for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
+        """Create the loader without reading data.
+
+        headers: the training shards, in reading order. purpose: recorded in the tag of each row plan; the traffic of a
+        plan is counted only if its purpose is "train".
+        """
         self.cfg = cfg
         self.comm = comm
         self.headers = headers
@@ -3152,28 +3174,40 @@ class Loader:
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.packer = Packer(cfg, self._prefetch_shards())
         self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
-        self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle
+        self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Consume the data of these steps without building batches. A resumed run has already trained on it."""
+        """Consume the data of steps that a resumed run has already trained on, without building batches.
+
+        Raises OutOfData if the data ends before the last of these steps.
+        """
         for step_cfg in steps:
             self.packer.next(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
-        """Build the batches of the first cycle as the next one, and wait for them. Then call `advance`."""
+        """Build the batches of the first cycle, and wait for them. The first `advance` makes them current.
+
+        Raises OutOfData if the data ends before the end of the cycle, or any other error of the loader thread.
+        Collective.
+        """
         self.next_cycle = self.worker.submit(self._build_cycle, cycle)
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
         """Make the next cycle the current one, and build the batches of `cycle_after_next` in the background.
 
-        Waits for the loader thread. Raises OutOfData if the data ended before the end of the new current cycle.
+        cycle_after_next: step configs, or [] at the end of training. Waits for the batches of the new current cycle.
+        Raises OutOfData if the data ended before the end of the new current cycle, or any other error of the loader
+        thread. Collective.
         """
         self.ready = self._wait_for_cycle()
         self.next_cycle = self.worker.submit(self._build_cycle, cycle_after_next)
 
     def next(self, step_cfg: StepConfig) -> Batch:
-        """Return the batch of this step, copied to the device asynchronously. Steps must be requested in order."""
+        """Return the batch of this step, copied to the device asynchronously.
+
+        Raises AssertionError if step_cfg is not the next step of the current cycle.
+        """
         is_next = self.ready and self.ready[0].step == step_cfg.step
         assert is_next, f"step {step_cfg.step} is not the next one of the loader"
         batch = self.ready.pop(0)
@@ -3182,25 +3216,33 @@ class Loader:
     def next_plans(self) -> dict[str, RowPlan]:
         """Return the row plans of the next step, keyed by table label; {} at the end of training or data.
 
-        If the next step begins a cycle of the run, this waits for the loader thread.
+        If the next step begins a cycle of the run, the call waits for the loader thread. Raises any error of the loader
+        thread except OutOfData.
         """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # `advance` raises it again
+        except OutOfData:                # the next call of `advance` raises the same error
             return {}
         return batches[0].plans if batches else {}
 
     def close(self) -> None:
-        """Shut down both threads: cancel queued tasks, without waiting for running ones."""
+        """Shut down the loader thread and the shard reader: cancel queued tasks, and do not wait for running tasks."""
         for thread_pool in (self.worker, self.reader):
             thread_pool.shutdown(wait=False, cancel_futures=True)
 
     def _wait_for_cycle(self) -> list[Batch]:
-        """Wait for the batches of the next cycle. Raises OutOfData, or another error of the loader thread."""
+        """Wait for the loader thread, and return the batches of the next cycle, one per step.
+
+        Raises OutOfData if the data ended before the end of that cycle, RunError if the batches are not ready after
+        --comm_timeout seconds, or any other error of the loader thread.
+        """
         return result_with_timeout(self.next_cycle, self.cfg.comm_timeout, "waiting for the loader thread")
 
     def _build_cycle(self, cycle: list[StepConfig]) -> list[Batch]:
-        """Pack the sequences of a cycle, and build this rank's batches. Runs on the loader thread. Collective."""
+        """Pack the sequences of a cycle, and build this rank's batches, one per step. Collective.
+
+        Runs on the loader thread. Raises OutOfData if the data ends before the end of the cycle.
+        """
         seqs_by_step = []
         for step_cfg in cycle:
             shard, seqs = self.packer.next(step_cfg)
@@ -3209,21 +3251,27 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
-        """Yield (epoch, data shard) for every epoch. A reader thread loads the next shard while the caller uses this one.
+        """Yield (epoch, data shard) for all epochs, in order. With --epochs=0, the shards repeat without end.
+
+        The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
+        shard takes longer than --comm_timeout.
         """
-        epochs = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
-        next_shard = None
-        for epoch, header in ((epoch, header) for epoch in epochs for header in self.headers):
-            current = next_shard
-            next_shard = epoch, self.reader.submit(load_shard, header)
-            if current is not None:
-                yield current[0], result_with_timeout(current[1], self.cfg.comm_timeout, "reading a shard")
-        yield next_shard[0], result_with_timeout(next_shard[1], self.cfg.comm_timeout, "reading a shard")
+        loading = None
+        for epoch, header in shard_order(self.cfg, self.headers):
+            loaded, loading = loading, (epoch, self.reader.submit(load_shard, header))
+            if loaded is not None:
+                yield loaded[0], result_with_timeout(loaded[1], self.cfg.comm_timeout, "reading a shard")
+        yield loading[0], result_with_timeout(loading[1], self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
     """The validation sequences, in host memory, with the statistics for bits per byte."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
-        # Every rank stores all sequences, because there are few, and evaluates every W-th one.
+        """Load the first --val_tokens tokens of the validation shards, and the vocabulary if there is one.
+
+        headers: the validation shards, in reading order. purpose: recorded in the tag of each row plan. Raises
+        DataError if a shard or the vocabulary is invalid.
+        """
+        # Every rank stores all sequences, because they are few. Each rank evaluates every W-th sequence.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
@@ -3233,7 +3281,7 @@ class ValidationSet:
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
-        # Compute entropy and bytes per token over exactly the tokens that are predicted.
+        # Compute the unigram entropy and the bytes per token over exactly the tokens that are predicted.
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
@@ -3249,14 +3297,19 @@ class ValidationSet:
     def text_metrics(self, loss: float) -> dict[str, float]:
         """Return val_bpb, the loss in bits per byte, and unigram_nats, the unigram entropy of the tokens in nats.
 
-        loss: nats per token. Returns {} if the bytes per token are not known.
+        loss: validation loss in nats per token. Returns {} if there is no vocabulary, because the bytes per token are
+        then unknown.
         """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield this rank's part of every S validation sequences as a batch on the device. Collective."""
+        """Yield a batch on the device for every S validation sequences, with this rank's S / W sequences. Collective.
+
+        step_cfg: the step whose weights are evaluated. If step_cfg.tied, the row plans read the embedding from the
+        head.
+        """
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
@@ -3271,16 +3324,16 @@ class ParameterSpec(NamedTuple):
     shape: tuple[int, ...]               # unsharded
     # Distribution of the initial values and its argument: ("constant", one value or one per element),
     # ("normal", standard deviation), ("uniform", bound) in [-bound, bound], or ("up", bound). "up" is for the bank of
-    # MLPs, (L, 2, F, D): its up matrices are uniform, and its down matrices are zero.
+    # MLPs, (L, 2, F, D): the up matrices are uniform in [-bound, bound], and the down matrices are zero.
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
-    lr_mul: float = 1.0
-    wd_mul: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.99)
+    lr_mul: float = 1.0                  # multiplier of adam_lr
+    wd_mul: float = 1.0                  # multiplier of adam_weight_decay
+    betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
     # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: heights of the weight matrices that the parameter stacks, per layer. Gradients of weight matrices
-    # accumulate in a main_grad. Autograd stores the gradients of replicated parameters in .grad.
+    # matrix_heights: heights of the weight matrices that the parameter stacks in each layer. Gradients of weight
+    # matrices accumulate in a main_grad. Autograd stores the gradients of replicated parameters in .grad.
     matrix_heights: tuple[int, ...] = ()
     table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
@@ -3301,26 +3354,29 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Initialize a parameter as `spec.init` describes. Returns an unsharded f32 tensor of shape spec.shape."""
-    kind, value = spec.init
+    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape.
+
+    The "up" distribution is for the bank of MLPs: uniform up matrices, and zero down matrices.
+    """
+    distribution, argument = spec.init
     shape = spec.shape
-    if kind == "constant":
-        return torch.tensor(value).expand(shape)          # value: a float, or one float per element
-    if kind == "normal":
-        return torch.randn(shape, generator=generator) * value
-    if kind == "up":
+    if distribution == "constant":
+        return torch.tensor(argument).expand(shape)       # the argument is a float, or one float per element
+    if distribution == "normal":
+        return torch.randn(shape, generator=generator) * argument
+    if distribution == "up":
         shape = (shape[0], 1, *shape[2:])
-    weight = torch.rand(shape, generator=generator) * (2 * value) - value
+    weight = torch.rand(shape, generator=generator) * (2 * argument) - argument
     # Down matrices start as zeros, so that every MLP outputs zeros at first.
-    if kind == "up":
+    if distribution == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
-    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
-    table has one coefficient per layer.
+    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. The
+    values of a table are its coefficients, one per layer.
     """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
@@ -3336,8 +3392,8 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # Settings that several parameters share. A uniform distribution in [-bound, bound] has the standard deviation
-    # 0.5 / sqrt(D).
+    # Settings of several parameters. With this bound, a uniform distribution in [-bound, bound] has the standard
+    # deviation 0.5 / sqrt(D).
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
@@ -3363,7 +3419,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
                         table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
 # Type aliases of the arguments and results of GPT's methods. Rows to read are (num_rows, D). Their gradient buffer has
-# the same shape, in f32, or in f64 in an f64 run; it is None in evaluation. Embeddings are (B, T, D).
+# the same shape, in f32, or in f64 in an f64 run. In evaluation, None replaces the buffer. Embeddings are (B, T, D).
 RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
@@ -3372,12 +3428,13 @@ AttentionArgsByKind = dict[tuple[str, str], AttentionArgs]            # (Layer.a
 def attention_args(short: int, long: int, max_len: int, scale: float) -> AttentionArgsByKind:
     """Build the AttentionArgs of every kind of layer, keyed by (Layer.attention, Layer.window).
 
-    short, long   sizes of the short and the long window, in positions
+    short, long   sizes of the short and the long window: the number of earlier positions that a query sees
     max_len       upper bound of the document length, in tokens
     scale         softmax scale
 
-    A token has two positions in paired layers. A document therefore has twice as many positions there, and a window
-    covers half as many tokens.
+    In a paired layer, a token has two positions. A document therefore has two positions per token, and a window covers
+    half as many tokens as in a plain layer. The new AttentionArgs replace those of the same kind in the registry
+    ATTENTION_ARGS.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     f"{attention} {window_name}")
@@ -3387,7 +3444,8 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
     """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
 
-    Weights are bf16, or f32 if the spec has full_precision. They depend only on seed, label and shape.
+    Weights are bf16, or f32 if the spec has full_precision. The weights of a parameter depend only on the seed and on
+    its spec: label, shape and distribution.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -3407,7 +3465,10 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
         yield spec.label, weight
 
 def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates in (0, 1): inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates)."""
+    """Compute gates, sigmoid(inputs @ weight^T), in (0, 1).
+
+    inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates).
+    """
     return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
@@ -3423,32 +3484,33 @@ class GPT(nn.Module):
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters of the model. Row stores contain the tables, and the methods receive their
-        # rows in the argument row_buffers.
+        # Row-wise tables are not parameters of the model, because row stores contain them. The methods receive the rows
+        # of these tables in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
         dtype = getattr(torch, cfg.dtype)
         for label, spec in self.specs.items():
-            height, *rest = spec.shape
+            first_dim, *other_dims = spec.shape
             param_dtype = accum_dtype(dtype) if spec.full_precision else dtype
-            weight = torch.empty((shard_rows.get(label, height), *rest), dtype=param_dtype)
+            weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # These buffers are computed from settings and schedule. They are not persistent, so checkpoints omit them.
+        # The buffers are not persistent, so checkpoints omit them. They are computed again from settings and schedule.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
+        for name in ("rotary_cos", "rotary_sin"):         # two positions per token, for paired layers
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        # Cache of `set_rotary`: frequencies -> signed frequency of each of the E channels of a head, (E,)
+        # Cache of `set_rotary`. Key: the frequencies of a stage. Value: (E,), a signed frequency per channel of a head.
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
         """Fill the RoPE buffers rotary_cos and rotary_sin with cos and sin of position * frequency, in place.
 
         frequencies: E/4 angular frequencies in radians per position, for head dim E. Each rotates a pair of adjacent
-        channels; the second half of the channels is not rotated. The buffers are (2 * max_seq_len, E). Angles are
-        computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
+        channels; the second half of the channels is not rotated. The buffers are (2 * max_seq_len, E), and the sin of
+        the second channel of a pair is negated. Angles are computed in f32, or f64 in an f64 run. Writing in place
+        avoids a recompilation.
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -3469,14 +3531,16 @@ class GPT(nn.Module):
                head_precision: str, row_buffers: RowBuffers) -> Tensor:
         """Compute the multi-token loss of every position, (B, T), for B sequences of T tokens (RECIPE 2.8).
 
+        The losses are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
+
         weights             (G,): MTP weights, one for each of the next G tokens
-        loss_scale          a 0-dim tensor: the upstream gradient of every loss
+        loss_scale          (): the upstream gradient that backward will receive for every loss
         attn_args_by_kind   AttentionArgs, keyed by (Layer.attention, Layer.window)
-        head_precision      "plain", "fp8" or "emulated"; see `HeadLoss`
-        row_buffers         for each table: the rows to read, and the buffer that their gradients accumulate in
+        head_precision      matmuls of the head: "plain" in the dtype of the weights, "fp8" in fp8, or "emulated" fp8
+        row_buffers         {table label: (rows to read, buffer in which their gradients accumulate)}
         """
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
-        # HeadLoss ignores logits_dtype if head_precision is "plain".
+        # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
                               as_matrix(self.lm_head)).view_as(batch.targets)
@@ -3485,8 +3549,8 @@ class GPT(nn.Module):
         """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3).
 
         B sequences of T tokens, model dim D. attn_args_by_kind: AttentionArgs, keyed by (Layer.attention,
-        Layer.window). row_buffers: for each table, the rows to read, and the buffer that their gradients accumulate in
-        (None in evaluation).
+        Layer.window). row_buffers: {table label: (rows to read, buffer in which their gradients accumulate)}, with None
+        instead of the buffer in evaluation.
         """
         # Unbind shared parameters once. Indexing them in every layer would add a backward kernel per access.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
@@ -3497,7 +3561,7 @@ class GPT(nn.Module):
         mlp = matrices_by_layer(self.mlp, self.specs["mlp"].matrix_heights)
 
         # Attention treats the micro-batch as one sequence of B * T tokens, so offset the document bounds of sequence b
-        # by b * T. Entries of T that pad batch.cu_seqlens become empty documents.
+        # by b * T. The entries that pad batch.cu_seqlens (all T) become empty documents.
         B, T = batch.tokens.shape
         seq_starts = torch.arange(B, device=batch.tokens.device, dtype=torch.int32) * T
         cu_seqlens = (batch.cu_seqlens + seq_starts[:, None]).flatten()
@@ -3506,7 +3570,7 @@ class GPT(nn.Module):
         x = x0
         saved = {}                       # Layer.save_as -> output of that layer
         for i, layer in enumerate(LAYERS):
-            # Add the saved output before the residual scalar is applied, so that the scalar multiplies it, too. The
+            # Add the saved output before the residual scalar is applied, so that the scalar multiplies the sum. The
             # gate is in (0, 2) and reads the first GATE_INPUTS channels of x0.
             if layer.add_saved:
                 gate = 2 * sigmoid_gate(x0[..., :GATE_INPUTS], self.skip_gate)
@@ -3541,14 +3605,14 @@ class GPT(nn.Module):
                      row_buffers: RowBuffers) -> tuple[Tensor, ResidualInputs, ValueEmbeds]:
         """Look up all tables, and compute the embeddings that enter the layers, each (B, T, D).
 
-        B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: for each table,
-        the rows to read, and the buffer that their gradients accumulate in (None in evaluation).
+        B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: {table label:
+        (rows to read, buffer in which their gradients accumulate)}, with None instead of the buffer in evaluation.
         Returns
             x0                normalized token embedding, the initial residual stream
-            residual_inputs   (coefficient of each layer, embedding): every layer adds coefficient * embedding to the
-                              residual stream. Bigrams are first, then n-gram tables.
-            value_embeds      layer index -> list of (index in ve_gate_bank, embedding): added to the layer's attention
-                              values
+            residual_inputs   list of (coefficient of each layer, embedding), bigrams first, then n-gram tables. Every
+                              layer adds coefficient * embedding to the residual stream.
+            value_embeds      {layer index: list of (index in ve_gate_bank, embedding)}. Each embedding is gated and
+                              added to the attention values of the layer.
 
         The smear coefficient of a token is the learned scalar `smear` times a gate in (0, 1). The gate reads the first
         GATE_INPUTS channels of the token's embedding.
@@ -3572,29 +3636,30 @@ class GPT(nn.Module):
         # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
-            rows, = self.lookup(ngram.label, batch, row_buffers)
+            ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
             # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. The hash selects a random
             # +-1 vector from sign_vectors, so that n-grams that share a row differ in about half of the signs.
             if ngram.signs:
-                rows = rows * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
+                ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.layer is None:
-                residual_inputs.append((scalars[ngram.label].unbind(), rows))
+                residual_inputs.append((scalars[ngram.label].unbind(), ngram_embed))
             else:
-                value_embeds.setdefault(ngram.layer, []).append((gate_idx, rows))
+                value_embeds.setdefault(ngram.layer, []).append((gate_idx, ngram_embed))
                 gate_idx += 1
         return x0, residual_inputs, value_embeds
 
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
-        """Look up every token in the table `label`. Returns one embedding (B, T, D) per lookup of a token.
+        """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
 
-        B sequences of T tokens, model dim D. batch.row_index[label], (B, T) or (B, lookups_per_token, T), indexes the
-        rows in row_buffers[label] = (rows (num_rows, D), row_grads (num_rows, D) or None in evaluation).
+        B sequences of T tokens, model dim D. row_buffers[label] is (rows, row_grads): the rows to read, (num_rows, D),
+        and the buffer in which their gradients accumulate, (num_rows, D), or None in evaluation. The entries of
+        batch.row_index[label], (B, T) or (B, lookups_per_token, T), are indices into these rows.
         """
-        index = batch.row_index[label]
+        row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # Make each lookup of a token a separate autograd node. Backward then adds each gradient to row_grads as soon as
-        # the gradient is computed, and never stacks gradients.
-        indices = index.unbind(1) if index.dim() == 3 else [index]
+        # Make each of the lookups_per_token lookups a separate autograd node. Backward then adds each gradient to
+        # row_grads as soon as the gradient is computed, and never stacks gradients.
+        indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
     def attend(self, layer: Layer, normed: Tensor, qkv: Tensor, value_embeds: Iterable[tuple[int, Tensor]],
@@ -3604,9 +3669,9 @@ class GPT(nn.Module):
         qkv (B, T, 3D) -> (B, T, H, E), for B sequences of T tokens, H heads and head dim E; D = H * E.
 
         normed         (B, T, D): normalized residual stream, the input of the qkv projection and of the gates
-        value_embeds   pairs of an index in ve_gate_bank and an embedding (B, T, D) that is added to v
+        value_embeds   pairs (index in ve_gate_bank, embedding (B, T, D)); the gated embedding is added to v
         cu_seqlens     (num_docs + 1,) i32: document bounds, in tokens, of the micro-batch flattened to B * T tokens
-        attn_args      window, maximum document length and softmax scale for this kind of layer
+        attn_args      window, maximum document length and softmax scale for this kind of layer, in positions
 
         Plain layers have one position per token and H heads. Paired layers have two positions per token and H/2 heads,
         because they fold heads j and j + H/2 into one sequence of length 2T. RoPE positions count from the start of the
@@ -3627,10 +3692,10 @@ class GPT(nn.Module):
             gate = 2 * sigmoid_gate(gate_inputs, self.ve_gate_bank[gate_idx])
             v = v + gate[..., None] * value_embed.view(v.shape)
 
-        # In the folded sequence of a paired layer, position 2t is head j of token t, and 2t + 1 is head j + H/2. But
-        # RoPE is applied before the heads are regrouped, so the angles follow head parity instead: even heads have the
-        # angles of position 2t, odd heads the angles of 2t + 1. This looks like a bug, but modded-nanogpt does the
-        # same, and its published losses include this order (RECIPE 2.4).
+        # In the folded sequence of a paired layer, position 2t is head j of token t, and position 2t + 1 is head
+        # j + H/2 of token t. But RoPE is applied before the heads are regrouped, so the angles follow head parity
+        # instead: even heads have the angles of position 2t, odd heads the angles of position 2t + 1. This order looks
+        # like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -3640,9 +3705,9 @@ class GPT(nn.Module):
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: shift the non-rotary half of the keys by one token, so that attending to a match at t - 1 returns
-        # the value at t (a one-layer induction head). The shift crosses document boundaries, as in modded-nanogpt
-        # (RECIPE 2.4). The first key of a sequence does not change.
+        # Key offset: shift the unrotated half of the keys by one token, so that a query that matches token t - 1
+        # attends to the value of token t (a one-layer induction head). The shift crosses document boundaries, as in
+        # modded-nanogpt (RECIPE 2.4). The first key of a sequence does not change.
         if layer.key_offset:
             rotary_half, other_half = k.chunk(2, dim=-1)
             shifted = torch.cat((other_half[:, :1], other_half[:, :-1]), dim=1)
@@ -3653,10 +3718,9 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# REDUCE_ORDER: the order in which `Optimizer.step` launches the reductions of gradients. UPDATE_ORDER: the order in
-# which it computes updates and launches the all-gathers of updated weights. The two orders may differ. The banks come
-# first, because their NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables
-# before the last group.
+# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It computes the updates, and launches the
+# all-gathers of updated weights, in UPDATE_ORDER. The two orders may differ. The banks come first, because their
+# NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables before the last group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER
@@ -3671,16 +3735,17 @@ DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the
 def polar_express(x: Tensor) -> Tensor:
     """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
 
-    x (M, rows, columns) is a stack of M matrices; the result has the same shape and dtype. Computes in that dtype.
-    Singular values above 0.002 of the Frobenius norm become 0.86 to 1.14 (RECIPE 3.1).
+    The polar factor of a matrix with the SVD U S V^T is U V^T. x (M, rows, columns) is a stack of M matrices; the
+    result has the shape and dtype of x, and all matmuls are in this dtype. Singular values above 0.002 of the Frobenius
+    norm become 0.86 to 1.14 (RECIPE 3.1).
     """
     norm = x.norm(dim=(-2, -1), keepdim=True)
     # Transpose tall matrices to wide ones, so that the Gram matrix x x^T below is as small as possible.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # The iteration needs singular values of at most 1. The Frobenius norm is an upper bound of the largest one. Divide
-    # by 1.02 times the norm, for a margin of 2 % (RECIPE 3.1).
+    # The iteration needs singular values of at most 1. The Frobenius norm is an upper bound of the largest singular
+    # value. Divide by 1.02 times the norm, for a margin of 2 % (RECIPE 3.1).
     x = x / (1.02 * norm + 1e-6)
     for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
         gram = x @ x.mT
@@ -3702,7 +3767,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
     grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
     wide matrices second_moment is (M, 1, c), and columns are normalized instead of rows. mu: 0-dim, the momentum
-    coefficient. polar_express runs in polar_dtype.
+    coefficient. beta2: decay of second_moment. polar_dtype: dtype in which polar_express runs.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -3724,7 +3789,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """Combine bf16 weights p (upper 16 bits) and i16 mantissa (lower 16 bits) into f32 weights of the same shape."""
-    # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of the mantissa is no sign bit.
+    # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of a mantissa is not a sign bit.
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
@@ -3736,11 +3801,18 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
         p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
         p <- p - lr_muls * lr * U                 elsewhere
 
-    p, grad (M, r, c): M matrices with r rows and c columns. grad is summed over sequences and ranks. mantissa
-    (M, r, c) i16: the lower 16 bits of f32 weights whose upper 16 bits are p; both are updated. None: p is the full
-    weight. momentum (M, r, c) and second_moment, (M, r, 1) or (M, 1, c), are updated in place, too. lr_muls (M, 1, 1):
-    learning rate multiplier of each matrix. mu: 0-dim, the momentum coefficient. lr: 0-dim, the learning rate. decay:
-    0-dim, the weight-decay coefficient times the learning rate.
+    p, mantissa, momentum and second_moment are updated in place. mu, lr and decay are 0-dim tensors.
+
+    p               (M, r, c): M matrices with r rows and c columns
+    mantissa        (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight
+    grad            (M, r, c): summed over sequences and ranks
+    momentum        (M, r, c)
+    second_moment   (M, r, 1), or (M, 1, c) for wide matrices; beta2 is its decay
+    grad_scale      1 / S, for S sequences per step
+    mu              momentum coefficient
+    lr              learning rate
+    lr_muls         (M, 1, 1): learning rate multiplier of each matrix
+    decay           weight-decay coefficient times the learning rate
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second_moment, mu, beta2, p.dtype)
@@ -3762,7 +3834,8 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
         p - (update + decay * p)   where update * p > 0
         p - update                 elsewhere
 
-    p and update have the same shape. decay: 0-dim, the cautious weight-decay coefficient.
+    p and update have the same shape. decay: 0-dim, the weight-decay coefficient times the squared learning rate. As in
+    modded-nanogpt, weights with update * p = 0 decay in NorMuon, but not in Adam.
     """
     # normuon_update has >= instead of >.
     agrees = update * p > 0
@@ -3772,9 +3845,13 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
                 eps: float, step_size: Tensor, decay: Tensor) -> None:
     """Apply one Adam step with cautious weight decay to p in place (RECIPE 3.4).
 
-    p, grad, m (first moment) and v (second moment) have the same shape. grad is summed over sequences and ranks, and
-    grad * grad_scale is used. eps is added to the square root of the second moment without bias correction. step_size:
-    0-dim, the learning rate with both bias corrections. decay: 0-dim, the cautious weight-decay coefficient.
+        m <- beta1 * m + (1 - beta1) * grad_scale * grad
+        v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
+        p <- cautious_adam(p, step_size * m / (sqrt(v) + eps), decay)
+
+    p, grad, m (first moment) and v (second moment) have the same shape. m and v are updated in place, too. grad is
+    summed over sequences and ranks. v has no bias correction when eps is added. step_size: 0-dim, the learning rate
+    with both bias corrections. decay: 0-dim, the weight-decay coefficient times the squared learning rate.
     """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -3786,18 +3863,19 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor) -> None:
     """Apply one row-wise update in place: Adam without a first moment, and with one second moment per row.
 
-        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of grad^2 over each row)
+        g    =  grad_scale * grad
+        v    <- beta2^(update_num - last) * v + (1 - beta2) * (mean of g^2 over each row)
         last <- update_num
-        rows <- cautious_adam(rows, step_size * grad / (sqrt(v) + eps), decay)
+        rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
     rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
-    last update that changed the row. grad (u, D) is summed over sequences and ranks, and grad * grad_scale is used.
-    update_num: 0-dim, number of this update, counted from 1. step_size: 0-dim, lr * sqrt(1 - beta2^update_num).
-    decay: 0-dim, lr^2 * weight decay, the cautious weight-decay coefficient.
+    last update that changed the row, 0 if there was none. grad (u, D): summed over sequences and ranks. update_num:
+    0-dim, number of this update, counted from 1. step_size: 0-dim, lr * sqrt(1 - beta2^update_num). decay: 0-dim,
+    the weight-decay coefficient times the squared learning rate.
     """
     grad = grad * grad_scale
-    # Decay v once for every update since the row's last one, as if the row had had a zero gradient in the updates
-    # between. Compute the power in f64, and round once.
+    # Decay v once per update since the last update of the row, as if the row had had a zero gradient in the updates
+    # between them. Compute the power in f64, and round once.
     v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
@@ -3812,7 +3890,10 @@ def cpu_scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged."""
+    """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
+
+    weight: a parameter, or a shard of a bank that is already viewed as matrices.
+    """
     if spec.optimizer != "normuon":
         return weight
     # The forward pass uses q, k and v of a layer as one matrix, with 3 D rows. NorMuon orthogonalizes q, k and v
@@ -3820,8 +3901,14 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized optimizer state, {state name: tensor}, for a parameter or a shard of it."""
-    # This is the only definition of the optimizer state. Snapshots, checkpoints and the memory estimate derive from it.
+    """Create zero-initialized optimizer state, {state name: tensor}, for a whole parameter or one rank's shard.
+
+    Adam: first moment "m" and second moment "v", shaped like `shard`. NorMuon, for M matrices (rows, columns):
+    "momentum" (M, rows, columns), "second" (M, rows, 1) or, for wide matrices, (M, 1, columns), and, if the weights are
+    bf16, "mantissa" (M, rows, columns) i16. All other state is f32, or f64 for f64 weights.
+    """
+    # This function is the only definition of this state. Snapshots, checkpoints and the memory estimate derive names,
+    # shapes and dtypes from its result.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -3835,10 +3922,10 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute the update number, step size and weight decay of an Adam or row-wise update.
+    """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
 
-    Updates are counted from 1. The step size is the learning rate with bias corrections. Step size and weight decay
-    are 0-dim CPU tensors.
+    Updates of the parameter are counted from 1. The step size is the learning rate with bias corrections. The weight
+    decay is its coefficient times the squared learning rate. Step size and weight decay are 0-dim f64 CPU tensors.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -3850,22 +3937,27 @@ def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tu
 
 def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
                step_cfg: StepConfig) -> None:
-    """Apply one Adam update in place to p, which is a parameter or this rank's shard of it.
+    """Apply one Adam update in place to p, a whole parameter or this rank's shard, and to its moments.
 
-    update_fn: `adam_update` or its compiled form. grad: summed over sequences and ranks, shaped like p. state: moments
-    of p, with keys "m" and "v".
+    update_fn: `adam_update`, compiled if this run compiles. grad: summed over sequences and ranks, shaped like p.
+    state: the moments, with keys "m" and "v", shaped like p.
     """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. A group reduces gradients, updates this rank's part of its parameters, and holds the optimizer
-# state of that part.
+# ---- Parameter groups. A group contains parameters that are reduced and updated together. It reduces their gradients
+# over ranks, updates the part of the parameters that this rank owns, and stores the optimizer state of this part. Every
+# group has the attributes update_every (steps per update) and state ({label: {state name: tensor}}), and the methods
+# has_gradient, launch_reduce, update and zero_grad, which `Optimizer.step` calls in this order.
 class ReplicatedGroup:
     """The parameters that every rank updates in full. A single all-reduce sums the gradients of all of them."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
                  adam: Callable):
-        """weights: the parameters, in the order of specs. adam: `apply_adam` with update_fn and cfg bound."""
+        """Create zero-initialized Adam state for all of the parameters.
+
+        weights: the parameters, in the order of specs. adam: `apply_adam` with update_fn and cfg bound.
+        """
         self.comm = comm
         self.specs = specs
         self.weights = weights
@@ -3874,38 +3966,39 @@ class ReplicatedGroup:
         self.state = {spec.label: init_optimizer_state(spec, p.data) for spec, p in zip(specs, weights)}
 
     def has_gradient(self) -> bool:
-        """Return whether every parameter has a gradient."""
+        """Return whether every parameter of the group has a gradient."""
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch the all-reduce of all gradients, concatenated to one tensor in accum_dtype. Collective."""
+        """Launch one all-reduce of all gradients, concatenated in f32, or in f64 in an f64 run. Collective."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the all-reduce, then update all parameters."""
+        """Wait for the all-reduce that `launch_reduce` launched, then update all parameters in place."""
         wait_for_work(self.work)
         grads = self.grad.split([p.numel() for p in self.weights])
         for spec, p, grad in zip(self.specs, self.weights, grads):
             self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], step_cfg)
 
     def zero_grad(self) -> None:
-        """Clear the gradients."""
+        """Set the gradients of all parameters of the group to None."""
         for p in self.weights:
             p.grad = None
 
 class ShardedGroup:
-    """One parameter with a main_grad, split into W shards. Each rank updates its shard and holds its optimizer state.
+    """One parameter with a main_grad, split into W shards. Each rank updates one shard.
 
-    Every rank has the full weight for the forward pass. Subclasses define update_every and
-    update_shard(grad, step_cfg).
+    Every rank has the full weight for the forward pass, and the optimizer state of one shard. Subclasses define the
+    attribute update_every, in steps, and the method update_shard(grad, step_cfg). The method updates self.shard in
+    place. `grad` is the gradient of self.shard, summed over sequences and ranks.
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
         """Move the weight into a padded buffer of W equal shards, and allocate a main_grad buffer of the same shape.
 
-        sharded_view: the weight viewed so that dim 0 is sharded. num_matrices: number of weight matrices whose
-        gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
+        sharded_view: the weight, viewed so that dim 0 is the dim to shard. num_matrices: number of weight matrices
+        whose gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
         """
         self.comm = comm
         self.spec = spec
@@ -3928,10 +4021,10 @@ class ShardedGroup:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
-        self.num_backwards = 0           # backward passes since `zero_grad`; each writes every matrix once
+        self.num_backwards = 0           # backward passes since `zero_grad`; each pass writes every matrix once
 
     def has_gradient(self) -> bool:
-        """Return whether there was a backward pass since the last update."""
+        """Return whether there was a backward pass, or a call of `add_zero_grads`, since the last update."""
         return self.num_backwards > 0
 
     def check_writes(self) -> None:
@@ -3943,14 +4036,17 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set the gradient to zeros if there was no backward pass since the last update."""
+        """Set the gradient to zeros if there was no backward pass since the last update.
+
+        The zeros count as one backward pass, so that `check_writes` accepts them.
+        """
         if self.num_backwards == 0:
             self.num_backwards = 1
             self.weight.write_counts.fill_(1)
             self.main_grad.zero_()
 
     def launch_reduce(self) -> None:
-        """Launch the reduce-scatter of the gradient. Collective."""
+        """Launch the reduce-scatter that sums the gradient over ranks, in the dtype of the weight. Collective."""
         self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
@@ -3958,15 +4054,15 @@ class ShardedGroup:
     def update(self, step_cfg: StepConfig) -> dist.Work | None:
         """Wait for the reduce-scatter, update this rank's shard, and launch the all-gather of the weight.
 
-        Returns the all-gather's work, or None if W = 1. Collective.
+        Returns the work handle of the all-gather, or None if W = 1. Collective.
         """
         wait_for_work(self.work)
         self.update_shard(self.grad[:len(self.shard)], step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Clear the gradient."""
-        # There is no need to zero main_grad: with a write count of 0, the next write overwrites it.
+        """Clear main_grad, and set .grad to None."""
+        # There is no need to write zeros to main_grad. The write counts are 0, so the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
@@ -3977,10 +4073,11 @@ class BankGroup(ShardedGroup):
 
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter,
                  multiple_micro_batches: bool, normuon: Callable):
-        """multiple_micro_batches: whether a step has more than one micro-batch on this rank.
+        """Shard the bank by matrix, and compute the learning rate multiplier of each matrix.
 
-        If so, gradients accumulate in accum_dtype, otherwise in the dtype of the weight. normuon: `normuon_update` or
-        its compiled form.
+        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, gradients accumulate
+        in f32, or in f64 in an f64 run. Otherwise they have the dtype of the weight. normuon: `normuon_update`,
+        compiled if this run compiles.
         """
         self.cfg = cfg
         self.normuon = normuon
@@ -3998,7 +4095,10 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's matrices in place. grad (matrices of this rank, rows, columns): summed over ranks."""
+        """Update this rank's matrices, which are self.shard, in place.
+
+        grad (matrices of this rank, rows, columns): summed over sequences and ranks.
+        """
         if len(self.shard) == 0:                          # more ranks than matrices
             return
         cfg = self.cfg
@@ -4012,22 +4112,31 @@ class BankGroup(ShardedGroup):
 class HeadGroup(ShardedGroup):
     """The head (D, V), model dim by vocabulary: sharded along D, and updated by Adam every --adam_every steps.
 
-    Gradients accumulate in f32, or in f64 in an f64 run, over these steps.
+    Gradients accumulate over these steps in f32, or in f64 in an f64 run.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
-        """adam: `apply_adam` with update_fn and cfg bound."""
+        """Shard the head along D, and create the optimizer state of this rank's shard.
+
+        weight (D, V). adam: `apply_adam` with update_fn and cfg bound.
+        """
         self.update_every = cfg.adam_every
         self.adam = adam
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard of the head in place. grad (D / W, V): summed over ranks."""
+        """Update this rank's shard of the head in place.
+
+        grad (rows of this shard, V): summed over sequences and ranks.
+        """
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
     """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
-        """adam: `apply_adam` with update_fn and cfg bound."""
+        """Create the Adam state of this rank's shard of the table.
+
+        adam: `apply_adam` with update_fn and cfg bound.
+        """
         self.spec = spec
         self.table = table
         self.adam = adam
@@ -4035,7 +4144,7 @@ class TableGroup:
         self.state = {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
-        """Return whether there was a backward pass since the last update."""
+        """Return whether a forward pass for training has read the table since the last update."""
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
@@ -4043,7 +4152,10 @@ class TableGroup:
         self.table.launch_reduce()
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, then update this rank's shard."""
+        """Wait for the row gradients, then update this rank's shard in place.
+
+        Launches no all-gather, because other ranks fetch the updated rows that they need in the next cycle.
+        """
         grad = self.table.reduced_grads()
         self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
@@ -4052,12 +4164,12 @@ class TableGroup:
         self.table.zero_grad()
 
 class RowwiseTableGroup(TableGroup):
-    """A row-wise table: an update changes only rows_to_update, the rows that any rank looked up in the cycle.
+    """A row-wise table: an update changes only rows_to_update, the owned rows that any rank looked up in the cycle.
 
-    `state` is empty, because the row store holds the optimizer state of each row.
+    `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
-        """rowwise: `rowwise_update` or its compiled form."""
+        """Create the group without optimizer state. rowwise: `rowwise_update`, compiled if this run compiles."""
         self.cfg = cfg
         self.compiling = comm.compiles(cfg)
         self.spec = spec
@@ -4069,34 +4181,38 @@ class RowwiseTableGroup(TableGroup):
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
         grad = self.table.reduced_grads()
-        active = self.table.row_state
+        row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
-        # Create the scalar on the device. Copying it from the host would synchronize.
-        update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
-        if self.compiling:                                # one graph for every number of rows
-            for x in (*active, grad):
+        # Create update_num on the device. Copying it from the host would synchronize.
+        device_update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
+        if self.compiling:                                # one graph serves all numbers of rows
+            for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*active, grad, 1 / self.cfg.seqs_per_step, update_num, self.spec.betas[1], self.cfg.adam_eps,
-                     step_size, decay)
-        self.table.store.write_back(self.table.pending_plan, active)
+        self.rowwise(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
+                     self.cfg.adam_eps, step_size, decay)
+        self.table.store.write_back(self.table.pending_plan, row_state)
 
 class Optimizer:
     """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
 
     NorMuon updates on every step, Adam every --adam_every steps, and an n-gram table every `update_every` steps, as set
-    in --tables. Gradients are sums over sequences and ranks. The updates scale them by 1 / S, where S is the number of
-    sequences per step.
+    in --tables. Gradients are sums over sequences and ranks. The updates multiply the gradients by 1 / S, where S is
+    the number of sequences per step.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """tables: {label: table}. multiple_micro_batches: whether a step has more than one micro-batch on this rank."""
+        """Create the parameter groups, their optimizer state and the orders of their collectives.
+
+        Moves the banks and the head into sharded buffers, and gives them a main_grad. tables: {label: table}.
+        multiple_micro_batches: whether a step has more than one micro-batch on this rank.
+        """
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
         normuon = compile_fn(normuon_update, cfg, comm)
         rowwise = compile_fn(rowwise_update, cfg, comm)
         self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
-        replicated = []
+        replicated_specs = []
         for spec in parameter_specs(cfg):
             label = spec.label
             if spec.optimizer == "rowwise":
@@ -4109,25 +4225,25 @@ class Optimizer:
             elif spec.matrix_heights:
                 self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
-                replicated.append(spec)
-        weights = [model.get_parameter(spec.label) for spec in replicated]
-        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated, weights, adam)
+                replicated_specs.append(spec)
+        weights = [model.get_parameter(spec.label) for spec in replicated_specs]
+        self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
         self.state: dict[str, dict[str, Tensor]] = {}
         for group in self.groups.values():
             self.state |= group.state
-        # Insert the n-gram tables into both orders. A group that one of the orders lacks would never be trained.
+        # Insert the n-gram tables into both orders. A group that is missing in an order would never be updated.
         ngrams = [table.label for table in cfg.tables]
         orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set missing gradients to zero.
+        """Set the missing gradients of banks, head and replicated parameters to zero.
 
-        `forward_backward(loss_scale=0)` calls this instead of backward, so that this rank still takes part in the
-        reductions of the gradients.
+        The gradient buffers of tables exist already. `forward_backward(loss_scale=0)` calls this method instead of
+        backward, so that this rank still takes part in the reductions of the gradients.
         """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
@@ -4144,11 +4260,11 @@ class Optimizer:
         every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
-        due = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
-        for label in due:
+        due_labels = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
+        for label in due_labels:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
-        missing = sorted(label for label in due if not self.groups[label].has_gradient())
+        missing = sorted(label for label in due_labels if not self.groups[label].has_gradient())
         check(not missing, "optim_step", found=f"no gradients for {missing}",
               expected="gradients for every group that is due for an update", hint="call forward_backward first",
               error=RunError)
@@ -4156,34 +4272,34 @@ class Optimizer:
         # While head and embedding are tied, they are one parameter. Add the gradient of the embedding to the gradient
         # of the head, and update only the head.
         head = self.model.lm_head
-        tied_update = step_cfg.tied and "embed" in due
+        tied_update = step_cfg.tied and "embed" in due_labels
         if tied_update:
             self.groups["embed"].table.add_grads_to_head(head.main_grad)
-            due.remove("embed")
+            due_labels.remove("embed")
 
         # Launch all reductions before the first update, and all all-gathers before waiting for any of them, so that
         # communication overlaps the updates.
         for label in self.reduce_order:
-            if label in due:
+            if label in due_labels:
                 self.groups[label].launch_reduce()
-        gathers = []
+        gather_works = []
         for label in self.update_order:
-            if label in due:
-                gathers.append(self.groups[label].update(step_cfg))
+            if label in due_labels:
+                gather_works.append(self.groups[label].update(step_cfg))
                 self.groups[label].zero_grad()
-        for work in gathers:
+        for work in gather_works:
             wait_for_work(work)
-        # Copy the updated head to the embedding. This is not needed with W > 1, because an `ExchangedTable` reads its
-        # rows from the head while it is tied.
+        # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
+        # embedding reads rows from the head.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
             self._untie()
 
     def _untie(self) -> None:
-        """Split head and embedding into two parameters. Collective.
+        """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding.
 
-        The embedding starts with the head's weights and Adam moments.
+        Copies this rank's rows of the embedding; the head does not change. Collective.
         """
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
@@ -4194,7 +4310,7 @@ class Optimizer:
             head_moment = self.state["lm_head"][name]
             padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
             padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
-            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W)
+            sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
             received = sent.clone()
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
             embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
@@ -4205,13 +4321,16 @@ class Optimizer:
 # ====== Section 9: Engine =============================================================================================
 EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
 # Limit of graphs per compiled function. A function has one graph for each set of input shapes. With the attention
-# reference, it has one for each combination of input shapes and AttentionArgs.
+# reference, a function has one graph for each combination of input shapes and AttentionArgs.
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Unscaled loss of one forward_backward call on this rank. It stays on the device, to avoid a synchronization."""
-    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: summed loss of each sequence
-    num_tokens: int                      # in all sequences of this rank
+    """Loss of one forward_backward call on this rank, without the loss scale.
+
+    seq_sums stays on the device, because copying it to the host would synchronize.
+    """
+    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: summed token loss of each sequence
+    num_tokens: int                      # tokens of all sequences of this rank
 
 class Engine:
     """Model, tables and optimizer of this rank: forward and backward passes, updates, evaluation, state.
@@ -4222,13 +4341,16 @@ class Engine:
                  micro_batch_size: int = 0):
         """Build the model, its tables and, unless head_precision is None, the optimizer.
 
-        attention: a function with the signature of `attention_reference`. head_precision: "plain", "fp8" or "emulated";
-        None: evaluation only. micro_batch_size: sequences per forward and backward pass; 0: all sequences of this rank.
+        attention          function with the signature and results of `attention_reference`
+        head_precision     matmuls of the head in training: "plain" in the dtype of the weights, "fp8" in fp8, or
+                           "emulated" fp8; None: evaluation only
+        micro_batch_size   sequences per forward and backward pass; 0: all sequences of this rank
         """
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        self.rotary: Rotary | None = None                 # source of the model's cos and sin buffers; None: stale
+        # The Rotary for which the model's cos and sin buffers were computed; None: the buffers are stale.
+        self.rotary: Rotary | None = None
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
 
@@ -4244,7 +4366,7 @@ class Engine:
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
-            # The row cache of a table fits this rank's tokens of one cycle of the table. Evaluation does not use it.
+            # The row cache of a table fits this rank's tokens of one cycle of the table. Evaluation uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
                 table = RowwiseTable(spec, cfg, comm, max_tokens)
@@ -4254,7 +4376,7 @@ class Engine:
                 table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
             self.tables[spec.label] = table
 
-        # Compile only functions that are called often and with few sets of shapes.
+        # Compile only functions that are called often and with few different input shapes.
         self.compiling = comm.compiles(cfg)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -4267,18 +4389,23 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Reset all weights to their initial values for this seed. Row-wise tables are not changed."""
+        """Reset all weights to their initial values for this seed, except row-wise tables.
+
+        Optimizer state does not change.
+        """
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return the part of a full weight or optimizer state tensor that this rank stores.
 
-        name: its key in `state_tensors`. A table's part is the rows r, r + W, ... of rank r, zero-padded to the C rows
-        of a shard. Optimizer state of a sharded weight is sliced along dim 0. Other tensors are returned unchanged.
+        name: key of the tensor in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
+        Rank r stores the rows r, r + W, ... of a table and of its optimizer state, zero-padded to the C rows of a
+        shard. Each rank stores a slice along dim 0 of the optimizer state of a bank and of the head. Other tensors are
+        returned unchanged.
         """
-        label, is_moment, _ = name.partition(".")
-        if is_moment and label in self.optimizer.sharded_groups:
+        label, _, state_name = name.partition(".")
+        if state_name and label in self.optimizer.sharded_groups:
             return full[self.optimizer.sharded_groups[label].slice]
         if label not in self.shard_rows:
             return full
@@ -4290,55 +4417,59 @@ class Engine:
 
             gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
 
-        Does not block the host until the device has finished. With loss_scale = 0, backward is skipped and missing
-        gradients are set to zero, so a loss that is not finite does not reach the gradients, and this rank still takes
-        part in the update. Raises RunError if a table has gradients of another cycle. Collective.
+        Returns the loss without loss_scale. The host does not wait for the device. With loss_scale = 0, backward is
+        skipped, and missing gradients are set to zero. A loss that is not finite then does not reach the gradients, and
+        this rank still takes part in the update. Raises RunError if a table has gradients of another cycle. Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for it.
+        # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for the
+        # rows. If `fetch_rows` was not called, fetch them now.
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
 
         # Create scalars on the device. Copying them from the host would synchronize.
-        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
-        weights = torch.stack([scalar(weight) for weight in step_cfg.mtp_weights])
-        scale = scalar(loss_scale)
+        device_scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.comm.device)
+        mtp_weights = torch.stack([device_scalar(weight) for weight in step_cfg.mtp_weights])
+        device_loss_scale = device_scalar(loss_scale)
 
         # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
-        sums = []
+        seq_sums_by_micro_batch = []
         for micro_batch in self._micro_batches(batch):
-            losses = self.model_losses(micro_batch, weights, scale, attn_args_by_kind, self.head_precision,
-                                       row_buffers)
+            losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
+                                       self.head_precision, row_buffers)
             seq_sums = losses.sum(dim=1)
             if loss_scale:
                 for group in self.optimizer.sharded_groups.values():
                     group.num_backwards += 1
-                seq_sums.sum().backward(scale)
+                seq_sums.sum().backward(device_loss_scale)
             else:
                 self.optimizer.add_zero_grads()
-            sums.append(seq_sums.detach())
-        return StepLoss(torch.cat(sums), batch.tokens.numel())
+            seq_sums_by_micro_batch.append(seq_sums.detach())
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
 
-        Raises RunError if a gradient is missing or incomplete. Collective.
+        Raises RunError, before any weight changes, if a gradient is missing, or if a backward pass did not write every
+        matrix of a main_grad exactly once. Collective.
         """
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Copy the rows of the next step from host memory to the device asynchronously. Call it before `optim_step`.
+        """Copy the next step's rows of tables in host memory to the device, asynchronously.
 
-        plans: {table label: row plan of the next step}. No-op for tables in device memory.
+        Call this method before `optim_step`. plans: {table label: row plan of the next step}. No-op for tables in
+        device memory.
         """
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-all that fetches the rows of the next step. Call it after `optim_step`. Collective.
+        """Launch the all-to-alls that fetch the rows of the next step. Collective.
 
-        plans: {table label: row plan of the next step}. No-op for plans whose rows are cached already.
+        Call this method after `optim_step`, so that the rows include the update. plans: {table label: row plan of the
+        next step}. No-op for plans whose rows are cached already.
         """
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
@@ -4347,9 +4478,11 @@ class Engine:
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
         """Compute the validation loss: mean nats per token over the batches of all ranks. Collective.
 
-        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
+        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len. The
+        windows and RoPE are those of step_cfg. The host waits for the device. Raises RunError if the device does not
+        finish within the timeout.
         """
-        # Sum on the device to avoid a synchronization per batch, and in f64 because there are millions of losses.
+        # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
@@ -4360,15 +4493,16 @@ class Engine:
                     losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total_loss += losses.sum(dtype=torch.float64)
             num_tokens += batch.targets.numel() * self.comm.world_size
-        # float() would synchronize without a timeout. Synchronize with a timeout first.
+        # float() would synchronize without a timeout, so synchronize with a timeout first.
         self.comm.synchronize()
         return sum(self.comm.all_gather(float(total_loss))) / num_tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
-        """Compute the softcapped logits (V,) of the token that follows `tokens`; V is the vocabulary size. Collective.
+        """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
 
-        If `tokens` is longer than a validation sequence, the context is truncated to the last tokens.
+        V is the size of the padded vocabulary. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. If
+        `tokens` is longer than a validation sequence, only the last tokens are the context.
         """
         # Pad the context to a length that the attention kernels support. Attention is causal, so the padding at the end
         # does not affect the logits at the last position of the context.
@@ -4384,24 +4518,24 @@ class Engine:
 
     def _eval_inputs(self, batch: Batch,
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Return AttentionArgs and {table label: (rows, None)} for an evaluation batch. Collective.
+        """Return (AttentionArgs by kind of layer, {table label: (rows, None)}) for an evaluation batch. Collective.
 
-        Fetches the rows from their owners. None means that there is no buffer for row gradients. Evaluation does not
-        truncate documents, so a document may be as long as a sequence.
+        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None replaces the
+        buffer of row gradients. Evaluation does not truncate documents, so a document may be as long as a sequence.
         """
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:   # one graph for every number of rows
+            if self.compiling and label in batch.plans:   # one graph serves all numbers of rows
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Update the rotary cos and sin buffers if the stage changed them, and return AttentionArgs.
+        """Return the AttentionArgs of this step, keyed by (Layer.attention, Layer.window), and update the RoPE buffers.
 
-        The AttentionArgs are keyed by (attention, window) of a layer. max_doc_len: upper bound of the length of a
-        document, in tokens.
+        Computes the model's cos and sin buffers again if they are stale or were computed for another Rotary.
+        max_doc_len: upper bound of the length of a document, in tokens.
         """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
@@ -4412,17 +4546,17 @@ class Engine:
         """Yield the micro-batches of a batch, with at most self.micro_batch_size sequences each."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
-            if self.compiling:                            # one graph for every number of documents
+            if self.compiling:                            # one graph serves all numbers of documents
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # A snapshot copies the tensors that this rank stores, shards included. Files contain full, unsharded tensors, so
-    # they do not depend on W.
+    # A snapshot copies the tensors that this rank stores, including its shards. Files contain full, unsharded tensors,
+    # so the files do not depend on W.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} of all weights and optimizer state of this rank, except row-wise tables.
+        """Return {name: tensor} of all weights and optimizer state that this rank stores, except row-wise tables.
 
-        A weight is named by its label, for example "attn". Optimizer state is named "label.state name", for example
-        "attn.momentum".
+        The tensors are not copies. A weight is named by its label, for example "attn". Optimizer state is named
+        "label.state name", for example "attn.momentum".
         """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
@@ -4430,26 +4564,35 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy all state that a run changes to the host. Returns a function that restores it in place, bit for bit."""
+        """Return a function that restores the present state of training in place, bit for bit.
+
+        Copies weights, optimizer state, touched rows of row-wise tables and the CPU random state to host memory. A
+        restore also discards all gradients.
+        """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        touched = [(table.store, list(table.store.touched_state())) for table in self.tables.values() if table.store]
-        rng = torch.get_rng_state()                       # of the CPU; the device's generator is never used
+        stores = [table.store for table in self.tables.values() if table.store]
+        touched_by_store = [(store, list(store.touched_state())) for store in stores]
+        # Save the state of the CPU generator only, because training never uses the generator of the device.
+        rng = torch.get_rng_state()
 
         @torch.no_grad()
         def restore() -> None:
             # Copy in place, so that every tensor keeps its address and no graph is recompiled.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for store, chunks in touched:
+            for store, chunks in touched_by_store:
                 store.load(chunks)
-            self.rotary = None                            # stale: the next step sets the cos and sin buffers
+            self.rotary = None                            # the next step computes the cos and sin buffers again
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
     def discard_grads(self) -> None:
-        """Clear all gradients. Also invalidate cached and prefetched table rows, and reset byte counts."""
+        """Clear all gradients, and invalidate cached and prefetched table rows.
+
+        Also sets the byte counts of the tables to zero.
+        """
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -4457,15 +4600,15 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
+        """Gather the full tensor of one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
 
-        Tables and their optimizer state are sharded by row, and returned in global row order. Optimizer state of banks
-        and of the head is sharded along dim 0. For a sharded tensor, ranks other than 0 return None. All other tensors
-        are replicated, and every rank returns a CPU copy of x. name is "label" for a weight, and "label.state" for
-        optimizer state.
+        Tables and their optimizer state are sharded by row, and rank 0 returns the rows in global order. Optimizer
+        state of banks and of the head is sharded along dim 0. For a sharded tensor, ranks other than 0 return None. All
+        other tensors are replicated, and every rank returns a CPU copy of x. name: "label" for a weight, and
+        "label.state name" for optimizer state.
         """
-        label, is_moment, _ = name.partition(".")
-        is_shard = is_moment and label in self.optimizer.sharded_groups
+        label, _, state_name = name.partition(".")
+        is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # comm.all_gather gathers Python objects. Gather chunks, because NCCL copies the objects to device memory.
@@ -4480,12 +4623,13 @@ class Engine:
         return rows[:self.num_rows[label]]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Gather all full weights, {name: tensor}, on the CPU of rank 0. Collective.
+        """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
 
-        with_moments: include the optimizer state. Row-wise tables are not included. The result does not depend on W,
-        because table rows are in global order. On other ranks, sharded tensors are None. Call this only between cycles.
+        On other ranks, sharded tensors are None. The result does not depend on W, because table rows are in global
+        order. Call this method only between cycles of the run.
+
         step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
-        of the head.
+        of the head. with_moments: include the optimizer state.
         """
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
@@ -4497,26 +4641,29 @@ class Engine:
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
         """Load this rank's part of full weights and optimizer state, in place, and clear all gradients.
 
-        full_tensors: {name: tensor}, with the names of `state_tensors`. Validate them with `check_tensors` first.
+        full_tensors: {name: tensor} with the names of `state_tensors`, validated by `check_tensors`. Row-wise tables do
+        not change.
         """
         for name, x in self.state_tensors().items():
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return {table label: {kind: bytes}} of the traffic of training, summed over ranks. Collective.
+        """Return the bytes that training has copied per table, {table label: Counter}, summed over ranks. Collective.
 
-        bytes_sent, bytes_received: exchanged between ranks. bytes_dense: hypothetical, for comparison; what the ranks
-        would send if they exchanged whole tables. Row-wise tables also have bytes_up and bytes_down: copied from host
-        to device and from device to host.
+        bytes_sent       sent to other ranks
+        bytes_received   received from other ranks
+        bytes_dense      for comparison: bytes that the ranks would send if they exchanged whole tables
+        bytes_up         row-wise tables only: copied from host to device
+        bytes_down       row-wise tables only: copied from device to host
         """
-        result = {}
+        bytes_by_table = {}
         for label, table in self.tables.items():
-            result[label] = Counter()
+            bytes_by_table[label] = Counter()
             host_traffic = table.store.traffic if table.store else {}
             for totals in self.comm.all_gather({**table.byte_totals, **host_traffic}):
-                result[label].update(totals)
-        return result
+                bytes_by_table[label].update(totals)
+        return bytes_by_table
 
 
 # ---- Memory, estimated before the model is built

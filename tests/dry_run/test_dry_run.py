@@ -64,7 +64,7 @@ def test_dry_run__quick_finds_no_failure(quick) -> None:
 
 # ---- Planted mistakes, in a copy of the trainer
 STEP = "        self.optimizer.step(step_cfg)\n"
-SUMS = "            sums.append(seq_sums.detach())\n"
+SUMS = "            seq_sums_by_micro_batch.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
 SCRATCH = "        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)\n"
