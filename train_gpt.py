@@ -1364,7 +1364,7 @@ FP8_MAX = 448.0                          # largest e4m3 value
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
-MIN_QUERY_BLOCK = 32                     # queries; smaller blocks add more overhead than they save work
+MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work that they save
 ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
 NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors appends an all-ones vector
 SIGN_SEED = 92                           # arbitrary seed of sign_vectors
@@ -1375,13 +1375,13 @@ tl = None                                # triton.language; triton_jit imports i
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
-    """Wrap a kernel in triton.jit, and import triton.language as the global `tl` that the kernel's body uses."""
+    """Wrap a kernel in triton.jit. Also imports triton.language as the global `tl`, which the kernel's body uses."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
 def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
-    """Wrap a function in torch.compile, or return it unchanged if this run does not use torch.compile."""
+    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
     return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
@@ -1393,7 +1393,7 @@ def first_order_only(backward: Callable) -> Callable:
     # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Run `backward`. Raises RunError if autograd records its operations for second derivatives."""
+        """Run `backward`. Raises RunError if the caller of autograd has set create_graph=True."""
         check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
               found="a request for second derivatives", expected="first derivatives only",
               hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
@@ -1458,9 +1458,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     (num_docs + 1,) i32: cumulative document lengths, from 0 to N. Documents may be empty, and must not be longer than
     attn_args.max_seqlen.
     """
-    # Split the queries into blocks that are at least as long as the lookback. The lookback is the largest distance from
-    # a query to a key that it sees. Every query then sees only keys of its block and of the previous block. Pad with
-    # zeros before block 0 and at the end of the last block.
+    # The lookback is the largest distance between a query and a key that the query sees. Split the queries into blocks
+    # that are at least as long as the lookback. Every query then sees only keys of its block and of the previous block.
+    # Pad with zeros before block 0 and at the end of the last block.
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
@@ -1608,8 +1608,8 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
     write_counts   (num_matrices,) i64 on the CPU: number of writes to each matrix of a parameter since the last
                    zero_grad(), which sets the counts to 0
     count_idx      index of the matrix in write_counts
-    a, b           with b: output gradient (N, I) and input (N, J) of a matmul, for N positions
-                   without b: a is the weight gradient, (I, J)
+    a, b           with b: (N, I) and (N, J), the output gradient and the input of a layer, in either order, for N
+                   positions. Without b: a is the weight gradient, (I, J)
     """
     # Read the count on the CPU at run time, so that the first and later writes run the same compiled graph. With
     # beta = 0, addmm does not read the old content of main_grad, which may be NaN.
@@ -1649,8 +1649,8 @@ class WeightMatrix(NamedTuple):
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
 
-        With b, a (N, I) is the output gradient and b (N, J) is the input of a matmul, for N positions. Without b, a
-        (I, J) is the gradient. The first case that holds applies:
+        With b, a (N, I) and b (N, J) are the output gradient and the input of a layer, in either order, for N
+        positions. Without b, a (I, J) is the gradient. The first case that holds applies:
 
             param is frozen        no-op                                  returns None
             deferred is a queue    append a and b, for run_deferred       returns None (*)
@@ -1828,7 +1828,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
+    squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
 
     # Triton allocates memory for the tensor descriptors with this allocator. The lambda captures the device instead of
     # x, because Triton stores the lambda, and a captured x would stay in memory. Set the allocator on every launch,
@@ -1849,7 +1849,7 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """Return whether relu_sq supports the device, the dtype and the GEMM sizes K and N of x (M, K) and w (N, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    # torch.compile treats device properties as constants.
+    # Compiled code may read device properties, because torch.compile treats them as constants.
     aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
     props = torch.cuda.get_device_properties(x.device)
     return aligned and (props.major, props.minor) in RELU_SQ_TILES
@@ -1901,8 +1901,8 @@ class ReluSqMLP(torch.autograd.Function):
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
 
-    x (..., D), matrices of up and down (F, D) -> (..., D), with model dim D and MLP hidden dim F. If the main_grad of a
-    WeightMatrix is None, autograd accumulates the gradient of that matrix in .grad instead.
+    x (..., D), up.matrix and down.matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. If the main_grad of
+    a WeightMatrix is None, autograd accumulates the gradient of its matrix in .grad instead.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
@@ -2008,9 +2008,9 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_
                fast_accum: bool = False) -> Tensor:
     """Compute scale * (a @ b) for fp8 matrices, with a dequantization scale () f64.
 
-    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K. With use_scaled_mm, use the device's fp8 matmul;
-    fast_accum selects a shorter accumulator for it. Otherwise emulate the matmul in out_dtype, which represents every
-    fp8 value exactly.
+    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K. With use_scaled_mm, use the device's fp8 matmul,
+    with a shorter accumulator if fast_accum is set. Otherwise emulate the matmul in out_dtype. Any out_dtype represents
+    every fp8 value exactly.
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
@@ -2034,7 +2034,8 @@ class HeadLoss(torch.autograd.Function):
     targets         (B, T) i64, for B sequences of T tokens
     weights         (G,): MTP weights
     loss_scale      (): upstream gradient that backward will receive for every loss. In fp8, loss_scale is folded into
-                    the dequantization scale (loss_scale * 0.75 / 448); the stored e5m2 values do not depend on it.
+                    the dequantization scale, loss_scale * 0.75 / 448. The e5m2 values that forward saves do not depend
+                    on loss_scale.
     precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
                     "emulated": the same quantization, with emulated fp8 matmuls
     logits_dtype    dtype of the logits, unless precision is "plain"
@@ -2101,7 +2102,7 @@ class HeadLoss(torch.autograd.Function):
         grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
                                                  out_dtype=dtype_y)
         # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. _scaled_mm cannot
-        # accumulate in place, so add its result to main_grad afterwards.
+        # accumulate in place, so add_gradient adds the result of the matmul to main_grad afterwards.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
                             out_dtype=factor.dtype)
@@ -2202,11 +2203,13 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Section 5: Rows ===============================================================================================
-# Embedding tables are sharded by row. Rank r % W owns global row r: it updates the row, and stores it in its shard, as
-# local row r // W. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows it
-# will look up from their owners. After the cycle, each rank sends the gradients of these rows to the owners. A row plan
-# lists the rows that a rank fetches and serves in one cycle of one table.
-#     dense table      an update modifies every row. With W = 1 it has no row plan: lookups read the parameter in place.
+# Embedding tables are sharded by row. Rank r % W is the owner of global row r: the owner updates the row, and stores the
+# row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before a cycle of steps,
+# each rank fetches the rows for its lookups from the owners of these rows. After the cycle, each rank sends the
+# gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one cycle of one
+# table.
+#     dense table      an update modifies every row. With W = 1, a dense table has no row plan, and lookups read the
+#                      parameter in place.
 #     row-wise table   an update modifies only rows_to_update, the rows that some rank looked up in the cycle
 #     touched rows     the rows of a row-wise table that any update so far has modified
 BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
@@ -2287,7 +2290,7 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
 
 # ---- Row plans
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (unique, inverse), both i64: the sorted unique ids, and the index into `unique` of every id.
+    """Return (unique, inverse), both i64: the sorted unique ids, and for every id its index in `unique`.
 
     The result equals np.unique(ids, return_inverse=True), for ids (n,) in [0, 2^32), but this function is several times
     faster. It sorts one 64-bit word per id: the id is the upper half of the word, and the position of the id in `ids`
@@ -2322,7 +2325,7 @@ class RowPlan:
 
     @property
     def tied(self) -> bool:
-        """True if the rows are read from columns of the head. All ranks have the full head, and exchange no rows."""
+        """True if rows are read from columns of the head. Every rank has the full head, so ranks exchange no rows."""
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
@@ -2541,7 +2544,7 @@ class DeviceRowStore:
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield (local row indices, copy of their state) on the CPU, in chunks, for all touched rows."""
+        """Yield (local_rows (k,) i64, copy of the state of local_rows) on the CPU, in chunks, for all touched rows."""
         for rows in self.touched_rows():
             if len(rows) > 0:
                 yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
@@ -2767,8 +2770,8 @@ class LocalTable:
 class ExchangedTable:
     """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows.
 
-    `cache` contains the rows that one plan fetches, in the order of its rows_to_fetch. `row_grads` contains their
-    gradients in the same order.
+    `cache` contains the rows that one plan fetches, in the order of the plan's rows_to_fetch. `row_grads` contains the
+    gradients of these rows, in this order. An update modifies every row of the shard.
     """
     store: DeviceRowStore | None = None
 
@@ -2983,8 +2986,8 @@ class RowwiseTable(ExchangedTable):
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (weights, index): the weights of the plan's rows_to_update, (u, D), and an index into them.
 
-        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. Call `fetch` first,
-        because `fetch` reads these weights from the store.
+        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. The weights are the
+        copies that the last `fetch` has read from the store.
         """
         return self.row_state.rows, plan.serve_to_update
 
