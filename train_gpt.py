@@ -1739,29 +1739,29 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, scale (None without a scale), matrix and grad_target (None).
 
-        grad (..., I): gradient of the output. grad_target.add_gradient accumulates the gradient of matrix, in main_grad
-        if there is one, and determines what is returned for matrix: None, zeros or the gradient (I, J).
+        grad_out (..., I): gradient of the output. grad_target.add_gradient accumulates the gradient of matrix, in
+        main_grad if there is one, and determines what is returned for matrix: None, zeros or the gradient (I, J).
         """
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
-        grad_x = grad @ weight
-        a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = None
-        if scale is not None:
-            # Compute the gradient of scale * matrix in the dtype of main_grad. Rounding it to bf16 first would lose
-            # precision that an f32 main_grad can store.
-            main_grad = ctx.grad_target.main_grad
-            dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
-            if a.is_cuda and a.dtype != dtype:
-                grad_weight = torch.mm(a.t(), b, out_dtype=dtype)
-            else:
-                grad_weight = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (grad_weight * matrix).sum()
-            a, b = scale * grad_weight, None
-        return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
+        grad_x = grad_out @ weight
+        flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
+        if scale is None:
+            return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
+
+        # Compute the gradient of scale * matrix in the dtype of main_grad. Rounding it to bf16 first would lose
+        # precision that an f32 main_grad can store.
+        main_grad = ctx.grad_target.main_grad
+        dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
+        if grad_out.is_cuda and grad_out.dtype != dtype:
+            grad_weight = torch.mm(flat_grad_out.t(), flat_x, out_dtype=dtype)
+        else:
+            grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
+        grad_scale = (grad_weight * matrix).sum()
+        return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
     """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
@@ -1875,28 +1875,28 @@ class ReluSqMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
 
-        grad (..., D): gradient of the output. up.add_gradient and down.add_gradient accumulate the gradients of the
+        grad_out (..., D): gradient of the output. up.add_gradient and down.add_gradient accumulate the gradients of the
         matrices, in main_grad if there is one, and determine what is returned for each: None, zeros or the gradient
         (F, D).
         """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
-        grad_y = grad.flatten(0, -2)
-        if fits_relu_sq(grad_y, down_matrix):
-            grad_preact = relu_sq(grad_y, down_matrix, squares)
+        flat_grad_out = grad_out.flatten(0, -2)
+        if fits_relu_sq(flat_grad_out, down_matrix):
+            grad_preact = relu_sq(flat_grad_out, down_matrix, squares)
         else:
             # MKL takes 8 times as long for the square root of 0 as for the square root of `tiny`, the smallest normal
             # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards, so that 0 remains 0.
             tiny = torch.finfo(squares.dtype).tiny
             square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
-            grad_preact = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
+            grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
         grad_x = (grad_preact @ up_matrix).view_as(x)
         grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
-        return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
+        return grad_x, grad_up, down.add_gradient(squares, flat_grad_out), None, None
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
@@ -1976,9 +1976,9 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         scaled_weights = grad_scale * LOGIT_CAP * token_weights
         grad_z = (sig * cap_log2 - lse).exp2() * scaled_weights.sum(dim=1, keepdim=True)
         # Subtract the one-hot targets. Inductor fuses this loop. Comparing int32 takes half the instructions of int64.
-        column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
         for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
-            grad_z = grad_z - weight * (column == target.int())
+            grad_z = grad_z - weight * (columns == target.int())
         torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
@@ -2059,10 +2059,11 @@ class HeadLoss(torch.autograd.Function):
         else:
             use_scaled_mm = precision == "fp8"
             matmul_dtype = logits_dtype if use_scaled_mm else accum
-            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = quantize_e4m3(y, FP8_Y_SCALE)
             w = quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype, fast_accum=True)
+            logits = fp8_matmul(y, w, logits_scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype,
+                                fast_accum=True)
             logits = logits.to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
@@ -2083,7 +2084,7 @@ class HeadLoss(torch.autograd.Function):
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
         # and w are quantized, and `grad` is dloss/dlogits / FP8_GRAD_SCALE in e5m2. The values of `grad` do not contain
-        # the loss scale, which is a factor of the dequantization scale below.
+        # loss_scale, which is a factor of dequant_scale below.
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
@@ -2096,16 +2097,16 @@ class HeadLoss(torch.autograd.Function):
         # `factor` multiplies `grad` before the matmul, so factor * grad is rounded to e5m2 again. If loss_scale is 0,
         # `factor` is 0 instead of NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
-        scale = loss_scale.double() * FP8_GRAD_SCALE
+        dequant_scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
-                                                 out_dtype=dtype_y)
+        grad_y_dtype = torch.bfloat16 if use_scaled_mm else factor.dtype
+        grad_y = factor.to(grad_y_dtype) * fp8_matmul(grad, w.t(), dequant_scale * FP8_W_SCALE, out_dtype=grad_y_dtype,
+                                                      use_scaled_mm=use_scaled_mm)
         # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. _scaled_mm cannot
         # accumulate in place, so add_gradient adds the result of the matmul to main_grad afterwards.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
-        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
-                            out_dtype=factor.dtype)
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, dequant_scale * FP8_Y_SCALE,
+                            use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
         grad_w = ctx.grad_target.add_gradient(grad_w, b=None)
         return grad_y, grad_w, *[None] * 6
 
@@ -2135,15 +2136,15 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
     # load instead of three dependent loads.
     # The order of summation is fixed: the iterations add to the old value sequentially, and the sum within an iteration
     # is a tree that depends on BLOCK_ROWS and the number of warps.
-    first = tl.program_id(0)
-    row = tl.load(rows + first)
-    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 for the first lookup
+    lookup = tl.program_id(0)
+    row = tl.load(rows + lookup)
+    previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)      # -1 for the first lookup
     if row != previous_row:
         columns = tl.arange(0, BLOCK_D)
-        in_row = columns < D
-        target = row_grads + row.to(tl.int64) * D + columns                   # tables may have over 2^31 elements
-        acc = tl.load(target, mask=in_row, other=0)
-        lookups = first + tl.arange(0, BLOCK_ROWS)
+        column_mask = columns < D
+        row_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
+        acc = tl.load(row_ptrs, mask=column_mask, other=0)
+        lookups = lookup + tl.arange(0, BLOCK_ROWS)
         is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
         grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
         has_more = 1
@@ -2151,13 +2152,13 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
             lookups = lookups + BLOCK_ROWS
             next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
             next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
-            mask = is_same_row[:, None] & in_row[None, :]
+            mask = is_same_row[:, None] & column_mask[None, :]
             grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
             acc += tl.sum(grads.to(acc.dtype), axis=0)
             has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
             is_same_row = next_is_same_row
             grad_idx = next_grad_idx
-        tl.store(target, acc, mask=in_row)
+        tl.store(row_ptrs, acc, mask=column_mask)
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -2399,9 +2400,9 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     by_rank = [None] * W
     dist.all_gather_object(by_rank, (tags, fetch_counts_by_table), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
-        for found, expected in itertools.zip_longest(other_tags, tags):
-            check(found == expected, f"row plans of ranks {other_rank} and {rank} differ", found=found,
-                  expected=expected, hint="start every rank with the same flags", error=RunError)
+        for other_tag, own_tag in itertools.zip_longest(other_tags, tags):
+            check(other_tag == own_tag, f"row plans of ranks {other_rank} and {rank} differ", found=other_tag,
+                  expected=own_tag, hint="start every rank with the same flags", error=RunError)
 
     # One all-to-all exchanges the requests of all tables. A reader is a rank that sends requests to this rank.
     # `received` is grouped by reader, then by table.
@@ -2411,11 +2412,11 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
     dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
                            group=process_group)
-    chunks = received.split(serve_counts.flatten().tolist())
+    received_requests = received.split(serve_counts.flatten().tolist())
 
     # Validate every request. An invalid request would read and update wrong rows without an error.
     for table_idx, (label, plan) in enumerate(plans.items()):
-        rows_by_reader = chunks[table_idx::len(plans)]
+        rows_by_reader = received_requests[table_idx::len(plans)]
         for reader, local_rows in enumerate(rows_by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
             check(ascending, f"invalid rows of {label} requested by rank {reader}", found=local_rows,
@@ -2459,8 +2460,8 @@ class RowState(NamedTuple):
     def index_copy_(self, index: Tensor, source: RowState) -> None:
         """Write the k rows of `source` to the rows at `index`, (k,) i64, in place."""
         index = index.to(self.rows.device, non_blocking=True)
-        for x, new in zip(self, source):
-            x.index_copy_(0, index, new)
+        for x, source_x in zip(self, source):
+            x.index_copy_(0, index, source_x)
 
     def to(self, device: torch.device) -> RowState:
         """Return this state on `device`. The copy is asynchronous if this state is in pinned memory."""
@@ -2545,16 +2546,16 @@ class DeviceRowStore:
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
         """Yield (local_rows (k,) i64, copy of the state of local_rows) on the CPU, in chunks, for all touched rows."""
-        for rows in self.touched_rows():
-            if len(rows) > 0:
-                yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
+        for local_rows in self.touched_rows():
+            if len(local_rows) > 0:
+                yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
 
     def clear(self) -> None:
         """Set the weights and optimizer state of all rows to zero, and call `invalidate`."""
         # Write only to touched rows. Writing zeros to the other rows would allocate their memory.
-        for rows in self.touched_rows():
+        for local_rows in self.touched_rows():
             for x in self.shard:
-                x.index_fill_(0, rows, 0)
+                x.index_fill_(0, local_rows, 0)
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
@@ -2635,15 +2636,15 @@ class HostRowStore(DeviceRowStore):
 
         # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read` instead.
         # torch.where has fixed shapes. Boolean indexing would synchronize with the device.
-        rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
+        local_rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.previous_read is not None and len(self.previous_read[0]) > 0:
-            previous_rows, previous = self.previous_read
-            index = torch.searchsorted(previous_rows, rows).clamp(max=len(previous_rows) - 1)
-            in_previous = previous_rows[index] == rows
-            state = RowState(torch.where(in_previous[:, None], previous.rows[index], state.rows),
-                             torch.where(in_previous, previous.v[index], state.v),
-                             torch.where(in_previous, previous.last[index], state.last))
-        self.previous_read = rows, state
+            previous_rows, previous_state = self.previous_read
+            index = torch.searchsorted(previous_rows, local_rows).clamp(max=len(previous_rows) - 1)
+            in_previous = previous_rows[index] == local_rows
+            state = RowState(torch.where(in_previous[:, None], previous_state.rows[index], state.rows),
+                             torch.where(in_previous, previous_state.v[index], state.v),
+                             torch.where(in_previous, previous_state.last[index], state.last))
+        self.previous_read = local_rows, state
         return state
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
@@ -2656,16 +2657,16 @@ class HostRowStore(DeviceRowStore):
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in state)
         copied = None
-        on_host = state
+        host_state = state
         if self.to_host_stream is not None:
-            on_host = self._pinned_buffers(len(plan.rows_to_update))
+            host_state = self._pinned_buffers(len(plan.rows_to_update))
             self.to_host_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
             with torch.cuda.stream(self.to_host_stream):
-                for x, out in zip(state, on_host):
+                for x, out in zip(state, host_state):
                     out.copy_(x, non_blocking=True)
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
-        self.pending_write = plan.rows_to_update, on_host, copied
+        self.pending_write = plan.rows_to_update, host_state, copied
 
     def wait_for_writes(self) -> None:
         """Wait for the worker, and flush the last `write_back` to the shard.
