@@ -2204,10 +2204,11 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Section 5: Rows ===============================================================================================
-# Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores the
-# row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before a cycle of steps,
-# each rank fetches the rows for its lookups from the owners of these rows. After the cycle, each rank sends the gradients
-# of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one cycle of one table.
+# Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores
+# the row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before a cycle of
+# steps, each rank fetches the rows for its lookups from the owners of these rows. After the cycle, each rank sends the
+# gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one cycle of one
+# table.
 #     dense table      an update modifies every row. With W = 1, a dense table has no row plan, and lookups read the
 #                      parameter in place.
 #     row-wise table   an update modifies only rows_to_update, the rows that some rank looked up in the cycle
