@@ -1548,7 +1548,7 @@ FP8_MAX = 448.0                          # largest e4m3 value
 FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))
-MIN_QUERY_BLOCK = 32                     # queries; smaller blocks add more overhead than they save work
+MIN_QUERY_BLOCK = 32                     # queries; the overhead of smaller blocks exceeds the work that they save
 ADD_ROWS_BLOCK = 16                      # gradients that a program of add_rows_kernel loads per iteration
 NUM_SIGN_VECTORS = 8192                  # random +-1 vectors; sign_vectors appends an all-ones vector
 SIGN_SEED = 92                           # arbitrary seed of sign_vectors
@@ -1559,13 +1559,13 @@ tl = None                                # triton.language; triton_jit imports i
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
-    """Wrap a kernel in triton.jit, and import triton.language as the global `tl` that the kernel's body uses."""
+    """Wrap a kernel in triton.jit. Also imports triton.language as the global `tl`, which the kernel's body uses."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
 def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
-    """Wrap a function in torch.compile, or return it unchanged if this run does not use torch.compile."""
+    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
     return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
@@ -1577,6 +1577,7 @@ def first_order_only(backward: Callable) -> Callable:
     # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Run `backward`. Raises RunError if the caller of autograd has set create_graph=True."""
         check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
               found="a request for second derivatives", expected="first derivatives only",
               hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
@@ -1594,10 +1595,14 @@ def rms_norm(x: Tensor) -> Tensor:
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply RoPE: rotate the channel pairs (2i, 2i + 1) in the first half of every head by -angle.
 
-    x (..., E) with head dim E -> (..., E). cos and sin broadcast to x and contain one value per channel, with sin
-    negated for the second channel of a pair. GPT.set_rotary computes them.
+        out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
+        out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
+
+    x (..., E) with head dim E -> (..., E). The arguments cos and sin broadcast to x and contain one value per channel,
+    with sin negated for the second channel of a pair. GPT.set_rotary computes both arguments, with angle 0 for the
+    channels in the second half of a head, which do not change.
     """
-    # The second half of the channels has angle 0, because splitting x into halves takes more passes.
+    # Rotating all channels, the second half by angle 0, takes fewer passes than splitting x into halves.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + pairs_swapped * sin
 
@@ -1609,19 +1614,22 @@ ATTENTION_ARGS: dict[str, "AttentionArgs"] = {}           # registry, keyed by A
 class AttentionArgs:
     """Attention window, maximum document length and softmax scale.
 
-    Registry: constructing an AttentionArgs registers it in ATTENTION_ARGS under `name`, and overwrites the previous one
-    of that name. Compiled code passes only the name.
+    The constructor also registers the new AttentionArgs: ATTENTION_ARGS[name] is the last AttentionArgs that was
+    constructed with that name. Compiled code passes only the name, and the attention ops look up the values.
     """
     max_seqlen: int                      # upper bound of the document length, in positions
     window: int                          # maximum number of earlier positions that a query sees
     scale: float                         # softmax scale
-    name: str = ""                       # one per kind of layer, the same in all stages; "": derived from the values
+    # Key in ATTENTION_ARGS. Layers with the same attention and window use the same name in all stages. An empty name is
+    # replaced by a name that lists the three values.
+    name: str = ""
 
     def __post_init__(self) -> None:
+        """Register this AttentionArgs in ATTENTION_ARGS under its name; derive the name from the values if empty."""
         # torch.compile guards on every value that compiled code reads, and recompiles when a value changes. Compiled
-        # code therefore reads only the name, which is constant. Passing the values as a CPU tensor avoids
-        # recompilation, too, but Inductor then assumes that the outputs of the operation are unaligned, and loads and
-        # stores the outputs 2 bytes at a time.
+        # code therefore reads only the name, which is constant. Passing the values as a CPU tensor also avoids
+        # recompilation, but Inductor then assumes that the outputs of the operation are unaligned, and loads and stores
+        # them 2 bytes at a time.
         name = self.name or f"{self.max_seqlen} {self.window} {self.scale}"
         object.__setattr__(self, "name", name)
         ATTENTION_ARGS[name] = self
@@ -1629,12 +1637,14 @@ class AttentionArgs:
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
     """Compute causal softmax attention within each document and a sliding window, in O(N * window).
 
-    q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32: cumulative
-    document lengths, from 0 to N. Documents may be empty.
+    The query at position i sees the keys of its document at positions i - window to i, where window is
+    attn_args.window. q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens
+    (num_docs + 1,) i32: cumulative document lengths, from 0 to N. Documents may be empty, and must not be longer than
+    attn_args.max_seqlen.
     """
-    # Split the queries into blocks that are at least as long as the lookback, the largest distance from a query to a
-    # key. A query then sees only keys of its block and of the previous block. Pad with zeros before block 0 and at the
-    # end of the last block.
+    # The lookback is the largest distance between a query and a key that the query sees. Split the queries into blocks
+    # that are at least as long as the lookback. Every query then sees only keys of its block and of the previous block.
+    # Pad with zeros before block 0 and at the end of the last block.
     N, H, E = q.shape
     lookback = min(attn_args.window, attn_args.max_seqlen - 1)
     block_len = min(N, max(lookback, MIN_QUERY_BLOCK))
@@ -1644,8 +1654,8 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
     keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
 
-    # Key positions before block 0 are negative. Indexing doc_ids with a negative position wraps around to an unrelated
-    # document, so in_window masks these keys.
+    # Key positions before block 0 are negative. in_window masks these keys, because doc_ids[key_pos] wraps around to
+    # the id of an unrelated document.
     positions = torch.arange(num_blocks * block_len, device=q.device)
     doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_pos = positions.view(num_blocks, block_len, 1)
@@ -1659,7 +1669,8 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
 def torch_varlen_ops() -> Any:
     """Return torch.ops.torch_attn, the namespace of torch's varlen attention ops.
 
-    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so defer it to the first use.
+    Importing torch.nn.attention.varlen registers the ops. The first import takes 1 s, so this function imports the
+    module when an op is first used.
     """
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
@@ -1667,7 +1678,7 @@ def torch_varlen_ops() -> Any:
 def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
     """Build the keyword arguments that torch's varlen forward and backward ops share.
 
-    cu_seqlens (num_docs + 1,) i32. name: key of the AttentionArgs in ATTENTION_ARGS.
+    cu_seqlens (num_docs + 1,) i32: cumulative document lengths. name: key of the AttentionArgs in ATTENTION_ARGS.
     """
     attn_args = ATTENTION_ARGS[name]
     # window_size is (left, right). A right window of 0 makes attention causal.
@@ -1678,13 +1689,15 @@ def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
 
-    q, k, v and out (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32. args_name: key
-    of the AttentionArgs in ATTENTION_ARGS.
+    q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: torch's state
+    for dropout, which is not used. cu_seqlens (num_docs + 1,) i32: cumulative document lengths. args_name: key of the
+    AttentionArgs in ATTENTION_ARGS.
     """
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return empty outputs of `varlen` with their shapes and dtypes, for tracing. inputs: the arguments of `varlen`."""
     # The output shapes do not depend on max_q and max_k, so any values will do.
     *qkv, cu_seqlens, _ = inputs
     return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
@@ -1694,14 +1707,16 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
                     logsumexp: Tensor, rng_state: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass of torch's varlen attention. Returns the gradients of q, k and v.
 
-    grad (N, H, E): upstream gradient, for N positions, H heads and head dim E. out, logsumexp and rng_state: the
-    outputs of `varlen`. The other arguments are the inputs of `varlen`.
+    grad (N, H, E): gradient of `out`, for N positions, H heads and head dim E. out, logsumexp and rng_state: the
+    outputs of `varlen`. q, k, v (N, H, E), cu_seqlens and args_name: the arguments of `varlen`. The returned gradients
+    are (N, H, E).
     """
     return torch_varlen_ops()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=rng_state,
                                                  **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
+    """Return empty gradients of q, k and v, for tracing. inputs: the arguments of `varlen_backward` after `grad`."""
     return tuple(map(torch.empty_like, inputs[:3]))                           # inputs[:3]: q, k and v
 
 class Varlen(torch.autograd.Function):
@@ -1710,10 +1725,11 @@ class Varlen(torch.autograd.Function):
     Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E), for N
     positions, H heads and head dim E.
     """
-    # torch's public `varlen_attn` bakes window, maximum length and scale into the graph as constants, so that every
-    # stage would recompile.
+    # With torch's public `varlen_attn`, torch.compile would treat window, maximum length and scale as constants of the
+    # graph, and recompile in every stage.
     @staticmethod
     def forward(ctx: Any, *inputs: Tensor | str) -> Tensor:
+        """Compute the attention output (N, H, E). inputs: q, k, v, cu_seqlens and the name of the AttentionArgs."""
         *tensors, ctx.args_name = inputs
         out, *for_backward = varlen(*inputs)
         ctx.save_for_backward(*tensors, out, *for_backward)
@@ -1722,13 +1738,18 @@ class Varlen(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v, (N, H, E), and None for cu_seqlens and the name.
+
+        grad (N, H, E): gradient of the output.
+        """
         return *varlen_backward(grad, *ctx.saved_tensors, ctx.args_name), None, None
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: AttentionArgs) -> Tensor:
-    """Compute the same as attention_reference with torch's varlen kernel (FA2, FA3 or FA4).
+    """Compute causal softmax attention within each document and a sliding window, with torch's varlen kernel.
 
-    q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32. Requires
-    CUDA and bf16 or f16.
+    The kernel is FA2, FA3 or FA4; `attention_reference` is its reference. q, k, v (N, H, E) -> (N, H, E), for N
+    positions, H heads and head dim E. cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N.
+    Requires CUDA and bf16 or f16.
     """
     return Varlen.apply(q, k, v, cu_seqlens, attn_args.name)
 
@@ -1739,15 +1760,18 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_a
 GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 
 def op_in_graphs(*mutates_args: str) -> Callable:
-    """Make the decorated function a custom op in compiled graphs; mutates_args names the arguments that it mutates.
+    """Return a decorator that makes a function a custom op in compiled graphs.
 
-    Eager code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
+    The function returns None and writes its results to the arguments named in mutates_args. Eager code calls the
+    function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
     def decorator(fn: Callable) -> Callable:
+        """Register `fn` as custom op train_gpt::<name of fn>, and return a wrapper that calls the op or `fn`."""
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
         def wrapper(*args: Any) -> None:
+            """Call the custom op in compiled graphs, and `fn` in eager code."""
             return op(*args) if torch.compiler.is_compiling() else fn(*args)
         return wrapper
     return decorator
@@ -1758,18 +1782,21 @@ def tensor_versions(*tensors: Tensor | None) -> list[int]:
 
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
-    """Accumulate a weight gradient, a^T b or `a` itself if b is None, in main_grad.
+    """Accumulate a weight gradient in main_grad: the matmul a^T b, or `a` if b is None.
 
-    The first write after `zero_grad` overwrites main_grad, and later writes add to it. This is a custom op in compiled
-    graphs only. Eager code calls the function directly.
+    If write_counts[count_idx] is 0, the gradient overwrites main_grad. Otherwise, the gradient is added to main_grad.
+    The function then increments the count. This function is a custom op in compiled graphs only. Eager code calls it
+    directly.
 
     main_grad      (I, J): gradient buffer of one matrix, in f32, f64 or the dtype of a and b
-    write_counts   (num_matrices,) i64 on the CPU: writes to each matrix since `zero_grad`, which sets the counts to 0
-    count_idx      index of the matrix in write_counts; the call increments write_counts[count_idx]
-    a, b           (N, I) and (N, J), for N positions; without b, a is the gradient itself, (I, J)
+    write_counts   (num_matrices,) i64 on the CPU: number of writes to each matrix of a parameter since the last
+                   zero_grad(), which sets the counts to 0
+    count_idx      index of the matrix in write_counts
+    a, b           with b: (N, I) and (N, J), the output gradient and the input of a layer, in either order, for N
+                   positions. Without b: a is the weight gradient, (I, J)
     """
-    # Read the count on the CPU at run time, so that one compiled graph serves first and later writes. With beta = 0,
-    # addmm does not read the old content of main_grad, which may be NaN.
+    # Read the count on the CPU at run time, so that the first and later writes run the same compiled graph. With
+    # beta = 0, addmm does not read the old content of main_grad, which may be NaN.
     beta = min(int(write_counts[count_idx]), 1)
     write_counts[count_idx] += 1
     dtype = main_grad.dtype
@@ -1786,7 +1813,7 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
 DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
 
 class WeightMatrix(NamedTuple):
-    """One matrix of a parameter, and the main_grad buffer its gradient accumulates in.
+    """One matrix of a parameter, and the main_grad buffer that the gradient of the matrix accumulates in.
 
     To give a parameter (I, J) a main_grad, set two attributes:
 
@@ -1804,18 +1831,19 @@ class WeightMatrix(NamedTuple):
     deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient a^T b, or `a` itself if b is None. Returns the gradient for autograd, or None.
+        """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
 
-        a (N, I) and b (N, J) for N positions; without b, a is the gradient, (I, J). The first case that holds applies:
+        With b, a (N, I) and b (N, J) are the output gradient and the input of a layer, in either order, for N
+        positions. Without b, a (I, J) is the gradient. The first case that holds applies:
 
             param is frozen        no-op                                  returns None
             deferred is a queue    append a and b, for run_deferred       returns None (*)
             main_grad is None      compute the gradient                   returns the gradient
             otherwise              accumulate in main_grad                returns None (*)
 
-        (*) If there is a main_grad and param has the attribute grad_added_to_main_grad, set the attribute to True and
-        return zeros (I, J) instead, so that param's hooks receive a gradient. torch.compile rejects queues and
-        parameters with this attribute.
+        (*) If main_grad is not None and param has the attribute grad_added_to_main_grad, set the attribute to True and
+        return zeros (I, J) instead, so that param's hooks receive a gradient. torch.compile rejects queues, and
+        parameters that have this attribute.
         """
         if not self.param.requires_grad:
             return None
@@ -1833,17 +1861,19 @@ class WeightMatrix(NamedTuple):
         return torch.zeros_like(self.matrix)
 
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
-    """Wrap a parameter (I, J) that is a single matrix, with its main_grad if there is one.
+    """Build the WeightMatrix of a parameter (I, J) that is a single matrix, with param.main_grad if it exists.
 
-    deferred: queue for run_deferred; None: backward computes the gradient immediately.
+    deferred: queue to which backward appends the gradient for run_deferred; None: backward computes the gradient
+    immediately.
     """
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
     """Split a bank into one list of matrices per layer.
 
-    bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Raises
-    RuntimeError if the bank has a main_grad that is not contiguous, because main_grad is viewed as matrices.
+    bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Every
+    WeightMatrix has a view of the bank, and a view of bank.main_grad if the bank has this attribute. Raises
+    RuntimeError if bank.main_grad is not contiguous, because the views need a contiguous tensor.
     """
     # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size
     # instead of one per layer.
@@ -1863,8 +1893,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 def run_deferred(deferred: DeferredGrads) -> None:
     """Compute and accumulate all deferred gradients, and clear the queue.
 
-    Gradients accumulate in main_grad, or in .grad for a matrix without main_grad. Raises RunError, before any gradient
-    is written, if a tensor in the queue was modified in place after backward.
+    The gradient of a WeightMatrix accumulates in its main_grad, or in matrix.grad if main_grad is None. Raises
+    RunError, before any gradient is written, if a tensor in the queue was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
         check(versions == tensor_versions(a, b),
@@ -1886,35 +1916,42 @@ class LinearFunction(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
+        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward. scale None: no scale."""
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, scale (None without a scale), matrix and grad_target (None).
+
+        grad_out (..., I): gradient of the output. grad_target.add_gradient accumulates the gradient of matrix, in
+        main_grad if there is one, and determines what is returned for matrix: None, zeros or the gradient (I, J).
+        """
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
-        grad_x = grad @ weight
-        a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = None
-        if scale is not None:
-            # Compute this gradient in the dtype of main_grad. Rounding to bf16 first would lose precision that an f32
-            # main_grad can store.
-            main_grad = ctx.grad_target.main_grad
-            dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
-            if a.is_cuda and a.dtype != dtype:
-                grad_weight = torch.mm(a.t(), b, out_dtype=dtype)
-            else:
-                grad_weight = a.t().to(dtype) @ b.to(dtype)
-            grad_scale = (grad_weight * matrix).sum()
-            a, b = scale * grad_weight, None
-        return grad_x, grad_scale, ctx.grad_target.add_gradient(a, b), None
+        grad_x = grad_out @ weight
+        flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
+        if scale is None:
+            return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
+
+        # Compute the gradient of scale * matrix in the dtype of main_grad. Rounding it to bf16 first would lose
+        # precision that an f32 main_grad can store.
+        main_grad = ctx.grad_target.main_grad
+        dtype = grad_out.dtype if main_grad is None else torch.promote_types(grad_out.dtype, main_grad.dtype)
+        if grad_out.is_cuda and grad_out.dtype != dtype:
+            grad_weight = torch.mm(flat_grad_out.t(), flat_x, out_dtype=dtype)
+        else:
+            grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
+        grad_scale = (grad_weight * matrix).sum()
+        return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
     """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
 
-    x (..., J), weight.matrix (I, J), scale () or None -> (..., I).
+    x (..., J), weight.matrix (I, J), scale () or None (no scale) -> (..., I). If weight.main_grad is None, autograd
+    accumulates the weight gradient in .grad instead.
     """
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
@@ -1930,8 +1967,10 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
     """Compute out = relu(x w^T)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
 
-    x (M, K), w (N, K), squares and out (M, N); M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
-    With BACKWARD, x is the gradient of the MLP's output, and `squares` is the output of the forward pass.
+    x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
+    Without BACKWARD, x is the input of the MLP, w is `up`, and `squares` is ignored. With BACKWARD, x is the gradient
+    of the MLP's output, w is `down`, `squares` is the `out` of the forward pass, and the result is the gradient of the
+    pre-activations, input @ up^T.
     """
     # This is a persistent kernel: each program computes several tiles, and loads the operands of the next tile while it
     # stores the current tile. A tile is stored in two halves, which leaves more shared memory for the loads. Tensor
@@ -1961,9 +2000,9 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Launch relu_sq_kernel; run the backward pass if `squares` is given.
+    """Compute relu(x w^T)^2, or 2 (x w^T) sqrt(squares) if `squares` is given, with relu_sq_kernel.
 
-    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K.
+    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K. Requires fits_relu_sq(x, w).
     """
     triton = importlib.import_module("triton")
     device = x.device
@@ -1973,11 +2012,11 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
+    squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
 
-    # Triton allocates memory for the tensor descriptors with this allocator. Capture the device, not x: Triton stores
-    # the allocator, which would keep x alive. Set the allocator on every launch, because Triton has one per thread, and
-    # autograd runs backward on another thread.
+    # Triton allocates memory for the tensor descriptors with this allocator. The lambda captures the device instead of
+    # x, because Triton stores the lambda, and a captured x would stay in memory. Set the allocator on every launch,
+    # because Triton has one per thread, and autograd runs backward on another thread.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     num_tiles = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
     triton_jit(relu_sq_kernel)[(min(num_tiles, props.multi_processor_count),)](
@@ -1987,13 +2026,14 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
+    """Return an empty output of `relu_sq`, (M, N), for tracing. x (M, K), w (N, K), with GEMM sizes M, N, K."""
     return x.new_empty(len(x), len(w))
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
-    """Return whether relu_sq supports x (M, K) and w (N, K): device, dtype and the GEMM sizes K and N."""
+    """Return whether relu_sq supports the device, the dtype and the GEMM sizes K and N of x (M, K) and w (N, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    # torch.compile treats device properties as constants.
+    # Compiled code may read device properties, because torch.compile treats them as constants.
     aligned = all(size * x.element_size() % TMA_ALIGN_BYTES == 0 for size in (x.shape[1], len(w)))
     props = torch.cuda.get_device_properties(x.device)
     return aligned and (props.major, props.minor) in RELU_SQ_TILES
@@ -2007,6 +2047,7 @@ class ReluSqMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
+        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward."""
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
             squares = relu_sq(flat_x, up_matrix, None)
@@ -2018,27 +2059,34 @@ class ReluSqMLP(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
+
+        grad_out (..., D): gradient of the output. up.add_gradient and down.add_gradient accumulate the gradients of the
+        matrices, in main_grad if there is one, and determine what is returned for each: None, zeros or the gradient
+        (F, D).
+        """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
-        grad_y = grad.flatten(0, -2)
-        if fits_relu_sq(grad_y, down_matrix):
-            grad_preact = relu_sq(grad_y, down_matrix, squares)
+        flat_grad_out = grad_out.flatten(0, -2)
+        if fits_relu_sq(flat_grad_out, down_matrix):
+            grad_preact = relu_sq(flat_grad_out, down_matrix, squares)
         else:
             # MKL takes 8 times as long for the square root of 0 as for the square root of `tiny`, the smallest normal
-            # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards.
+            # number. Clamp to `tiny`, and subtract the square root of `tiny` afterwards, so that 0 remains 0.
             tiny = torch.finfo(squares.dtype).tiny
             square_roots = squares.clamp_min(tiny).sqrt_().sub_(tiny**0.5)
-            grad_preact = F.linear(2 * grad_y, down_matrix).mul_(square_roots)
+            grad_preact = F.linear(2 * flat_grad_out, down_matrix).mul_(square_roots)
 
         up, down = ctx.grad_targets
         grad_x = (grad_preact @ up_matrix).view_as(x)
         grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
-        return grad_x, grad_up, down.add_gradient(squares, grad_y), None, None
+        return grad_x, grad_up, down.add_gradient(squares, flat_grad_out), None, None
 
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
 
-    x (..., D), up and down (F, D) -> (..., D), with model dim D and MLP hidden dim F.
+    x (..., D), up.matrix and down.matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. If the main_grad of
+    a WeightMatrix is None, autograd accumulates the gradient of its matrix in .grad instead.
     """
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
@@ -2051,9 +2099,9 @@ def softcap(logits: Tensor) -> Tensor:
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
 
-    N positions, V padded vocabulary. Only eager code on a CPU needs several chunks, and otherwise there is one chunk.
-    In compiled code, Inductor fuses the passes over the logits. In eager code on a GPU, more chunks would only launch
-    more kernels.
+    Returns one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
+    vocabulary. Only eager code on a CPU needs several chunks; otherwise there is one chunk. In compiled code, Inductor
+    fuses the passes over the logits. In eager code on a GPU, more chunks would only launch more kernels.
     """
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -2063,7 +2111,8 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Compute the next-token loss of every position, -log softmax(softcap(y @ w))[target], without fp8.
 
-    Hidden states y (N, D), head w (D, V), targets (N,) -> losses (N,), f32 or f64. N positions, V padded vocabulary.
+    Hidden states y (N, D), head w (D, V), targets (N,) i64 -> losses (N,), in f32, or f64 if y is f64. N positions,
+    model dim D, padded vocabulary V.
     """
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
@@ -2074,10 +2123,11 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Gather the next G tokens of every position, and their loss weights: 0 past the end of the sequence.
+    """Gather the ids of the next G tokens of every position, and their loss weights.
 
     For B sequences of T tokens and N = B * T positions: targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64,
-    token_weights (N, G).
+    token_weights (N, G). targets[b, t] is the token after position t. Past the end of a sequence, the weight is 0 and
+    the id is targets[b, 0], a placeholder.
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
@@ -2094,25 +2144,25 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
         grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
-    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss applies 1 / LOGIT_WIDTH
-    instead: in backward, or in fp8 as a part of grad_scale.
+    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. The caller, HeadLoss, applies
+    1 / LOGIT_WIDTH instead: in backward, or in fp8 as a factor of grad_scale.
 
-    logits (N, V), ids and token_weights (N, G) -> losses (N,), for N positions, V padded vocabulary and G predicted
-    tokens. grad (N, V) is an output, and may be `logits` itself.
+    logits (N, V), ids (N, G) i64, token_weights (N, G) -> losses (N,) in the dtype of token_weights. N positions,
+    padded vocabulary V, G predicted tokens. The argument grad (N, V) is overwritten, and may be the tensor `logits`.
     """
     if torch.compiler.is_compiling():
         # Inductor fuses this branch into two passes over the (N, V) logits. softmax() would materialize an f32 (N, V)
         # tensor. Exponents and logarithms, including `lse`, are to base 2, because exp2 and log2 take fewer
-        # instructions.
+        # instructions than exp and log.
         cap_log2 = LOGIT_CAP * math.log2(math.e)          # sig * cap_log2 = z / ln 2
         sig = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((sig - 1) * cap_log2).exp2().sum(dim=-1, keepdim=True).log2() + cap_log2   # no overflow: sig <= 1
         scaled_weights = grad_scale * LOGIT_CAP * token_weights
         grad_z = (sig * cap_log2 - lse).exp2() * scaled_weights.sum(dim=1, keepdim=True)
         # Subtract the one-hot targets. Inductor fuses this loop. Comparing int32 takes half the instructions of int64.
-        column = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
         for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
-            grad_z = grad_z - weight * (column == target.int())
+            grad_z = grad_z - weight * (columns == target.int())
         torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
         return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
 
@@ -2132,16 +2182,19 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
     return torch.cat(losses)
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
-    """Quantize x / scale to fp8 e4m3. Divides in f32, rounds once, and saturates on every torch version and device."""
+    """Quantize x / scale to fp8 e4m3, saturating at +-FP8_MAX; x of any shape.
+
+    The quotient is computed in f32 and rounded once. The clamp saturates on every torch version and device.
+    """
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_dtype: torch.dtype,
                fast_accum: bool = False) -> Tensor:
-    """Compute scale * (a @ b) for fp8 matrices; scale () f64.
+    """Compute scale * (a @ b) for fp8 matrices, with a dequantization scale () f64.
 
     a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K. With use_scaled_mm, use the device's fp8 matmul,
-    which has a shorter accumulator if fast_accum. Otherwise emulate the matmul in out_dtype, which represents every fp8
-    value exactly.
+    with a shorter accumulator if fast_accum is set. Otherwise emulate the matmul in out_dtype. Any out_dtype represents
+    every fp8 value exactly.
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
@@ -2165,7 +2218,8 @@ class HeadLoss(torch.autograd.Function):
     targets         (B, T) i64, for B sequences of T tokens
     weights         (G,): MTP weights
     loss_scale      (): upstream gradient that backward will receive for every loss. In fp8, loss_scale is folded into
-                    the dequantization scale (loss_scale * 0.75 / 448); the stored e5m2 values do not depend on it.
+                    the dequantization scale, loss_scale * 0.75 / 448. The e5m2 values that forward saves do not depend
+                    on loss_scale.
     precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
                     "emulated": the same quantization, with emulated fp8 matmuls
     logits_dtype    dtype of the logits, unless precision is "plain"
@@ -2176,21 +2230,24 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
                 logits_dtype: torch.dtype, grad_target: WeightMatrix) -> Tensor:
+        """Compute the losses (N,), and save the gradient of the logits, (N, V), for backward."""
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # Compute the gradient of the logits in forward, so that the logits need not be saved for backward. The gradient
-        # overwrites the logits in place. In fp8, the gradient instead takes half the memory of the logits.
+        # Compute `grad`, the gradient of the logits, in forward, so that the logits need not be saved for backward.
+        # With precision "plain", `grad` overwrites the logits. Otherwise, `grad` is a separate e5m2 tensor, and takes
+        # half the memory of bf16 logits.
         if precision == "plain":
             logits = grad = y @ w
             grad_scale = 1.0                              # backward divides by LOGIT_WIDTH
         else:
             use_scaled_mm = precision == "fp8"
             matmul_dtype = logits_dtype if use_scaled_mm else accum
-            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            logits_scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = quantize_e4m3(y, FP8_Y_SCALE)
             w = quantize_e4m3(w, FP8_W_SCALE)
-            logits = fp8_matmul(y, w, scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype, fast_accum=True)
+            logits = fp8_matmul(y, w, logits_scale, use_scaled_mm=use_scaled_mm, out_dtype=matmul_dtype,
+                                fast_accum=True)
             logits = logits.to(logits_dtype)
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
@@ -2203,9 +2260,15 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
-        # `grad` is the gradient of the logits that forward has stored. "plain": LOGIT_WIDTH * dloss/dlogits in the
-        # dtype of y, so divide by LOGIT_WIDTH here. "fp8" and "emulated": dloss/dlogits / FP8_GRAD_SCALE in e5m2. The
-        # stored values do not contain the loss scale. It is a factor of the dequantization scale below.
+        """Return the gradients of y (N, D) and w, and None for the other six inputs.
+
+        grad_losses (N,): upstream gradient of the losses. grad_target.add_gradient accumulates the gradient of w, in
+        main_grad if there is one, and determines what is returned for w: None, zeros or the gradient (D, V).
+        """
+        # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
+        # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
+        # and w are quantized, and `grad` is dloss/dlogits / FP8_GRAD_SCALE in e5m2. The values of `grad` do not contain
+        # loss_scale, which is a factor of dequant_scale below.
         y, w, grad, loss_scale = ctx.saved_tensors
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # (N, 1)
@@ -2213,20 +2276,21 @@ class HeadLoss(torch.autograd.Function):
             grad_w = ctx.grad_target.add_gradient(factor * y, grad)
             return grad_y, grad_w, *[None] * 6
 
-        # The trainer calls backward with grad_losses equal to loss_scale, so `factor` is 1. For any other upstream
-        # gradient, `factor` multiplies the rows of grad_y after its matmul, but the rows of `grad` before the matmul of
-        # grad_w, so factor * grad is rounded to e5m2 again. If loss_scale is 0, `factor` is 0 instead of NaN.
+        # The trainer calls backward with grad_losses equal to loss_scale, so `factor` (N, 1) is 1. Any other upstream
+        # gradient has one factor per position. For grad_y, `factor` multiplies the result of the matmul. For grad_w,
+        # `factor` multiplies `grad` before the matmul, so factor * grad is rounded to e5m2 again. If loss_scale is 0,
+        # `factor` is 0 instead of NaN.
         factor = torch.where(loss_scale == 0, 0, grad_losses / loss_scale)[:, None]
-        scale = loss_scale.double() * FP8_GRAD_SCALE
+        dequant_scale = loss_scale.double() * FP8_GRAD_SCALE
         use_scaled_mm = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if use_scaled_mm else factor.dtype
-        grad_y = factor.to(dtype_y) * fp8_matmul(grad, w.t(), scale * FP8_W_SCALE, use_scaled_mm=use_scaled_mm,
-                                                 out_dtype=dtype_y)
+        grad_y_dtype = torch.bfloat16 if use_scaled_mm else factor.dtype
+        grad_y = factor.to(grad_y_dtype) * fp8_matmul(grad, w.t(), dequant_scale * FP8_W_SCALE, out_dtype=grad_y_dtype,
+                                                      use_scaled_mm=use_scaled_mm)
         # Inductor fuses this multiplication with the copy to column-major order in fp8_matmul. _scaled_mm cannot
-        # accumulate in place, so add its result to main_grad afterwards.
+        # accumulate in place, so add_gradient adds the result of the matmul to main_grad afterwards.
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
-        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, scale * FP8_Y_SCALE, use_scaled_mm=use_scaled_mm,
-                            out_dtype=factor.dtype)
+        grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, dequant_scale * FP8_Y_SCALE,
+                            use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
         grad_w = ctx.grad_target.add_gradient(grad_w, b=None)
         return grad_y, grad_w, *[None] * 6
 
@@ -2235,7 +2299,8 @@ class HeadLoss(torch.autograd.Function):
 def sign_vectors(model_dim: int) -> Tensor:
     """Draw NUM_SIGN_VECTORS random vectors of +1 and -1, and append an all-ones vector.
 
-    -> (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables share the same vectors.
+    Returns (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables use the same vectors. Positions
+    that have no n-gram use the all-ones vector.
     """
     drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
@@ -2249,21 +2314,21 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
     order       (num_lookups,): index into grad of each lookup
     grad        (num_lookups, D): upstream gradient
     """
-    # Launch one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
+    # There is one program per lookup. The program of a row's first lookup adds the gradients of all lookups of the row,
     # BLOCK_ROWS per iteration, and the other programs exit at once. The row of a frequent token has thousands of
     # lookups. Each iteration prefetches `rows` and `order` of the next iteration, so that an iteration waits for one
     # load instead of three dependent loads.
     # The order of summation is fixed: the iterations add to the old value sequentially, and the sum within an iteration
     # is a tree that depends on BLOCK_ROWS and the number of warps.
-    first = tl.program_id(0)
-    row = tl.load(rows + first)
-    previous_row = tl.load(rows + first - 1, mask=first > 0, other=-1)        # -1 for the first lookup
+    lookup = tl.program_id(0)
+    row = tl.load(rows + lookup)
+    previous_row = tl.load(rows + lookup - 1, mask=lookup > 0, other=-1)      # -1 for the first lookup
     if row != previous_row:
         columns = tl.arange(0, BLOCK_D)
-        in_row = columns < D
-        target = row_grads + row.to(tl.int64) * D + columns                   # tables may have over 2^31 elements
-        acc = tl.load(target, mask=in_row, other=0)
-        lookups = first + tl.arange(0, BLOCK_ROWS)
+        column_mask = columns < D
+        row_ptrs = row_grads + row.to(tl.int64) * D + columns                 # tables may have over 2^31 elements
+        acc = tl.load(row_ptrs, mask=column_mask, other=0)
+        lookups = lookup + tl.arange(0, BLOCK_ROWS)
         is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
         grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
         has_more = 1
@@ -2271,20 +2336,21 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
             lookups = lookups + BLOCK_ROWS
             next_is_same_row = tl.load(rows + lookups, mask=lookups < num_lookups, other=-1) == row
             next_grad_idx = tl.load(order + lookups, mask=lookups < num_lookups, other=0)
-            mask = is_same_row[:, None] & in_row[None, :]
+            mask = is_same_row[:, None] & column_mask[None, :]
             grads = tl.load(grad + (grad_idx * D)[:, None] + columns[None, :], mask=mask, other=0)
             acc += tl.sum(grads.to(acc.dtype), axis=0)
             has_more = tl.max(next_is_same_row.to(tl.int32), axis=0)
             is_same_row = next_is_same_row
             grad_idx = next_grad_idx
-        tl.store(target, acc, mask=in_row)
+        tl.store(row_ptrs, acc, mask=column_mask)
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Compute a deterministic index_add_: row_grads[index[i]] += grad[i], for each row in the order of i.
+    """Add the gradient of every lookup to its row, row_grads[index[i]] += grad[i], as a deterministic index_add_.
 
-    row_grads (num_rows, D) f32 or f64, index (...) row indices, grad (..., D), with model dim D. This is a custom op in
-    compiled graphs only.
+    The order of summation is fixed: on a CPU, the gradients of a row are added in the order of i; on a GPU, in blocks
+    of ADD_ROWS_BLOCK gradients in the order of i. row_grads (num_rows, D) f32 or f64, index (...) row indices, grad
+    (..., D), with model dim D. This function is a custom op in compiled graphs only. Eager code calls it directly.
     """
     index = index.flatten()
     grad = grad.flatten(0, -2)
@@ -2303,10 +2369,11 @@ class RowLookup(torch.autograd.Function):
     """Embedding lookup, source[index], with gradients that accumulate in row_grads.
 
     source and row_grads (num_rows, D), index (...) -> (..., D), with model dim D. Backward returns None to autograd, so
-    that no dense gradient is allocated.
+    that no dense gradient is allocated. If there is no backward pass, row_grads is not used and may be None.
     """
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
+        """Return source[index], (..., D). source and row_grads (num_rows, D), index (...) row indices."""
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
@@ -2314,17 +2381,20 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        """Add grad (..., D), the gradient of the output, to row_grads[index]. Returns None for all three inputs."""
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
 
 
 # ====== Section 5: Rows ===============================================================================================
-# Embedding tables are sharded by row. Rank r % W owns global row r: it updates the row, and stores it in its shard, as
-# local row r // W. A step looks up a small fraction of the rows. Before a cycle of steps, each rank fetches the rows it
-# will look up from their owners. After the cycle, each rank sends the gradients of these rows to the owners. A row plan
-# lists the rows that a rank fetches and serves in one cycle of one table.
-#     dense table      an update modifies every row. With W = 1 it has no row plan: lookups read the parameter in place.
+# Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores
+# the row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before a cycle of
+# steps, each rank fetches the rows for its lookups from the owners of these rows. After the cycle, each rank sends the
+# gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one cycle of one
+# table.
+#     dense table      an update modifies every row. With W = 1, a dense table has no row plan, and lookups read the
+#                      parameter in place.
 #     row-wise table   an update modifies only rows_to_update, the rows that some rank looked up in the cycle
 #     touched rows     the rows of a row-wise table that any update so far has modified
 BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
@@ -2333,10 +2403,10 @@ ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchan
 def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ngram: int) -> np.ndarray:
     """Hash the n-gram that ends at each position: tokens (..., T) i32 -> hashes (..., T) i32 in [0, modulus).
 
-    factors: one multiplier per token of the n-gram, newest token first. The first n - 1 of the T positions have no
-    n-gram: their result is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
+    factors: n odd multipliers, one per token of the n-gram, newest token first. The first n - 1 of the T positions have
+    no n-gram: their result is `no_ngram`. N-grams cross document boundaries, as modded-nanogpt's bigrams do.
     """
-    # Xor the products token * factor, in 32-bit arithmetic that wraps around.
+    # Combine the products token * factor by xor, in 32-bit arithmetic that wraps around.
     mixed = tokens * factors[0]
     for distance, factor in enumerate(factors[1:], 1):
         mixed[..., distance:] ^= tokens[..., :-distance] * factor
@@ -2348,10 +2418,10 @@ def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
     """Hash each (previous, current) pair of tokens to a row: tokens (..., T) i32 -> rows (..., T) i32 in [0, num_rows).
 
     row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no previous token: its row is
-    num_rows - 1, the last row.
+    num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place of its previous token.
     """
-    # modded-nanogpt overwrites the token at position 0 with the index of the last row before it hashes, so position 1
-    # hashes that index as its previous token. Its published losses include this.
+    # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
+    # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
     no_pair = num_rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -2361,7 +2431,7 @@ class TableSpec(NamedTuple):
     """Size, row lookup and update rule of one embedding table."""
     label: str
     num_rows: int                        # R
-    lookups_per_token: int
+    lookups_per_token: int               # rows that are looked up for every token
     # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
     row_ids: Callable[[np.ndarray], np.ndarray]
     tied_to_head: bool = False           # shares its weights with the head until untying
@@ -2372,11 +2442,11 @@ class TableSpec(NamedTuple):
     sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
-        """Return C, the number of rows in each rank's shard: R / W, rounded up. The last row may be padding."""
+        """Return C, the number of rows in each rank's shard: R / W, rounded up. A shard's last row may be padding."""
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """List the embedding tables: modded-nanogpt's three, then the n-gram tables of --tables."""
+    """List the embedding tables: bigram_embed, value_embed and embed, then the n-gram tables of --tables."""
     # The table value_embed stacks the value embeddings. Each one has V rows.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
@@ -2405,10 +2475,11 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
 
 # ---- Row plans
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (unique, inverse), both i64: the sorted unique ids, and the index into `unique` of every id.
+    """Return (unique, inverse), both i64: the sorted unique ids, and for every id its index in `unique`.
 
-    Equals np.unique(ids, return_inverse=True) for ids (n,) in [0, 2^32), but is several times faster. It sorts one
-    64-bit word per id: the id is the upper half of the word, and its position in `ids` is the lower half.
+    The result equals np.unique(ids, return_inverse=True), for ids (n,) in [0, 2^32), but this function is several times
+    faster. It sorts one 64-bit word per id: the id is the upper half of the word, and the position of the id in `ids`
+    is the lower half.
     """
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
@@ -2423,8 +2494,8 @@ class RowPlan:
     """The rows of one table that this rank fetches in one cycle, and the rows of its shard that it serves.
 
     Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
-    receives the gradients of rows_to_serve. All index tensors are i64. They are on the CPU, in pinned memory if the
-    device is a GPU, until `move_to`.
+    receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, the index tensors are on the
+    CPU, in pinned memory if the device is a GPU.
     """
     tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
     shard_rows: int                      # C, on every rank
@@ -2433,19 +2504,19 @@ class RowPlan:
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
     serve_counts: list[int]              # by fetching rank: number of rows_to_serve
     head_column_ids: Tensor | None = None                 # (n,): column of the head for each of rows_to_fetch, if tied
-    # `exchange_row_requests` sets the next two for a row-wise table.
+    # `exchange_row_requests` sets the next two fields for a row-wise table.
     rows_to_update: Tensor | None = None                  # (u,): unique rows_to_serve, ascending
     serve_to_update: Tensor | None = None                 # (m,): rows_to_update[serve_to_update] == rows_to_serve
 
     @property
     def tied(self) -> bool:
-        """True if the rows are columns of the head. Every rank has the full head, so ranks exchange no rows."""
+        """True if rows are read from columns of the head. Every rank has the full head, so ranks exchange no rows."""
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Copy the plan's index tensors to the device asynchronously, replacing the attributes.
+        """Replace the plan's index tensors with copies on the device, copied asynchronously.
 
-        rows_to_update stays on the CPU, because a host store indexes its shard with it, in host memory.
+        rows_to_update stays on the CPU, because a HostRowStore uses it as an index into a shard in host memory.
         """
         for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
@@ -2456,12 +2527,12 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan which rows of one table this rank fetches in one cycle of the table.
 
-    ids_by_step: for each step of the cycle, the global rows that this rank looks up, i32, of any shape. tied: read the
-    rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
+    tag: see RowPlan. ids_by_step: for each step of the cycle, the global rows that this rank looks up, i32, of any
+    shape. tied: read the rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
 
     Returns (plan, index_by_step). index_by_step has, for each step, the index into rows_to_fetch of every lookup, i32,
-    with the shape of the step's ids. In the plan, rows_to_serve equals rows_to_fetch. This is final for W = 1;
-    otherwise `exchange_row_requests` overwrites it.
+    with the shape of the step's ids. The plan's rows_to_serve and serve_counts equal rows_to_fetch and fetch_counts.
+    These values are final for W = 1. For W > 1, `exchange_row_requests` overwrites them.
     """
     # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. The key
     # owner * C + local row makes the rows of each owner contiguous when sorted, as the all-to-all requires.
@@ -2492,12 +2563,14 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Set rows_to_serve and serve_counts of every plan to the local rows that each rank fetches from this rank.
+    """Send this rank's requests to the owners, and set rows_to_serve and serve_counts of every plan.
 
-    plans: keyed by table label, for the tables of this exchange. dtype: of the weights. Collective.
+    rows_to_serve and serve_counts are computed from the requests that this rank receives. plans: keyed by table label.
+    dtype: name of the dtype of the weights. Raises RunError if the plans of another rank are not for the same cycle,
+    tables and dtype, or if a received request is invalid. Collective.
     """
     W, rank = comm.world_size, comm.rank
-    # The requests of this rank are, for each table and owner, the local rows that it fetches. A tied table has none.
+    # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
     requests_by_table, fetch_counts_by_table, tags = [], [], []
     for label, plan in plans.items():
         fetch_counts = [0] * W if plan.tied else plan.fetch_counts
@@ -2506,27 +2579,28 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
         requests_by_table.append(local_rows.int().split(fetch_counts))
         tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
 
-    # Compare the tags first. Otherwise ranks that plan different cycles exchange wrong rows without an error.
+    # Compare the tags first. Otherwise, ranks with plans of different cycles would exchange wrong rows without an
+    # error.
     by_rank = [None] * W
     dist.all_gather_object(by_rank, (tags, fetch_counts_by_table), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
-        for found, expected in itertools.zip_longest(other_tags, tags):
-            check(found == expected, f"row plans of ranks {other_rank} and {rank} differ", found=found,
-                  expected=expected, hint="start every rank with the same flags", error=RunError)
+        for other_tag, own_tag in itertools.zip_longest(other_tags, tags):
+            check(other_tag == own_tag, f"row plans of ranks {other_rank} and {rank} differ", found=other_tag,
+                  expected=own_tag, hint="start every rank with the same flags", error=RunError)
 
-    # One all-to-all exchanges the requests of all tables. `received` is grouped by the rank that sent the requests (the
-    # reader), then by table.
+    # One all-to-all exchanges the requests of all tables. A reader is a rank that sends requests to this rank.
+    # `received` is grouped by reader, then by table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
     counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
     dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
                            group=process_group)
-    chunks = received.split(serve_counts.flatten().tolist())
+    received_requests = received.split(serve_counts.flatten().tolist())
 
-    # Validate every request. An invalid one would read and update wrong rows without an error.
+    # Validate every request. An invalid request would read and update wrong rows without an error.
     for table_idx, (label, plan) in enumerate(plans.items()):
-        rows_by_reader = chunks[table_idx::len(plans)]
+        rows_by_reader = received_requests[table_idx::len(plans)]
         for reader, local_rows in enumerate(rows_by_reader):
             ascending = np.diff(local_rows, prepend=-1, append=plan.shard_rows).min() > 0
             check(ascending, f"invalid rows of {label} requested by rank {reader}", found=local_rows,
@@ -2537,13 +2611,13 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Complete the plans: send every owner the local rows that this rank fetches, and set which rows it serves.
+    """Complete the plans: send every owner the local rows that this rank fetches, and set which rows this rank serves.
 
     Sets rows_to_serve and serve_counts of all plans, and rows_to_update and serve_to_update of row-wise tables.
 
-    process_group: a gloo group, or None for the group of all ranks. dtype: of the weights; must be equal on all ranks.
-    plans: keyed by table label; may have only some of `tables`. Raises RunError if the plans of two ranks are not for
-    the same cycle and tables, or if a request is invalid. Collective.
+    process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
+    equal on all ranks. plans: keyed by table label; may have only some of `tables`. Raises RunError if the plans of two
+    ranks are not for the same cycle, tables and dtype, or if a request is invalid. Collective.
     """
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
@@ -2560,28 +2634,28 @@ class RowState(NamedTuple):
     """Weights and optimizer state of n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment, one per row
-    last: Tensor                         # (n,) i32: number of the last update that modified the row, from 1; 0: never
+    last: Tensor                         # (n,) i32: which update modified the row last, counted from 1; 0: none
 
     def index_select(self, index: Tensor) -> RowState:
-        """Gather the rows at `index`, (k,) i64, into new tensors."""
+        """Gather the state of the rows at `index`, (k,) i64, into new tensors of k rows."""
         index = index.to(self.rows.device, non_blocking=True)
         return RowState(*(x.index_select(0, index) for x in self))
 
     def index_copy_(self, index: Tensor, source: RowState) -> None:
-        """Scatter the k rows of `source` to `index`, (k,) i64, in place."""
+        """Write the k rows of `source` to the rows at `index`, (k,) i64, in place."""
         index = index.to(self.rows.device, non_blocking=True)
-        for x, new in zip(self, source):
-            x.index_copy_(0, index, new)
+        for x, source_x in zip(self, source):
+            x.index_copy_(0, index, source_x)
 
     def to(self, device: torch.device) -> RowState:
-        """Copy to the device; asynchronously if the source is in pinned memory."""
+        """Return this state on `device`. The copy is asynchronous if this state is in pinned memory."""
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
 MAP_NORESERVE = 0x4000                   # value on Linux, x86 and ARM; Python 3.13 and later have mmap.MAP_NORESERVE
 CHUNK_ROWS = 1 << 14                     # rows of a shard per copy, message or file
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros in host memory. On Linux, a page takes physical memory only once it is written."""
+    """Allocate a tensor of zeros in host memory. On Linux, a page takes no physical memory until its first write."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Without MAP_NORESERVE, Linux refuses a mapping that exceeds the physical memory. Disable huge pages: writing one
@@ -2593,7 +2667,7 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
-    """Wait for a background task, and return its result or raise its exception.
+    """Wait for a background task, and return the task's result or raise the task's exception.
 
     what: the operation, for the error message. Raises RunError if the task has not finished after timeout_s seconds.
     """
@@ -2609,13 +2683,15 @@ class DeviceRowStore:
     """Store for this rank's shard of a row-wise table, in device memory: weights and optimizer state of C rows.
 
     An update modifies copies of the rows: `read_rows` gathers rows_to_update of a plan, the optimizer modifies these
-    copies in place, and `write_back` scatters them to the shard.
+    copies in place, and `write_back` writes the copies to the shard.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
+        """Allocate the shard of `table`, with zeros in all rows."""
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # In host memory, allocate lazily: a table may exceed the physical memory, as only touched rows take memory.
+        # In host memory, allocate lazily. The table may then exceed the physical memory, because only touched rows take
+        # memory.
         zeros = lazy_zeros
         if comm.on_cuda and table.location == "device":
             zeros = functools.partial(torch.zeros, device=comm.device)
@@ -2624,27 +2700,27 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Hook for HostRowStore; no-op on the device."""
+        """No-op: the shard is in device memory already. HostRowStore overrides this method."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return a copy of the plan's rows_to_update, on the device. It includes all earlier updates."""
+        """Return a copy of the state of the plan's rows_to_update on the device, including all earlier updates."""
         return self.shard.index_select(plan.rows_to_update)
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Write the updated rows to the shard. state: of the plan's rows_to_update."""
+        """Write `state`, the updated state of the plan's rows_to_update, to the shard."""
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """Wait for pending write_backs; no-op for a device store."""
+        """No-op: `write_back` writes to the shard immediately. HostRowStore overrides this method."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of these rows, (n, D), on the device, for evaluation. local_rows (n,) i64."""
+        """Return the weights of local_rows, (n,) i64, as a new tensor (n, D) on the device, for evaluation."""
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Invalidate prefetched rows and zero the byte counts. Later reads return the contents of the shard."""
+        """Zero the byte counts. HostRowStore also discards prefetched rows, so that later reads use the shard."""
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # up: host to device; down: device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
@@ -2653,25 +2729,25 @@ class DeviceRowStore:
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield (local row indices, copy of their state) on the CPU, in chunks, for all touched rows."""
-        for rows in self.touched_rows():
-            if len(rows) > 0:
-                yield rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(rows)))
+        """Yield (local_rows (k,) i64, copy of the state of local_rows) on the CPU, in chunks, for all touched rows."""
+        for local_rows in self.touched_rows():
+            if len(local_rows) > 0:
+                yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
 
     def clear(self) -> None:
-        """Set all rows to zero."""
+        """Set the weights and optimizer state of all rows to zero, and call `invalidate`."""
         # Write only to touched rows. Writing zeros to the other rows would allocate their memory.
-        for rows in self.touched_rows():
+        for local_rows in self.touched_rows():
             for x in self.shard:
-                x.index_fill_(0, rows, 0)
+                x.index_fill_(0, local_rows, 0)
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Write the state of these rows to the shard. Call `clear` before the first chunk."""
+        """Write the state of local_rows, (n,) i64, to the shard. Call `clear` before the first chunk."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
     def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
-        """Replace the shard with chunks from `touched_state`. All other rows become zero."""
+        """Replace the shard with `chunks`, which `touched_state` yielded. All rows outside the chunks become zero."""
         self.clear()
         for local_rows, state in chunks:
             self.load_chunk(local_rows, state)
@@ -2679,8 +2755,8 @@ class DeviceRowStore:
 class HostRowStore(DeviceRowStore):
     """Store for a shard in pageable host memory. Copies between host and device overlap with training.
 
-    Update n is the update of plan n. In every cycle, the main thread makes these calls in this order. "main" is work on
-    the main thread, "worker" is work on the thread of this store:
+    Update n is the update of the rows of plan n. In every cycle, the main thread makes these four calls in this order.
+    "main" marks work on the main thread, and "worker" marks work on the background thread of this store:
 
         prefetch(n+1)    worker: flush write_back(n-1) to the shard, then gather the rows of plan n+1 from the shard and
                                  copy them to the device
@@ -2688,11 +2764,13 @@ class HostRowStore(DeviceRowStore):
         write_back(n)    main:   copy this state to pinned host memory asynchronously
         read_rows(n+1)   main:   wait for the prefetched rows, and overwrite the rows that update n modified
 
-    prefetch(n+1) gathers rows before write_back(n) is flushed to the shard, so the rows that update n modifies are
-    stale. read_rows(n+1) takes these rows from `previous_read`, the state that read_rows(n) returned.
+    prefetch(n+1) gathers rows before write_back(n) is flushed to the shard, so the prefetched copies of the rows that
+    update n modifies are stale. read_rows(n+1) takes these rows from `previous_read`, the state that read_rows(n)
+    returned.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        # Copies to the host wait for the update. Prefetches must not wait, so they have a separate stream.
+        """Create the worker thread and the CUDA streams, and allocate the shard of `table` with zeros in all rows."""
+        # Copies to the host wait for the update. Prefetches must not wait for the update, and use a separate stream.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
@@ -2703,6 +2781,7 @@ class HostRowStore(DeviceRowStore):
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
+        """Flush pending writes, discard the prefetched and previously read rows, and zero the byte counts."""
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
@@ -2710,7 +2789,10 @@ class HostRowStore(DeviceRowStore):
         self.previous_read: tuple[Tensor, RowState] | None = None
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Launch `_copy_to_device` for the plan's rows_to_update, unless it was already launched for this plan."""
+        """Launch the copy of the plan's rows_to_update to the device, on the worker; no-op if launched already.
+
+        Raises the worker's exception if the copy for an earlier plan failed.
+        """
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
@@ -2720,9 +2802,10 @@ class HostRowStore(DeviceRowStore):
         self.prefetched = plan, self.worker.submit(self._copy_to_device, pending_write, plan.rows_to_update)
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return the prefetched rows_to_update of the plan, with the previous update merged in.
+        """Return the state of the plan's rows_to_update on the device, including all earlier updates.
 
-        Prefetches them now if the plan was not prefetched.
+        Waits for the prefetch of the plan, and launches the prefetch first if necessary. Raises the worker's exception
+        if the prefetch failed, or RunError if the prefetch does not finish within --comm_timeout.
         """
         self.prefetch(plan)
         state, copied = self._wait_for_prefetch()
@@ -2735,57 +2818,69 @@ class HostRowStore(DeviceRowStore):
             for x in state:
                 x.record_stream(compute_stream)
 
-        # Rows that the previous update modified may be stale in `state`. Overwrite them with their values in
-        # `previous_read`. Use torch.where with fixed shapes; boolean indexing would synchronize.
-        rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
+        # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read` instead.
+        # torch.where has fixed shapes. Boolean indexing would synchronize with the device.
+        local_rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.previous_read is not None and len(self.previous_read[0]) > 0:
-            previous_rows, previous = self.previous_read
-            index = torch.searchsorted(previous_rows, rows).clamp(max=len(previous_rows) - 1)
-            in_previous = previous_rows[index] == rows
-            state = RowState(torch.where(in_previous[:, None], previous.rows[index], state.rows),
-                             torch.where(in_previous, previous.v[index], state.v),
-                             torch.where(in_previous, previous.last[index], state.last))
-        self.previous_read = rows, state
+            previous_rows, previous_state = self.previous_read
+            index = torch.searchsorted(previous_rows, local_rows).clamp(max=len(previous_rows) - 1)
+            in_previous = previous_rows[index] == local_rows
+            state = RowState(torch.where(in_previous[:, None], previous_state.rows[index], state.rows),
+                             torch.where(in_previous, previous_state.v[index], state.v),
+                             torch.where(in_previous, previous_state.last[index], state.last))
+        self.previous_read = local_rows, state
         return state
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Copy the updated rows to pinned host memory asynchronously. The next `prefetch` flushes them to the shard."""
+        """Copy `state` to pinned host memory asynchronously. The next `prefetch` flushes the copy to the shard.
+
+        state: updated state of the plan's rows_to_update, on the device.
+        """
         # The previous write_back was never flushed, because no prefetch followed it. Flush it now.
         if self.pending_write is not None:
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in state)
         copied = None
-        on_host = state
+        host_state = state
         if self.to_host_stream is not None:
-            on_host = self._pinned_buffers(len(plan.rows_to_update))
+            host_state = self._pinned_buffers(len(plan.rows_to_update))
             self.to_host_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
             with torch.cuda.stream(self.to_host_stream):
-                for x, out in zip(state, on_host):
+                for x, out in zip(state, host_state):
                     out.copy_(x, non_blocking=True)
                     x.record_stream(self.to_host_stream)
                 copied = self.to_host_stream.record_event()
-        self.pending_write = plan.rows_to_update, on_host, copied
+        self.pending_write = plan.rows_to_update, host_state, copied
 
     def wait_for_writes(self) -> None:
-        """Wait for the worker, and flush the last `write_back` to the shard."""
+        """Wait for the worker, and flush the last `write_back` to the shard.
+
+        Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
+        """
         if self.prefetched is not None:
             self._wait_for_prefetch()
         if self.pending_write is not None:
             result_with_timeout(self.worker.submit(self._store, *self.pending_write), self.comm.timeout,
                                 "copying table rows to host memory")
-            # After an exception, pending_write is still set, so the next call retries.
+            # Clear pending_write only here, so that after an exception the next call tries to flush again.
             self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
-        """Return the result of the prefetch: (state on the device, CUDA event after the copy, or None on the CPU)."""
+        """Wait for the worker, and return the result of `_copy_to_device`: (state, CUDA event or None).
+
+        Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
+        """
         return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, num_rows: int) -> RowState:
-        """Allocate the state of num_rows rows, uninitialized, in pinned host memory."""
+        """Allocate an uninitialized RowState of num_rows rows in pinned host memory."""
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Flush a write_back: wait for CUDA event `copied`, then write the rows to the shard. Runs on the worker."""
+        """Flush a `write_back`: wait for the copy to the host, then write the rows to the shard. Runs on the worker.
+
+        state: of local_rows, on the host. copied: CUDA event recorded after the copy to the host; None on a CPU.
+        """
         if copied is not None:
             self.comm.wait_for(copied)
         self.shard.index_copy_(local_rows, state)
@@ -2794,7 +2889,8 @@ class HostRowStore(DeviceRowStore):
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
         """Flush `pending_write` to the shard, then gather local_rows (n,) and copy them to the device asynchronously.
 
-        Returns (state on the device, CUDA event after the copy, or None on the CPU). Runs on the worker.
+        Returns (state, copied): the state of local_rows on the device, and the CUDA event recorded after the copy. On a
+        CPU, copied is None. Runs on the worker.
         """
         if pending_write is not None:
             self._store(*pending_write)
@@ -2811,13 +2907,14 @@ ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 
 # ---- Tables of one rank
 class LocalTable:
-    """A dense table with W = 1. Lookups read the parameter in place; gradients accumulate in a buffer of its shape.
+    """A dense table with W = 1. Lookups read the parameter in place, and gradients accumulate in a buffer (R, D).
 
-    It has no row plan, so the `plan` argument of its methods is always None.
+    R rows, model dim D. A LocalTable has no row plan, so the `plan` argument of its methods is always None.
     """
     store = None
 
     def __init__(self, weight: Tensor):
+        """Allocate the gradient buffer for `weight`, the parameter (R, D)."""
         self.weight = weight
         self.shard = weight.detach()
         self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(weight.dtype))
@@ -2830,18 +2927,18 @@ class LocalTable:
         return self.weight, self.grad
 
     def fetch_for_eval(self, plan: None) -> Tensor:
-        """Return the weights, (R, D)."""
+        """Return the weights of all rows, (R, D), not copied."""
         return self.weight
 
     def launch_reduce(self) -> None:
-        """No-op: with W = 1 the gradient is complete."""
+        """No-op: with W = 1, the gradient of this rank is complete."""
 
     def reduced_grads(self) -> Tensor:
         """Return the gradient of the table, (R, D)."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add the gradients to head_grad (D, V), and zero them.
+        """Add the transposed gradient of the table to head_grad (D, V), and zero the gradient of the table.
 
         Called instead of an update while head and table are tied.
         """
@@ -2849,7 +2946,7 @@ class LocalTable:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Zero the gradients."""
+        """Zero the gradient of the table."""
         self.grad.zero_()
         self.has_grads = False
 
@@ -2858,16 +2955,17 @@ class LocalTable:
 class ExchangedTable:
     """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows.
 
-    `cache` contains the rows that one plan fetches, in the order of its rows_to_fetch. `row_grads` contains their
-    gradients in the same order.
+    `cache` contains the rows that one plan fetches, in the order of the plan's rows_to_fetch. `row_grads` contains the
+    gradients of these rows, in this order. An update modifies every row of the shard.
     """
     store: DeviceRowStore | None = None
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """shard (C, D): this rank's rows. max_tokens: tokens of this rank in the largest cycle of the table.
+        """Allocate the row cache and row_grads for the largest cycle of the table.
 
-        head (D, V), or None: while table and head are tied, rows are read from the columns of the head.
+        shard (C, D): this rank's rows. max_tokens: tokens of this rank in the largest cycle of the table. head (D, V):
+        the weight of the head; plans that are tied read rows from the columns of `head`. None for a row-wise table.
         """
         self.table = table
         self.comm = comm
@@ -2886,7 +2984,10 @@ class ExchangedTable:
         self.reset()
 
     def reset(self) -> None:
-        """Zero the gradients and byte counts, and invalidate the row cache. The shard does not change."""
+        """Wait for pending all-to-alls, zero row_grads and the byte counts, and invalidate the row cache.
+
+        The shard does not change.
+        """
         wait_for_work(self.fetch_work)
         wait_for_work(self.reduce_work)
         self.fetch_work = self.reduce_work = None
@@ -2909,13 +3010,13 @@ class ExchangedTable:
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Hook for RowwiseTable; no-op for a dense table."""
+        """No-op: the shard of a dense table is in device memory already. RowwiseTable overrides this method."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the cache; no-op if they are cached. Collective.
+        """Launch the all-to-all that fetches the plan's rows into the cache. Collective.
 
-        The fetched rows include the last update.
+        The fetched rows include the last update. No-op if `cache` already contains or receives the plan's rows.
         """
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
@@ -2926,7 +3027,8 @@ class ExchangedTable:
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
 
-        Raises RunError if row_grads contains gradients of another plan.
+        Fetches the rows first if necessary, and waits for them. Both tensors are (num_rows, D), and the plan's rows are
+        the first ones, in the order of rows_to_fetch. Raises RunError if row_grads contains gradients of another plan.
         """
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
@@ -2938,7 +3040,10 @@ class ExchangedTable:
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's rows into a new tensor, (n, D). The row cache does not change. Collective."""
+        """Fetch the plan's n rows into a new tensor, (n, D), and wait for them. Collective.
+
+        The row cache does not change.
+        """
         plan.move_to(self.comm.device)
         weights, index = self.shard, plan.rows_to_serve
         if self.store is not None:
@@ -2948,25 +3053,31 @@ class ExchangedTable:
         return out
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective."""
+        """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective.
+
+        `reduced_grads` waits for the all-to-all, and returns the sums.
+        """
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
         self.received_grads = sent.new_empty(len(plan.rows_to_serve), sent.shape[1])
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for `launch_reduce`, and return the gradient of `weights_to_update`, summed over ranks, (u, D)."""
+        """Wait for `launch_reduce`, and return the gradient of `weights_to_update`, summed over ranks, (u, D).
+
+        The gradient is in f32 or f64, like row_grads.
+        """
         wait_for_work(self.reduce_work)
         weights, index = self.weights_to_update(self.pending_plan)
         grad = torch.zeros_like(weights, dtype=self.row_grads.dtype)
-        # received_grads is in rank order, and add_rows keeps this order, so that every run has the same sums.
+        # received_grads is in the order of ranks, and add_rows sums in a fixed order, so every run has the same sums.
         add_rows(grad, index, self.received_grads)
-        # Clear both: the work object would keep the received gradients alive.
+        # Clear both references to free the received gradients. The work object refers to them, too.
         self.received_grads = self.reduce_work = None
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads to the columns of head_grad (D, V), and zero them.
+        """Add row_grads to the columns of head_grad (D, V), and zero row_grads.
 
         Called instead of an update while head and table are tied.
         """
@@ -2975,7 +3086,10 @@ class ExchangedTable:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Zero the gradients and invalidate the row cache, which is stale after the update."""
+        """Zero row_grads, and invalidate the row cache, which is stale after the update.
+
+        With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
+        """
         plan = self.pending_plan
         self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
@@ -2987,10 +3101,10 @@ class ExchangedTable:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
 
         This rank serves weights[index] to the ranks, or all of `weights` if index is None. A tied table copies columns
-        of the head instead. Returns the work of the all-to-all, or None if no rank exchanges rows.
+        of the head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
         """
         if self.debug:
-            # If a row is looked up that was not fetched, the loss becomes NaN.
+            # The loss becomes NaN if a lookup reads a row that was not fetched.
             out.fill_(math.nan)
         fetched = out[:len(plan.rows_to_fetch)]
         if plan.tied:
@@ -2998,23 +3112,23 @@ class ExchangedTable:
             return None
         if index is not None:
             weights = weights.index_select(0, index)
-        # Count the requests for these rows, too. `exchange_row_requests` has exchanged them.
+        # Also count the bytes of the requests for these rows, which `exchange_row_requests` has exchanged.
         self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
         return self._all_to_all(plan, fetched, weights, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
-        """Launch an all-to-all of rows or of their gradients, (n, D) each, and count its bytes. Collective.
+        """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective.
 
-        out: the tensor to receive into. recv_counts, send_counts: number of rows by rank. Returns the work, or None
-        for W = 1.
+        sent (m, D): tensor to send, sorted by receiving rank. out (n, D): tensor to receive into. send_counts,
+        recv_counts: number of rows by rank, with sums m and n. Returns the work, or None for W = 1.
         """
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
-        # bytes_dense is for comparison with bytes_sent. It counts the bytes that this rank would send if ranks
-        # exchanged whole tables: its shard to every other rank, in every all-to-all.
+        # bytes_dense is for comparison with bytes_sent. bytes_dense counts the bytes that this rank would send if ranks
+        # exchanged whole tables. The rank would then send its shard to every other rank in every all-to-all.
         if plan.tag["purpose"] == "train":
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
-        # With W = 1 the table is row-wise, because a dense one is a LocalTable.
+        # With W = 1, this table is row-wise, because a dense table is a LocalTable.
         if self.comm.world_size == 1:
             out.copy_(sent)
             return None
@@ -3023,7 +3137,8 @@ class ExchangedTable:
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
         """Count the bytes that an all-to-all exchanges with other ranks; no-op unless the plan's purpose is "train".
 
-        recv_counts, send_counts: number of items by rank, of item_bytes each.
+        An item is a row, a gradient of a row, or a request for a row. item_bytes: bytes per item. recv_counts,
+        send_counts: number of items by rank.
         """
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
@@ -3031,35 +3146,58 @@ class ExchangedTable:
             self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A sparsely updated table, for any world size. Its shard is in a row store.
+    """A row-wise table, for any world size, with a shard in a row store.
 
     An update modifies only rows_to_update, the rows that some rank looked up in the cycle.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
+        """Create the row store in the table's location, and allocate the row cache and row_grads.
+
+        max_tokens: tokens of this rank in the largest cycle of the table.
+        """
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
+        """Zero row_grads and the byte counts, and invalidate the row cache and the rows read from the store.
+
+        Waits for pending all-to-alls. The shard does not change.
+        """
         super().reset()
         # Copy of rows_to_update of the cached plan. The next update modifies it in place.
         self.row_state: RowState | None = None
         self.store.invalidate()
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (weights of rows_to_update (u, D), index of each of rows_to_serve into them (m,) i64)."""
+        """Return (weights, index): the weights of the plan's rows_to_update, (u, D), and an index into them.
+
+        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. The weights are the
+        copies that the last `fetch` has read from the store.
+        """
         return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
+        """Read the plan's rows_to_update from the store, and launch the all-to-all that fills the cache. Collective.
+
+        The fetched rows include the last update. No-op if `cache` already contains or receives the plan's rows.
+        """
         if self.cached_plan is not plan:
             self.row_state = self.store.read_rows(plan)
         super().fetch(plan)
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Copy the plan's rows_to_update to the device asynchronously, if the table is in host memory."""
+        """Launch the copy of the plan's rows_to_update from host memory to the device.
+
+        No-op for a table in device memory, or if the plan's rows are cached already.
+        """
         if self.cached_plan is not plan:
             self.store.prefetch(plan)
 
     def zero_grad(self) -> None:
+        """Zero row_grads, and invalidate the row cache and the rows read from the store, which are stale.
+
+        With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
+        """
         super().zero_grad()
         self.row_state = None                             # set by the next `fetch`
 
