@@ -1355,8 +1355,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     Raises DataError if every training shard has too few tokens for one step, or if the validation shards have too few
     tokens for --val_tokens. `count_packed_tokens` checks the training tokens of the whole run.
     """
-    # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens: the
-    # last token is only a target.
+    # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
+    # because the last token is only a target.
     last_stage = schedule.at(schedule.end_step - 1).stage
     max_step_tokens = max(stage.batch_tokens for stage in cfg.stages[:last_stage + 1]) + cfg.seqs_per_step
     max_shard_tokens = max(header.num_tokens for header in train_headers)
@@ -1431,8 +1431,7 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
     return seqs, end
 
 def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
-    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, the shards repeat without end.
-    """
+    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, they repeat without end."""
     for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
         for header in headers:
             yield epoch, header
