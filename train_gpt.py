@@ -857,11 +857,14 @@ class Communicator:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def all_gather(self, obj: Any) -> list[Any]:
-        """Gather a picklable object from every rank. Return the objects of all ranks, in rank order. Collective."""
+    def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Gather a picklable object from every rank. Return the objects of all ranks, in rank order. Collective.
+
+        group: a process group of all ranks; None for the default group.
+        """
         objs = [obj] * self.world_size
         if self.world_size > 1:
-            dist.all_gather_object(objs, obj)
+            dist.all_gather_object(objs, obj, group)
         return objs
 
     def check_agreement(self, facts: dict[str, str]) -> None:
@@ -879,8 +882,10 @@ class Communicator:
                       hint="start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
-    def raise_together(self) -> Iterator[None]:
+    def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Open a `with` block. If its body raises a TrainerError on any rank, raise that error on every rank.
+
+        group: a process group of all ranks; None for the default group.
 
         The error is raised after all ranks have left the body. If several ranks fail, the error of the lowest rank is
         raised. The body must not wait for another rank, because that rank may have left the body with an error.
@@ -891,10 +896,11 @@ class Communicator:
             yield
         except TrainerError as error:
             own_error = error
-        for rank, error in enumerate(self.all_gather(own_error)):
+        errors = self.all_gather(own_error, group)
+        for rank, error in enumerate(errors):
             if error is not None:
                 what, *rest = error.args
-                raise type(error)(f"{what}, on rank {rank}" if self.world_size > 1 else what, *rest)
+                raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
         """Return whether the run uses torch.compile: with --compile=1, and with --compile=-1 on CUDA."""
@@ -1357,8 +1363,9 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     """
     # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
     # because the last token is only a target.
-    last_stage = schedule.at(schedule.end_step - 1).stage
-    max_step_tokens = max(stage.batch_tokens for stage in cfg.stages[:last_stage + 1]) + cfg.seqs_per_step
+    num_steps = min(cfg.max_steps or schedule.planned_steps, schedule.planned_steps)
+    used_stages = [stage for stage, start in zip(cfg.stages, schedule.stage_starts) if start < num_steps]
+    max_step_tokens = max(stage.batch_tokens for stage in used_stages) + cfg.seqs_per_step
     max_shard_tokens = max(header.num_tokens for header in train_headers)
     batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     suggested_batch_tokens = max(0, max_shard_tokens - cfg.seqs_per_step) // batch_multiple * batch_multiple
@@ -1409,88 +1416,24 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
                 max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
     """Pack consecutive tokens into the S sequences of one step, and drop none, for every epoch after the first.
 
-    A document is split into pieces of max_doc_len tokens, which are packed like documents. A sequence may cut a piece,
-    and the next sequence begins with the rest of it, without BOS. The last target of a sequence is the first input of
-    the next sequence.
+    A sequence may begin inside a document, without BOS. Its documents are split into pieces of at most max_doc_len
+    tokens, which are packed like documents. The last target of a sequence is the first input of the next sequence.
 
     Packing begins with token `first_token` of the shard. Returns (sequences, index of the first token of the next
-    step), or None if the shard ends before all S sequences are full. The format of a sequence is that of `pack_batch`.
+    step), or None if the shard ends before all S sequences are full. The format of a sequence is that of `pack_batch`,
+    with pieces instead of documents.
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
         return None
-    positions = np.arange(first_token, end + 1)
-    doc = np.searchsorted(shard.doc_starts, positions, "right") - 1
-    doc_start = np.where(doc < 0, 0, shard.doc_starts[doc])               # a shard may begin inside a document
-    piece_starts = positions[(positions - doc_start) % max_doc_len == 0]
     seqs = []
     for seq_start in range(first_token, end, seq_len):
         seq_end = seq_start + seq_len + 1
-        starts = np.append(seq_start, piece_starts[(seq_start < piece_starts) & (piece_starts < seq_end)])
+        first_doc, next_doc = np.searchsorted(shard.doc_starts, (seq_start + 1, seq_end))
+        bounds = [seq_start, *shard.doc_starts[first_doc:next_doc].tolist(), seq_end]
+        starts = np.concatenate([np.arange(*pair, max_doc_len) for pair in itertools.pairwise(bounds)])
         seqs.append((starts, np.append(starts[1:], seq_end)))
     return seqs, end
-
-def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
-    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, they repeat without end."""
-    for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
-        for header in headers:
-            yield epoch, header
-
-class OutOfData(DataError):
-    """End of the training data: the remaining shards have too few tokens for the next step.
-
-    It is raised on every rank in the same cycle of the run.
-    """
-
-class Packer:
-    """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
-
-    The first epoch packs as modded-nanogpt does (`pack_batch`): it drops the rest of every document that it cuts, and
-    the end of every shard. Later epochs drop nothing (`pack_pieces`): they join the end of a shard to the next shard.
-    """
-    def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
-        """shards: (epoch, shard), with epochs counted from 0."""
-        self.cfg = cfg
-        self.shards = shards
-        self.epoch = 0
-        self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
-        # Where the next step begins in the shard: index of a document in the first epoch, of a token in later ones.
-        self.position = 0
-
-    def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, for all ranks. Raises OutOfData if the shards end before that.
-
-        Returns (shard, sequences) in the format of `pack_batch`.
-        """
-        while True:
-            pack = pack_pieces if self.epoch else pack_batch
-            packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
-            if packed is not None:
-                seqs, self.position = packed
-                return self.shard, seqs
-            rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
-            self.epoch, self.shard = next(self.shards, (self.epoch, None))
-            check(self.shard, "training data ended",
-                  found=f"{self.cfg.train_files!r} is enough for {step_cfg.step} steps",
-                  expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} more tokens, at most "
-                           f"{self.cfg.max_doc_len} of each document in the first epoch",
-                  hint="--epochs=0 repeats the data; or add shards (FineWeb: python data/cached_fineweb10B.py N); or "
-                       f"--max_steps={step_cfg.step}", error=OutOfData)
-            if len(rest):
-                self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
-            self.position = 0
-
-def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
-    """Count the tokens that all steps of the schedule read, in the first epoch and in later epochs.
-
-    Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
-    """
-    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
-    counts = [0, 0]
-    for step_cfg in map(schedule.at, range(schedule.end_step)):
-        packer.next(step_cfg)
-        counts[packer.epoch > 0] += step_cfg.seq_len * cfg.seqs_per_step
-    return counts[0], counts[1]
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
     """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i.
@@ -3291,6 +3234,73 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
             batch.plans.update(plans)
     return [batch.map(comm.pinned) for batch in batches]
 
+def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
+    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, they repeat without end."""
+    for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
+        for header in headers:
+            yield epoch, header
+
+class OutOfData(DataError):
+    """End of the training data: the remaining shards have too few tokens for the next step.
+
+    It is raised on every rank in the same cycle of the run. The steps before it are validated and saved.
+    """
+
+class Packer:
+    """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
+
+    The first epoch packs as modded-nanogpt does (`pack_batch`): it drops the rest of every document that it cuts, and
+    the end of every shard. Later epochs drop nothing (`pack_pieces`): they join the end of a shard to the next shard.
+    """
+    def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
+        """shards: (epoch, shard), with epochs counted from 0."""
+        self.cfg = cfg
+        self.shards = shards
+        self.epoch = 0
+        self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
+        # Where the next step begins in the shard: index of a document in the first epoch, of a token in later ones.
+        self.position = 0
+
+    def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
+        """Pack the S sequences of the next step, for all ranks. Raises OutOfData if the shards end before that.
+
+        Returns (shard, sequences) in the format of `pack_batch`.
+        """
+        while True:
+            pack = pack_pieces if self.epoch else pack_batch
+            packed = pack(self.shard, self.position, self.cfg.seqs_per_step, step_cfg.seq_len, self.cfg.max_doc_len)
+            if packed is not None:
+                seqs, self.position = packed
+                return self.shard, seqs
+            rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
+            try:
+                self.epoch, self.shard = next(self.shards)
+            except StopIteration:
+                raise OutOfData("training data ended",
+                                found=f"{self.cfg.train_files!r} is enough for {step_cfg.step} steps",
+                                expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} more tokens, at most "
+                                         f"{self.cfg.max_doc_len} of each document in the first epoch",
+                                hint="--epochs=0 repeats the data; or add shards (FineWeb: python "
+                                     f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
+            except DataError as error:   # the shard has changed since the start of the run
+                raise OutOfData(*error.args) from None
+            if len(rest):
+                self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
+            self.position = 0
+
+def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
+    """Count the tokens that all steps of the schedule read, in the first epoch and in later epochs.
+
+    Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
+    """
+    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
+    counts = [0, 0]
+    for step_cfg in map(schedule.at, range(schedule.end_step)):
+        packer.next(step_cfg)
+        # In the first epoch, the last target of a sequence is not the first input of the next sequence.
+        counts[packer.epoch > 0] += (step_cfg.seq_len + (packer.epoch == 0)) * cfg.seqs_per_step
+    return counts[0], counts[1]
+
 class Loader:
     """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
 
@@ -3381,10 +3391,12 @@ class Loader:
         Runs on the loader thread. Raises OutOfData if the data ends before the end of the cycle.
         """
         seqs_by_step = []
-        for step_cfg in cycle:
-            shard, seqs = self.packer.next(step_cfg)
-            my_seqs = seqs[self.comm.rank::self.comm.world_size]
-            seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
+        # If a rank cannot read a shard any more, all ranks end in this cycle.
+        with self.comm.raise_together(self.comm.loader_group):
+            for step_cfg in cycle:
+                shard, seqs = self.packer.next(step_cfg)
+                my_seqs = seqs[self.comm.rank::self.comm.world_size]
+                seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
@@ -5855,7 +5867,15 @@ def open_data(raw_cfg: Config, comm: Communicator,
                     source_sha256=hashlib.sha256(source).hexdigest())
     comm.check_agreement({f"--{name}": format_value(value) for name, value in vars(raw_cfg).items()} | versions)
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
-    check_enough_data(cfg, Schedule(cfg), train_headers, val_headers)
+    schedule = Schedule(cfg)
+    check_enough_data(cfg, schedule, train_headers, val_headers)
+    if not cfg.time_budget:                               # otherwise, the number of steps is not known
+        first_epoch, later_epochs = count_packed_tokens(cfg, schedule, train_headers)
+        total = sum(header.num_tokens for header in train_headers)
+        unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
+        details = f" ({first_epoch:,} in the first epoch, then {later_epochs / total:.1f} more epochs of all tokens)"
+        comm.print0(f"{schedule.end_step} steps read {1 - unread / total:.1%} of the {total:,} training tokens"
+                    f"{details if later_epochs else ''}")
     # Resolve symbolic links, because two paths may refer to the same file.
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)

@@ -31,8 +31,12 @@ TABLES = (tg.NgramTable("a_embed", 3, 5000, signs=1), tg.NgramTable("b_embed", 2
 
 @pytest.fixture(autouse=True)
 def no_other_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip the exchange of row requests: a rank serves the rows it fetches, as `plan_rows` leaves it."""
+    """Skip the exchanges of loader threads.
+
+    A rank serves the rows it fetches, as `plan_rows` leaves it, and no other rank has an error.
+    """
     monkeypatch.setattr(tg, "_all_to_all_requests", noop)
+    monkeypatch.setattr(tg.dist, "all_gather_object", noop)
 
 def write_shards(folder: Path, *counts: int) -> list[list[int]]:
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
@@ -87,18 +91,44 @@ def naive_sequence(tokens: list[int], doc_ranges: DocRanges) -> PackedTokens:
     bounds[-1] -= 1
     return [token for start, end in doc_ranges for token in tokens[start:end]], bounds
 
-def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig],
+def naive_pieces(tokens: list[int], bos_id: int, max_doc_len: int) -> PackedTokens:
+    """Return the tokens of a sequence of a later epoch, and the bounds of its pieces: BOS, or max_doc_len tokens."""
+    bounds = [0]
+    for i, token in enumerate(tokens):
+        if i > 0 and (token == bos_id or i - bounds[-1] == max_doc_len):
+            bounds.append(i)
+    bounds.append(len(tokens) - 1)
+    return tokens, bounds
+
+def naive_stream(streams: list[list[int]], step_cfgs: list[tg.StepConfig], epochs: int = 1,
                  num_seqs: int = 8) -> list[list[PackedTokens]]:
-    """Return all sequences of each step. A batch that does not fit into the rest of a shard starts the next shard."""
+    """Return all sequences of each step.
+
+    In the first epoch, a batch that does not fit into the rest of a shard starts the next shard. Later epochs are one
+    stream of tokens, in which sequences share their last target and first input.
+    """
     shard = 0
     doc = 0
+    later = [token for stream in streams * (epochs - 1) for token in stream]
     seqs_by_step = []
     for step_cfg in step_cfgs:
-        while (packed := naive_batch(streams[shard], 3, doc, num_seqs, step_cfg.seq_len, 12)) is None:
-            shard += 1
-            doc = 0
-        seqs, doc = packed
-        seqs_by_step.append([naive_sequence(streams[shard], doc_ranges) for doc_ranges in seqs])
+        seq_len = step_cfg.seq_len
+        packed = None
+        while packed is None and shard < len(streams):
+            packed = naive_batch(streams[shard], 3, doc, num_seqs, seq_len, 12)
+            if packed is None:
+                shard += 1
+                doc = 0
+        if packed is not None:
+            seqs, doc = packed
+            seqs_by_step.append([naive_sequence(streams[shard], doc_ranges) for doc_ranges in seqs])
+            continue
+        if len(later) <= num_seqs * seq_len:
+            raise IndexError("the data has too few tokens")
+        seqs_by_step.append([])
+        for _ in range(num_seqs):
+            seqs_by_step[-1].append(naive_pieces(later[:seq_len + 1], 3, 12))
+            later = later[seq_len:]
     return seqs_by_step
 
 def check_batches(batches: list[tg.Batch], seqs_by_step: list[list[PackedTokens]]) -> None:
@@ -162,7 +192,7 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
     for rank in range(world_size):
         with start_loader(tmp_path, rank, world_size, **changes) as (loader, step_cfgs):
             batches = list(batches_of(loader, step_cfgs))
-        check_batches(batches, [seqs[rank::world_size] for seqs in naive_stream(streams * passes, step_cfgs)])
+        check_batches(batches, [seqs[rank::world_size] for seqs in naive_stream(streams, step_cfgs, passes)])
         cycle_steps = tg.Schedule(loader.cfg).cycle_steps
         for first in range(0, len(step_cfgs), cycle_steps):
             check_plans(batches[first:first + cycle_steps], loader.cfg, "train", step_cfgs[first].tied, world_size)
@@ -208,15 +238,19 @@ def test_advance__data_that_end(tmp_path, world_size) -> None:
                 assert bool(loader.next_plans()) == (step_cfg.step < whole_cycles - 1)
             for _ in range(2):
                 assert loader.next_plans() == {}
-                with expect_error(tg.OutOfData, "training data ended", "2 shards", "train_*.bin",
+                with expect_error(tg.OutOfData, "training data ended", "train_*.bin",
                                   f"enough for {num_steps} steps", "--max_steps", "--epochs=0"):
                     loader.advance([])
 
 def test_start__shards_too_small_for_one_step(tmp_path) -> None:
-    write_shards(tmp_path, 100, 100)
-    with expect_error(tg.OutOfData, "2 shards", "larger shards", "8 x 17 tokens in one"):
-        with start_loader(tmp_path, epochs=0):
+    """The first epoch packs a step from one shard. Later epochs join shards."""
+    streams = write_shards(tmp_path, 100, 100)
+    with expect_error(tg.OutOfData, "enough for 0 steps", "--epochs=0", "8 x 17 more tokens"):
+        with start_loader(tmp_path):
             pass
+    with start_loader(tmp_path, epochs=0, steps=2) as (loader, step_cfgs):
+        batches = list(batches_of(loader, step_cfgs))
+    check_batches(batches, naive_stream(streams, step_cfgs, 4))
 
 
 # ---- The loader thread -----------------------------------------------------------------------------------------------
@@ -271,7 +305,7 @@ def test_next__a_step_that_is_not_the_next_one_is_refused(tmp_path) -> None:
             loader.next(step_cfgs[1])
 
 @pytest.mark.parametrize("function_name, failing_call, error", [
-    ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_batch", 4, None),
+    ("pack_sequence", 10, tg.DataError), ("load_shard", 2, None), ("pack_batch", 4, None),
     ("exchange_row_requests", 2, tg.ConfigError), ("exchange_row_requests", 2, None)])
 def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, function_name, failing_call,
                                                         error) -> None:
@@ -386,7 +420,8 @@ def test_Loader__its_thread_calls_no_clock_engine_or_table() -> None:
         threading.setprofile(None)
     assert {(3, "pack_batch"), (5, "exchange_row_requests"), (6, "Loader._build_cycle")} <= calls, "the trace works"
     assert (0, "numpy.empty") in calls, "the trace contains builtins"
-    allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda"}
+    allowed = {"Communicator.pinned", "Communicator.set_thread_device", "Communicator.on_cuda",
+               "Communicator.raise_together", "Communicator.all_gather"}
     assert {name for section, name in calls if section == 1} <= allowed
     assert {section for section, _ in calls} == {0, 1, 3, 5, 6}
     owners = {name.partition(".")[0] for section, name in calls if section}

@@ -2,6 +2,7 @@
 
 test_batches.py tests the loader and the validation set, which use both; test_rows.py tests the rows of several ranks.
 """
+import contextlib
 import errno
 import hashlib
 import json
@@ -143,31 +144,82 @@ def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None
         with expect_error(error, *parts):
             tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
-def test_check_enough_data__training_tokens() -> None:
-    """A step reads the tokens of its sequences, and one more for each. A shard must contain the largest step used."""
+def test_check_enough_data__a_shard_contains_the_largest_step_used() -> None:
+    """A step reads the tokens of its sequences, and one more for each."""
     cfg = preset()
-    step_cfgs = list(map(tg.Schedule(cfg).at, range(cfg.num_scheduled_steps + cfg.num_extension_steps)))
-    steps = [cfg.seqs_per_step * (v.seq_len + 1) for v in step_cfgs]
-    needed = sum(steps)
+    schedule = tg.Schedule(cfg)
+    steps = [cfg.seqs_per_step * (schedule.at(step).seq_len + 1) for step in range(schedule.end_step)]
     largest = max(steps)
 
-    def check(*have: int, **changes: Any) -> None:
+    def check(tokens: int, **changes: Any) -> None:
         changed = replace(cfg, **changes)
-        tg.check_enough_data(changed, tg.Schedule(changed), shard_headers(*have), shard_headers(10**9))
+        tg.check_enough_data(changed, tg.Schedule(changed), shard_headers(tokens), shard_headers(10**9))
 
-    check(needed)
-    check(needed // 4 + 1, needed // 4 + 1, epochs=2)
-    check(largest, epochs=0)
+    check(largest)
     check(steps[0], max_steps=1)
     check(largest, time_budget=9.0)
-    for have, epochs in ((needed - 1, 1), (needed // 4 - 1, 4), (1, 1)):
-        with expect_error(tg.DataError, "too few training tokens", "--epochs=0",
-                          f"{have * epochs:,} tokens in 1 shards",
-                          f"{needed:,} tokens for {len(steps)} steps", "cached_fineweb10B.py"):
-            check(have, epochs=epochs)
     fits = (largest - 1 - cfg.seqs_per_step) // 128 * 128
     with expect_error(tg.DataError, "too small", f"{largest:,} tokens in one shard", f"at most {fits}"):
         check(largest - 1, epochs=0)
+
+def test_count_packed_tokens__the_data_end_before_the_schedule(tmp_path) -> None:
+    """The documents have enough tokens, but truncating them leaves 4 x 10 tokens per shard."""
+    tokens = 20 * [3, *range(4, 43)]
+    for name in "ab":
+        write_shard(tmp_path / f"{name}.bin", np.array(tokens), 50, 3)
+    cfg = preset(train_files=f"{tmp_path}/*.bin", vocab_size=50, bos_id=3, max_doc_len=10)
+    headers = tg.read_shard_headers(cfg.train_files)
+    step_tokens = cfg.seqs_per_step * (tg.Schedule(cfg).at(0).seq_len + 1)
+    whole_steps = 2 * (20 * 10 // step_tokens)
+    assert 0 < whole_steps < cfg.num_scheduled_steps
+    with expect_error(tg.OutOfData, "training data ended", f"enough for {whole_steps} steps", "--epochs=0",
+                      f"--max_steps={whole_steps}", "at most 10 of each document", "cached_fineweb10B.py"):
+        tg.count_packed_tokens(cfg, tg.Schedule(cfg), headers)
+    short = replace(cfg, max_steps=whole_steps)
+    assert tg.count_packed_tokens(short, tg.Schedule(short), headers) == (whole_steps * step_tokens, 0)
+    repeated = replace(cfg, epochs=0)
+    first_epoch, later_epochs = tg.count_packed_tokens(repeated, tg.Schedule(repeated), headers)
+    assert first_epoch == whole_steps * step_tokens
+    steps = [tg.Schedule(cfg).at(step) for step in range(whole_steps, tg.Schedule(cfg).end_step)]
+    assert later_epochs == sum(cfg.seqs_per_step * step_cfg.seq_len for step_cfg in steps)
+
+class OddIsBos:
+    """A BOS id that every odd token equals, so that a test can give all tokens different ids."""
+    __array_ufunc__ = None
+
+    def __eq__(self, tokens: object) -> Any:
+        return tokens % 2 == 1
+
+DOC_LENGTHS = {                          # of each shard
+    "256": [57 * [256] + [166]], "192": [80 * [192]], "one document": [[15_000]], "short": [5000 * [3]],
+    "random": [np.random.default_rng(0).geometric(1 / 300, 60).tolist()],
+    "several shards, some too small for a step": [57 * [256], [400], [90, 11], 30 * [500], [1000]]}
+
+@pytest.mark.parametrize("name", DOC_LENGTHS)
+@pytest.mark.parametrize("preset_name", ["pocket", "tiny"])
+def test_Packer__three_epochs_read_every_token(preset_name, name) -> None:
+    """No token is read more than three times as often as the median, and pieces have at most max_doc_len tokens."""
+    cfg = replace(preset(preset_name), bos_id=OddIsBos())
+    shards, num_tokens = [], 0
+    for lengths in DOC_LENGTHS[name]:
+        tokens = 2 * np.arange(num_tokens, num_tokens + sum(lengths))
+        tokens[np.cumsum([0, *lengths[:-1]])] += 1
+        shards.append(tg.TokenShard(tokens, cfg.bos_id))
+        num_tokens += sum(lengths)
+    schedule = tg.Schedule(cfg)
+    counts_by_epoch = np.zeros((4, num_tokens), int)
+    packer = tg.Packer(cfg, ((epoch, shard) for epoch in range(4) for shard in shards))
+    with contextlib.suppress(tg.OutOfData):
+        while True:
+            step_cfg = schedule.at(schedule.end_step - 1)                     # the longest sequences
+            shard, seqs = packer.next(step_cfg)
+            for starts, ends in seqs:
+                seq = tg.pack_sequence(shard, starts, ends)
+                assert len(seq.tokens) == step_cfg.seq_len + 1 and np.diff(seq.cu_seqlens).max() <= cfg.max_doc_len
+                np.add.at(counts_by_epoch[packer.epoch], seq.tokens[:-1] // 2, 1)
+    counts = counts_by_epoch[:3].sum(axis=0)
+    assert counts.min() > 0 and counts_by_epoch.sum(axis=0).min() > 0
+    assert counts.max() <= 3 * np.median(counts)
 
 def test_check_enough_data__validation_tokens(tmp_path) -> None:
     path = write_shard(tmp_path / "v.bin", random_stream(0, 200, 50, 3), 50, 3)
@@ -244,10 +296,11 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
         write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
-    for cfg, warning in ((shared, f"overlap, at least in {tmp_path}/b.bin"), (preset(), "")):
+    for cfg, warning, share in ((shared, f"overlap, at least in {tmp_path}/b.bin", "2 steps read 0.7% of the 40,000"),
+                                (preset(), "", "12 steps read 4.4% of the 80,000 training tokens")):
         tg.open_data(cfg, make_comm(), b"source")
         out = capsys.readouterr().out
-        assert warning in out and bool(warning) == bool(out)
+        assert warning in out and bool(warning) == ("warning" in out) and share in out
 
 
 # ---- section 5: hashes ----------------------------------------------------------------------------------------------

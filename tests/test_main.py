@@ -395,9 +395,9 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--resume=old_run"], 2, "old_run/settings.json", "a run of an older version, use the train_gpt.py"),
     (["--bigram_rows=2000000000"], 1, "memory", "at most", "weights 238", "moments", "a smaller model"),
     (["--train_files=none/*.bin"], 2, "data shard none/*.bin", "no regular file", "data/pocket"),
-    (["--train_files=formula:512:511:200:1"], 2, "too few training tokens", "200", "--epochs=0"),
+    (["--train_files=formula:512:511:200:1"], 2, "training shards are too small", "200", "larger shards"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
-    (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "larger shards"),
+    (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "--epochs=0"),
     (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "each of the 512", "511"),
     (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another directory"),
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
@@ -506,11 +506,28 @@ def test_preflight__refuses_a_GPU_without_a_C_compiler_or_Python_headers(monkeyp
 
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
-def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path) -> None:
-    """The token count is sufficient, but packing drops the remainders of documents."""
-    files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
-    done = run_main([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
-    steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
+@pytest.mark.parametrize("cause", ["time budget", "truncated shard"])
+def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path, monkeypatch, cause) -> None:
+    """Data that end before a time budget, and a shard that another program truncates during the run."""
+    flags = ["--preset=tiny", "--sample_tokens=0", f"--save={tmp_path}/saved"]
+    if cause == "time budget":
+        flags += ["--train_files=formula:512:511:4200:1", "--time_budget=600"]
+        done = run_main(flags, 2, "training data ended", "--max_steps", "--epochs=0")
+        steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
+    else:
+        count = tg.count_packed_tokens
+        for name in "ab":
+            write_shard(tmp_path / f"{name}.bin", random_stream(0, 3000, 512, 511), 512, 511)
+
+        def count_then_truncate(*args: Any) -> tuple[int, int]:
+            counts = count(*args)
+            os.truncate(tmp_path / "b.bin", 2000)
+            return counts
+
+        monkeypatch.setattr(tg, "count_packed_tokens", count_then_truncate)
+        done = run_main([*flags, f"--train_files={tmp_path}/[ab].bin"], 2, "b.bin: content", "488 tokens")
+        steps = len(done.of("step"))
+        assert steps > 0
     result = done.events[-1]
     whole_cycles = steps - steps % tg.Schedule(preset()).cycle_steps
     assert result["steps"] == whole_cycles == done.of("val")[-1]["step"], "raised at the start of a cycle"
