@@ -2079,18 +2079,21 @@ def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     token_weights = (in_sequence * weights).expand(B, -1, -1)
     return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, grad_scale: float) -> Tensor:
-    """Compute the multi-token loss of every position, and write the gradient of the logits into `grad`.
+def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
+                        grad_scale: float) -> tuple[Tensor, Tensor]:
+    """Compute the losses of every position, and write the gradient of the multi-token loss into `grad`.
 
         z       = softcap(logits)
-        loss[n] = sum over k of token_weights[n, k] * (logsumexp(z[n]) - z[n, ids[n, k]])
+        nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
+        loss[n] = sum over k of token_weights[n, k] * nll[n, k]
         grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
     The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. The caller, HeadLoss, applies
     1 / LOGIT_WIDTH instead: in backward, or in fp8 as a factor of grad_scale.
 
-    logits (N, V), ids (N, G) i64, token_weights (N, G) -> losses (N,) in the dtype of token_weights. N positions,
-    padded vocabulary V, G predicted tokens. The argument grad (N, V) is overwritten, and may be the tensor `logits`.
+    logits (N, V), ids (N, G) i64, token_weights (N, G) -> (multi-token losses (N,), unweighted next-token losses (N,),
+    which are nll[:, 0]), in the dtype of token_weights. N positions, padded vocabulary V, G predicted tokens. The
+    argument grad (N, V) is overwritten, and may be the tensor `logits`.
     """
     if torch.compiler.is_compiling():
         # Inductor fuses this branch into two passes over the (N, V) logits. softmax() would materialize an f32 (N, V)
@@ -2106,14 +2109,15 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         for target, weight in zip(ids.split(1, dim=1), scaled_weights.split(1, dim=1)):
             grad_z = grad_z - weight * (columns == target.int())
         torch.mul(grad_z, sig - sig * sig, out=grad)      # LOGIT_WIDTH * dz/dlogit = LOGIT_CAP * (sig - sig^2)
-        return math.log(2) * (token_weights * (lse - cap_log2 * sig.gather(1, ids))).sum(dim=1)
+        nll_log2 = lse - cap_log2 * sig.gather(1, ids)
+        return math.log(2) * (token_weights * nll_log2).sum(dim=1), math.log(2) * nll_log2[:, 0]
 
-    losses = []
+    losses_by_chunk = []
     for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
         z = softcap(chunk.to(token_weights.dtype))
         p = z.softmax(dim=-1)
         nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
-        losses.append((chunk_weights * nll).sum(dim=1))
+        losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
         scaled_weights = grad_scale * chunk_weights       # scale the (N, G) weights, to save a pass over (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
         # Scatter one of the G targets at a time, because the same id may occur twice in a position.
@@ -2121,7 +2125,8 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
             grad_z.scatter_add_(1, target, -weight)
         dz = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)  # LOGIT_WIDTH * dz/dlogit = z - z^2 / LOGIT_CAP
         torch.mul(grad_z, dz, out=chunk_grad)
-    return torch.cat(losses)
+    losses, next_losses = map(torch.cat, zip(*losses_by_chunk))
+    return losses, next_losses
 
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """Quantize x / scale to fp8 e4m3, saturating at +-FP8_MAX; x of any shape.
@@ -2167,12 +2172,13 @@ class HeadLoss(torch.autograd.Function):
     logits_dtype    dtype of the logits, unless precision is "plain"
     grad_target     WeightMatrix that accumulates the gradient of w
 
-    Returns the losses (N,), in f32 or f64.
+    Returns the losses (N,), and the next-token losses (N,) for the log: the first term of the sum without its weight,
+    without a gradient. Both are f32, or f64 in an f64 run.
     """
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
-                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> Tensor:
-        """Compute the losses (N,), and save the gradient of the logits, (N, V), for backward."""
+                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
+        """Compute both losses, (N,) each, and save the gradient of the logits, (N, V), for backward."""
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
@@ -2195,17 +2201,19 @@ class HeadLoss(torch.autograd.Function):
             grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
         ids, token_weights = mtp_targets(targets, weights.to(accum))
-        losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
+        losses, next_losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
         ctx.save_for_backward(y, w, grad, loss_scale)
-        return losses
+        ctx.mark_non_differentiable(next_losses)
+        return losses, next_losses
 
     @staticmethod
     @first_order_only
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y (N, D) and w, and None for the other six inputs.
 
-        grad_losses (N,): upstream gradient of the losses. grad_target.add_gradient accumulates the gradient of w, in
-        main_grad if there is one, and determines what is returned for w: None, zeros or the gradient (D, V).
+        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none.
+        grad_target.add_gradient accumulates the gradient of w, in main_grad if there is one, and determines what is
+        returned for w: None, zeros or the gradient (D, V).
         """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
@@ -3677,10 +3685,11 @@ class GPT(nn.Module):
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
-               head_precision: str, row_buffers: RowBuffers) -> Tensor:
-        """Compute the multi-token loss of every position, (B, T), for B sequences of T tokens (RECIPE 2.8).
+               head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
+        """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
 
-        The losses are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
+        Returns two tensors (B, T), for B sequences of T tokens: the multi-token losses, and the next-token losses,
+        which have no gradient. They are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
 
         weights             (G,): MTP weights, one for each of the next G tokens
         loss_scale          (): the upstream gradient that backward will receive for every loss
@@ -3691,8 +3700,9 @@ class GPT(nn.Module):
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
         # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
-        return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision, logits_dtype,
-                              as_matrix(self.lm_head)).view_as(batch.targets)
+        losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision,
+                                             logits_dtype, as_matrix(self.lm_head))
+        return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
 
     def hidden_states(self, batch: Batch, attn_args_by_kind: AttentionArgsByKind, row_buffers: RowBuffers) -> Tensor:
         """Compute the normalized hidden states that enter the head, (B, T, D) (RECIPE 2.3).
@@ -4476,9 +4486,10 @@ RECOMPILE_LIMIT = 64
 class StepLoss(NamedTuple):
     """Loss of one forward_backward call on this rank, without the loss scale.
 
-    seq_sums stays on the device, because copying it to the host would synchronize.
+    The sums stay on the device, because copying them to the host would synchronize. They are f32, or f64 in an f64 run.
     """
-    seq_sums: Tensor                     # (sequences of this rank,) f32 or f64: summed token loss of each sequence
+    seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
+    next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
     num_tokens: int                      # tokens of all sequences of this rank
 
 class Engine:
@@ -4584,9 +4595,11 @@ class Engine:
 
         # All micro-batches accumulate into the same gradients, so the micro-batch size affects only rounding.
         seq_sums_by_micro_batch = []
+        next_sum = device_scalar(0)
         for micro_batch in self._micro_batches(batch):
-            losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
-                                       self.head_precision, row_buffers)
+            losses, next_losses = self.model_losses(micro_batch, mtp_weights, device_loss_scale, attn_args_by_kind,
+                                                    self.head_precision, row_buffers)
+            next_sum += next_losses.sum()
             seq_sums = losses.sum(dim=1)
             if loss_scale:
                 for group in self.optimizer.sharded_groups.values():
@@ -4595,7 +4608,7 @@ class Engine:
             else:
                 self.optimizer.add_zero_grads()
             seq_sums_by_micro_batch.append(seq_sums.detach())
-        return StepLoss(torch.cat(seq_sums_by_micro_batch), batch.tokens.numel())
+        return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
@@ -5242,9 +5255,11 @@ class Log:
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
         # Steps whose log lines are not written yet. Each tuple contains the fields of the line in log.jsonl, the summed
-        # loss of each of this rank's sequences on the host, the number of tokens of these sequences, and the CUDA event
-        # that completes when the copy of the loss sums to the host has finished (None on a CPU).
-        self.pending: list[tuple[dict[str, Any], Tensor, int, torch.cuda.Event | None]] = []
+        # multi-token and next-token losses of all ranks (2,) on the host, the number of tokens of all ranks, the
+        # all-reduce of the sums, and the CUDA event that completes when their copy to the host has finished (None on a
+        # CPU).
+        self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
+        self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}  # open log files, keyed by name; empty unless rank 0
         self.is_tty = comm.rank == 0 and bool(sys.stderr) and sys.stderr.isatty()  # stderr is None if it was closed
         if comm.rank == 0:
@@ -5315,7 +5330,7 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a training step. Its log lines are written --adam_every steps later.
+        """Record a training step. Its log lines are written --adam_every steps later. Collective.
 
         losses: loss of this rank. ms: training time right after the launch of the step, when the CUDA work of the step
         may still be running. Raises RunError if the loss of an earlier step is not finite.
@@ -5327,34 +5342,42 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # Copy the loss sums to the host asynchronously. `flush` reads the copy --adam_every steps later. By then, the
-        # device is already running later steps.
-        seq_sums = losses.seq_sums
+        # Sum the losses of all ranks and copy the sums to the host, on a stream of their own, so that training does not
+        # wait. `flush` reads the copy --adam_every steps later. By then, the device is already running later steps.
+        sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
+        work = self.comm.launch(dist.all_reduce, sums)
         copied = None
-        if seq_sums.is_cuda:
-            seq_sums = torch.empty_like(seq_sums, device="cpu", pin_memory=True).copy_(seq_sums, non_blocking=True)
-            copied = self.comm.record_event()
-        self.pending.append((fields, seq_sums, losses.num_tokens, copied))
+        if self.copy_stream:
+            self.copy_stream.wait_stream(torch.cuda.current_stream(self.comm.device))
+            sums.record_stream(self.copy_stream)
+            with torch.cuda.stream(self.copy_stream):
+                wait_for_work(work)
+                sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+                copied = self.comm.record_event()
+        self.pending.append((fields, sums, losses.num_tokens * self.comm.world_size, work, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
         """Write the log lines of all pending steps except the last `keep` steps.
 
-        The logged loss is the mean over the tokens of this rank. The loss of one token is the sum over its MTP targets,
-        weighted with the MTP weights. Raises RunError if a loss is not finite.
+        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss: the sum over the
+        MTP targets of a token, weighted with the MTP weights. train_loss_next is the loss of the next token, in the
+        same unit as the validation loss. Raises RunError if a loss is not finite.
         """
         while len(self.pending) > keep:
-            fields, seq_sums, num_tokens, copied = self.pending.pop(0)
-            if copied is not None:
+            fields, sums, num_tokens, work, copied = self.pending.pop(0)
+            if copied is None:
+                wait_for_work(work)
+            else:
                 self.comm.wait_for(copied)
-            loss = float(seq_sums.sum()) / num_tokens
+            loss, next_loss = (loss_sum / num_tokens for loss_sum in sums.tolist())
             step, ms = fields["step"], fields["train_time_ms"]
             self.check_finite(loss, f"training loss of step {step - 1}")
-            self.event("step", **fields, train_loss=loss)
+            self.event("step", **fields, train_loss=loss, train_loss_next=next_loss)
             line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
             seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
-            summary = f"{seconds_left:.0f} s left, train_loss:{loss:.3f} (sum over predicted tokens)"
+            summary = f"{seconds_left:.0f} s left, train_loss:{next_loss:.3f}"
             self.show_progress(f"step:{step}/{self.total_steps} {summary}")
             if not self.is_tty and step % -(-self.total_steps // CONSOLE_STEP_LINES) == 0:
                 self.comm.print0(f"{line} {summary}")

@@ -48,8 +48,9 @@ def test_Engine__a_run_equals_the_reference(adam_every, micro_batch, row_comms) 
     with started_loader(cfg, make_comm(), steps) as (loader, step_cfgs):
         for step_cfg in steps_of(loader, step_cfgs):
             batch = loader.next(step_cfg)
-            seq_sums = engine.forward_backward(batch, step_cfg).seq_sums
-            np.testing.assert_allclose(seq_sums, naive.forward_backward(batch, step_cfg).seq_sums, rtol=1e-9)
+            step_loss, expected = (trainer.forward_backward(batch, step_cfg) for trainer in (engine, naive))
+            np.testing.assert_allclose(step_loss.seq_sums, expected.seq_sums, rtol=1e-9)
+            np.testing.assert_allclose(step_loss.next_sum, expected.next_sum, rtol=1e-9)
             next_plans = loader.next_plans()
             engine.prefetch_rows(next_plans)
             engine.optim_step(step_cfg)
@@ -101,8 +102,8 @@ def test_forward_backward__loss_scale_zero_adds_nothing_even_if_the_loss_is_not_
     model_losses = engine.model_losses
     calls = [(0.0, 1.0), (0.0, np.inf), (1.0, 1.0), (0.0, np.inf), (0.0, np.nan)]
     for loss_scale, loss_factor in calls:
-        def scaled_losses(*args: Any) -> torch.Tensor:
-            return model_losses(*args) * loss_factor
+        def scaled_losses(*args: Any) -> list[torch.Tensor]:
+            return [losses * loss_factor for losses in model_losses(*args)]
 
         engine.model_losses = scaled_losses
         seq_sums = engine.forward_backward(batch, step_cfg, loss_scale).seq_sums

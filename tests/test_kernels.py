@@ -282,10 +282,17 @@ def test_attention_varlen__compiles_one_graph_for_all_attention_args(compiled) -
 # ---- head and loss --------------------------------------------------------------------------------------------------
 def head_loss(y: Tensor, w: Tensor, targets: Tensor, weights: tuple[float, ...], loss_scale: float = 1.0,
               precision: str = "plain", logits_dtype: torch.dtype | None = None) -> Tensor:
-    """Call HeadLoss with MTP weights and a loss scale that are numbers; logits have the dtype of y by default."""
-    mtp_weights = torch.tensor(weights, dtype=F64)
-    scale = torch.tensor(loss_scale, dtype=F64)
-    return tg.HeadLoss.apply(y, w, targets, mtp_weights, scale, precision, logits_dtype or y.dtype, tg.as_matrix(w))
+    """Call HeadLoss with MTP weights and a loss scale that are numbers; logits have the dtype of y by default.
+
+    Returns the multi-token losses. The next-token losses are those with MTP weights (1,), and have no gradient.
+    """
+    def losses_of(mtp_weights: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+        numbers = (torch.tensor(x, dtype=F64) for x in (mtp_weights, loss_scale))
+        return tg.HeadLoss.apply(y, w, targets, *numbers, precision, logits_dtype or y.dtype, tg.as_matrix(w))
+
+    losses, next_losses = losses_of(weights)
+    assert not next_losses.requires_grad and next_losses.equal(losses_of((1.0,))[0])
+    return losses
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("num_seqs, T, weights", [
@@ -316,7 +323,7 @@ def test_mtp_losses_and_grad__the_compiled_formula_equals_a_softmax(monkeypatch,
     for compiling in (False, True):
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
         grad = torch.empty_like(logits)
-        results.append((tg.mtp_losses_and_grad(logits, ids, token_weights, grad, 0.7), grad))
+        results.append((*tg.mtp_losses_and_grad(logits, ids, token_weights, grad, 0.7), grad))
     for a, b in zip(*results):
         assert_close(a, b, rtol=1e-13, atol=1e-14)
 

@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT / "records"))
 from tools import read
 
 def losses(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
-    return tg.StepLoss(torch.tensor(seq_sums), tokens)
+    """Return a step loss whose next-token loss is half of the multi-token loss."""
+    return tg.StepLoss(torch.tensor(seq_sums), torch.tensor(sum(seq_sums) / 2), tokens)
 
 class TextData:
     """The validation data that the log and the training loop read; a batch is its StepConfig."""
@@ -231,7 +232,8 @@ def test_Log__writes_steps_one_cycle_late_and_all_before_a_validation(tmp_path) 
         assert [e["step"] for e in events(tmp_path)] == list(range(1, k - 1))
     log.validation(4.25, 512.3456, TextData(val_bpb=1.5, unigram_nats=6.0))
     assert events(tmp_path)[:5] == [
-        dict(type="step", step=k, train_time_ms=100.0 * k, tokens=10 * k, train_loss=k + 2.0) for k in range(1, 6)]
+        dict(type="step", step=k, train_time_ms=100.0 * k, tokens=10 * k, train_loss=k + 2.0,
+             train_loss_next=k / 2 + 1) for k in range(1, 6)]
     assert events(tmp_path)[5:] == [dict(type="val", step=5, val_loss=4.25, train_time_ms=512.346, val_bpb=1.5,
                                          unigram_nats=6.0)]
     assert lines(tmp_path) == [f"step:{k}/12 train_time:{100 * k}ms step_avg:100.00ms" for k in range(1, 6)] + [
@@ -275,7 +277,7 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal) -> N
     assert shown.out.endswith("a line of text\n") and len(lines(tmp_path)) == 101, "the log has every step"
     printed_steps = [line.split("/")[0] for line in shown.out.splitlines()[:-1]]
     assert printed_steps == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
-    progress_text = "5 s left, train_loss:2.500 (sum over predicted tokens)"
+    progress_text = "5 s left, train_loss:1.250"
     progress_line = f"\r\x1b[Kstep:4/100 {progress_text}\r"
     assert terminal or shown.out.startswith(f"step:5/100 train_time:250ms step_avg:50.00ms {progress_text}\n")
     found = progress_line in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err

@@ -40,7 +40,7 @@ KEYS = {
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head target_loss "
               "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
-    "step": "step train_time_ms tokens train_loss",
+    "step": "step train_time_ms tokens train_loss train_loss_next",
     "val": "step val_loss train_time_ms",
     "compiled": "graphs",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",

@@ -55,13 +55,15 @@ def test_losses__and_gradients_equal_the_reference(num_heads, num_seqs, seed, ta
         row_buffers[ngram.label] = weights.requires_grad_(), torch.zeros_like(weights)
     weights = torch.tensor(step_cfg.mtp_weights, dtype=F64)
     attn_args = tg.attention_args(short=5, long=9, max_len=12, scale=0.8)
-    losses = model.losses(batch, weights, torch.ones((), dtype=F64), attn_args, "plain", row_buffers)
+    losses, next_losses = model.losses(batch, weights, torch.ones((), dtype=F64), attn_args, "plain", row_buffers)
     losses.sum().backward()
     grads = {label: p.grad for label, p in model.named_parameters()}
     grads |= {label: sums for label, (_, sums) in row_buffers.items()}
     for seq in range(num_seqs):
         expected = naive.losses(naive.leaves(), batch, seq, step_cfg, step_cfg.mtp_weights)
         np.testing.assert_allclose(losses[seq].detach(), expected.detach(), rtol=0, atol=1e-10)   # error of 11 layers
+        expected_next = naive.losses(naive.leaves(), batch, seq, step_cfg, (1.0,))
+        np.testing.assert_allclose(next_losses[seq], expected_next.detach(), rtol=0, atol=1e-10)
     naive.forward_backward(batch, step_cfg)
     expected_grads = naive.grads | {label: torch.from_numpy(grad) for label, grad in naive.ngram_grads.items()}
     assert grads.keys() == expected_grads.keys()

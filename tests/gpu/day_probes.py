@@ -231,7 +231,7 @@ def ranks(args: argparse.Namespace) -> Facts:
     run = gpu_cases.Run(comm, debug_rows=1, **files)
     losses = []
     for step_loss in run.steps(0, 20 // run.schedule.cycle_steps):
-        losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))) / (step_loss.tokens * comm.world_size))
+        losses.append(sum(comm.all_gather(float(step_loss.seq_sums.sum()))) / (step_loss.num_tokens * comm.world_size))
     digest = hashlib.sha256()
     table_labels = {spec.label for spec in tg.parameter_specs(run.cfg) if spec.table}
     for label, p in run.engine.model.named_parameters():

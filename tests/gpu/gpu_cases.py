@@ -256,7 +256,7 @@ def head(lab: Lab, precision: str) -> Case:
         if y.dtype == F64:
             rounding, logits_dtype = precision.replace("fp8", "emulated"), F64
         one = torch.ones((), dtype=weights.dtype, device=y.device)
-        return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))
+        return tg.HeadLoss.apply(y, w, targets, weights, one, rounding, logits_dtype, tg.as_matrix(w))[0]
 
     def exact(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, seed: Tensor) -> list[Tensor]:
         chunks = []
