@@ -47,6 +47,8 @@ Terms
                     loaded and checkpoints are written in units of whole cycles.
     progress        position in the schedule, in planned steps. It equals the step unless --time_budget is set; then the
                     clock determines it.
+    tied            head and embedding are one parameter. Untying splits this parameter into two.
+    MTP weights     loss weights of the next G tokens (multi-token prediction)
     weight matrix   one matrix of a bank or of another parameter (`WeightMatrix`)
     main_grad       buffer in which backward accumulates the gradient of a weight matrix, instead of in param.grad
     table           an embedding table, sharded by row. The owner of a row is the rank that stores and updates the row.
@@ -309,8 +311,10 @@ def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo
     unit, help: --help prints them side by side, as in "--epochs passes  over the training shards"
     choices: all valid values; empty: no restriction
     lo, hi: bounds of a number, inclusive
-    role: NUMERIC: --resume rejects another value; INHERITED: --resume keeps the earlier value unless the flag is given;
-        SINGLE_RUN: --resume does not keep the earlier value
+    role: what --resume does with the flag
+        NUMERIC      reject a value that differs from the value of the earlier run
+        INHERITED    keep the value of the earlier run unless the flag is given
+        SINGLE_RUN   ignore the value of the earlier run
     """
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
@@ -773,7 +777,7 @@ DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as
 DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether a device event completes within this many seconds. The host polls the event.
+    """Poll a device event from the host, and return whether the event completes within `seconds`.
 
     Event.synchronize() cannot be used, because it has no timeout.
     """
@@ -819,7 +823,7 @@ class Communicator:
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for a device event. The host waits.
+        """Block the host until a device event completes.
 
         Raises RunError if the event does not complete within DEVICE_TIMEOUT_FRACTION * timeout.
         """
@@ -936,7 +940,7 @@ class StepConfig:
     mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; their sum need not be 1
     rotary: Rotary
     normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at(progress)
-    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at(progress); multipliers of parameters follow
+    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at(progress), before multipliers of parameters
     momentum: float                      # NorMuon momentum
     update_adam: bool                    # this is the last step of an Adam cycle, after which Adam updates
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
@@ -2657,7 +2661,7 @@ class RowState(NamedTuple):
     """Weights and optimizer state of n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment, one per row
-    last: Tensor                         # (n,) i32: which update modified the row last, counted from 1; 0: none
+    last: Tensor                         # (n,) i32: number of the last update that modified the row, from 1; 0: none
 
     def index_select(self, index: Tensor) -> RowState:
         """Gather the state of the rows at `index`, (k,) i64, into new tensors of k rows."""
@@ -2723,7 +2727,7 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard is in device memory already. HostRowStore overrides this method."""
+        """No-op: the shard is in device memory already. HostRowStore starts a copy to the device here."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
         """Return a copy of the state of the plan's rows_to_update on the device, including all earlier updates."""
@@ -2734,7 +2738,7 @@ class DeviceRowStore:
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """No-op: `write_back` writes to the shard immediately. HostRowStore overrides this method."""
+        """No-op: `write_back` writes to the shard immediately. HostRowStore waits for its worker here."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
         """Return the weights of local_rows, (n,) i64, as a new tensor (n, D) on the device, for evaluation."""
@@ -3035,7 +3039,7 @@ class ExchangedTable:
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard of a dense table is in device memory already. RowwiseTable overrides this method."""
+        """No-op: the shard of a dense table is in device memory already. RowwiseTable calls its row store here."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
@@ -4743,7 +4747,7 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the present state of training in place, bit for bit.
+        """Return a function that restores the current training state in place, bit for bit.
 
         Copies weights, optimizer state, touched rows of row-wise tables and the CPU random state to host memory. A
         restore also discards all gradients.
@@ -4805,7 +4809,7 @@ class Engine:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
 
         On other ranks, sharded tensors are None. The result does not depend on W, because table rows are in global
-        order. Call this method only between cycles of the run.
+        order. Call this method only between cycles of the run, because the result has no accumulated gradients.
 
         step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
         of the head. with_moments: include the optimizer state.
@@ -5484,7 +5488,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget, this also sets the schedule progress of the cycle, in planned steps, from rank 0's clock:
+    With --time_budget, also appends the progress of the cycle to schedule.cycle_progress, from the clock of rank 0:
 
         progress = planned_steps * (predicted training time at the start of this cycle / budget)
 
@@ -5560,7 +5564,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample a text that continues BOS and the prompt, and return the text without the prompt. Collective.
+    """Sample a continuation of BOS and the prompt, and return it as text, without the prompt. Collective.
 
     Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids, without BOS. step_cfg:
     determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None: return a list of
@@ -5706,7 +5710,7 @@ CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Check that outputs and gradients of the active attention kernel equal those of the reference, up to rounding.
+    """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
 
     The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
     AssertionError if the results differ by more than rounding, and RunError if the kernel does not return within
@@ -5988,7 +5992,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     """Log the result of a run, save the weights, and close the log. Collective.
 
     loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
-    Returns the result, and the error of writing to the directory of --save, or None.
+    Returns (result, error), where error is the RunError of writing to the directory of --save, or None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
