@@ -2524,7 +2524,9 @@ class RowPlan:
     receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, the index tensors are on the
     CPU, in pinned memory if the device is a GPU.
     """
-    tag: dict[str, Any]                  # purpose, cycle, tokens (see `build_batches`); must be equal on all ranks
+    # purpose: "train" or another use; cycle: index of the update cycle; tokens: T summed over its steps. Ranks compare
+    # their tags, which must be equal.
+    tag: dict[str, Any]
     shard_rows: int                      # C, on every rank
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
     fetch_counts: list[int]              # number of rows_to_fetch of each owner
@@ -3194,7 +3196,7 @@ class RowwiseTable(ExchangedTable):
         Waits for pending all-to-alls. The shard does not change.
         """
         super().reset()
-        # Copy of rows_to_update of the cached plan. The next update modifies it in place.
+        # Copy of rows_to_update of the cached plan. The next update modifies this copy in place.
         self.row_state: RowState | None = None
         self.store.invalidate()
 
@@ -3313,7 +3315,7 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                # row_index has global rows until here. Replace them by indices into plan.rows_to_fetch.
+                # row_index has global rows until here. Replace each global row by its index into plan.rows_to_fetch.
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
@@ -4909,9 +4911,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that split the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because it
-    # computes the logits in chunks, and row-wise updates also take less memory. An exception is a run whose steps have
-    # many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because
+    # evaluation computes the logits in chunks. Row-wise updates also take less memory than this step. An exception is a
+    # run whose steps have many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
