@@ -26,7 +26,7 @@ To learn the algorithm, read section 2, the PyTorch references of section 4, and
 kernels and the other sections at first.
 
 Letters in shapes and formulas, with their values in preset `record`
-    W  ranks (world size)             L  layers [11]                V  padded vocabulary [50,304]
+    W  world size: number of ranks    L  layers [11]                V  padded vocabulary [50,304]
     S  sequences per step [8]         D  model dim [768]            R  rows of a table [bigrams: 251,520]
     B  sequences per micro-batch      H  attention heads [6]        C  rows of a rank's shard: R / W, rounded up
     T  tokens per sequence            E  head dim [128]             G  predicted tokens per position [3, 2, 1 by stage]
@@ -36,16 +36,31 @@ GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times
 a weight matrix with I output features and J input features.
 
 Terms
-    sequence      T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
-                  Sequences are the unit of data parallelism: sequence s belongs to rank s mod W.
-    bank          several matrices stacked in one parameter
-    update_every  steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step, Adam
-                  on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
-    update cycle  the update_every steps from one update of a parameter to the next. The Adam cycle is the update cycle
-                  of the parameters that Adam updates, --adam_every steps.
-    cycle         without a qualifier: the run's cycle, which is the longest update cycle of all parameters. Data is
-                  loaded and checkpoints are written in units of whole cycles.
-    step loss     J: the mean over the S sequences of a step of the summed token loss; the same for every W
+    sequence        T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
+                    Sequences are the unit of data parallelism: sequence s belongs to rank s mod W.
+    bank            several matrices stacked in one parameter
+    update_every    steps per update of a parameter; gradients accumulate in between. NorMuon updates on every step,
+                    Adam on the last of every --adam_every steps, an n-gram table on the last of every 1, 2 or 4 steps.
+    update cycle    the update_every steps from one update of a parameter to the next. The Adam cycle is the update
+                    cycle of the parameters that Adam updates, --adam_every steps.
+    cycle           without a qualifier: the run's cycle, which is the longest update cycle of all parameters. Data is
+                    loaded and checkpoints are written in units of whole cycles.
+    progress        position in the schedule, in planned steps. It equals the step unless --time_budget is set; then the
+                    clock determines it.
+    tied            head and embedding are one parameter. Untying splits this parameter into two.
+    MTP weights     loss weights of the next G tokens (multi-token prediction)
+    weight matrix   one matrix of a bank or of another parameter (`WeightMatrix`)
+    main_grad       buffer in which backward accumulates the gradient of a weight matrix, instead of in param.grad
+    table           an embedding table, sharded by row. The owner of a row is the rank that stores and updates the row.
+    dense table     a table of which every update modifies all rows. With W = 1, lookups read its parameter in place.
+    row-wise table  a table of which an update modifies only the rows that some rank looked up in the update cycle. The
+                    n-gram tables are row-wise.
+    row plan        lists, for one update cycle of one table, the rows that a rank fetches from their owners, and the
+                    rows of its own shard that it serves to the ranks that look them up
+    row cache       device buffer with the rows of a table that a rank has fetched for an update cycle
+    row store       where an owner stores the weights and optimizer state of its shard of a row-wise table: in device
+                    memory (`DeviceRowStore`) or in host memory (`HostRowStore`)
+    step loss       J: the mean over the S sequences of a step of the summed token loss; the same for every W
 """
 from __future__ import annotations
 
@@ -176,7 +191,7 @@ class Layer:
 
 STAGE_SYNTAX = "stages separated by ';', each 'batch_tokens short long lr_mul mtp_start mtp_end [untie]'"
 TABLE_SYNTAX = ("n-gram tables separated by ';', each 'label order rows layer signs location update_every lr wd "
-                "beta2', where layer is `stream` or a layer index; columns after rows may be omitted from the end")
+                "beta2', where layer is `stream` or a layer index; fields after rows may be omitted from the end")
 
 # Names of saved layer outputs, for Layer.save_as and Layer.add_saved.
 SKIP, BACKOUT = "skip", "backout"
@@ -207,10 +222,10 @@ class Stage:
     batch_tokens: int                # tokens per step, over all ranks
     short_window: int
     long_window: int
-    lr_mul: float                    # multiplier of both learning rates
+    lr_mul: float                    # multiplier of normuon_lr and adam_lr
     mtp_start: tuple[float, ...]     # loss weights of the 1st, 2nd, ... next token (MTP) at the start of the stage
     mtp_end: tuple[float, ...]       # MTP weights at the end of the stage; linearly interpolated in between
-    untie: bool = False              # untie head and embedding in this stage, after `Schedule.untie_step`
+    untie: bool = False              # split head and embedding after the Adam cycle in which this stage begins
 
     def __post_init__(self) -> None:
         """Validate the fields. Raises ConfigError if the windows or weights are out of range or do not match."""
@@ -296,7 +311,10 @@ def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo
     unit, help: --help prints them side by side, as in "--epochs passes  over the training shards"
     choices: all valid values; empty: no restriction
     lo, hi: bounds of a number, inclusive
-    role: NUMERIC, INHERITED or SINGLE_RUN; determines how --resume treats the flag
+    role: what --resume does with the flag
+        NUMERIC      reject a value that differs from the value of the earlier run
+        INHERITED    keep the value of the earlier run unless the flag is given
+        SINGLE_RUN   ignore the value of the earlier run
     """
     return field(default=default, metadata=dict(
         group=group, unit=unit, help=help, choices=choices, lo=lo, hi=hi, role=role))
@@ -400,29 +418,29 @@ class Config:
 
 # Stages and tables are written as text in flags, logs and settings files. Only `parse_specs` and `format_spec` read and
 # write this text.
-def parse_floats(column: str) -> tuple[float, ...]:
-    """Parse a column of MTP weights, such as "1,.5,.25". Raises ValueError if a weight is not a number."""
-    return tuple(map(float, column.split(",")))
+def parse_floats(text: str) -> tuple[float, ...]:
+    """Parse MTP weights, such as "1,.5,.25". Raises ValueError if a weight is not a number."""
+    return tuple(map(float, text.split(",")))
 
-def parse_layer(column: str) -> int | None:
-    """Parse the column `layer` of an n-gram table into a layer index, or into None for `stream`, the residual stream.
+def parse_layer(text: str) -> int | None:
+    """Parse NgramTable.layer: a layer index, or None for `stream`, the residual stream.
 
-    Raises ValueError if the column is neither an integer nor `stream`.
+    Raises ValueError if the text is neither an integer nor `stream`.
     """
-    return None if column == "stream" else int(column)
+    return None if text == "stream" else int(text)
 
-def parse_lr_mul(column: str) -> float:
-    """Parse the column `lr` of an n-gram table, the multiplier of adam_lr.
+def parse_lr_mul(text: str) -> float:
+    """Parse NgramTable.lr_mul, the multiplier of adam_lr.
 
-    Raises ConfigError if the column is `nearest` or `stochastic`: in earlier versions, the 8th column was a rounding
-    mode. Raises ValueError if the column is any other text that is not a number.
+    Raises ConfigError if the text is `nearest` or `stochastic`: in earlier versions, the 8th field was a rounding mode.
+    Raises ValueError if the text is anything else that is not a number.
     """
-    check(column not in ("nearest", "stochastic"), "--tables: invalid 8th column", found=column,
+    check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
-          hint=f"omit `{column}`")
-    return float(column)
+          hint=f"omit `{text}`")
+    return float(text)
 
-# {flag: (class, parser of the 1st column, parser of the 2nd column, ...)}
+# {flag: (class, parser of the 1st field, parser of the 2nd field, ...)}
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
@@ -430,18 +448,18 @@ SPEC_PARSERS = dict(
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
     """Parse the text of --stages or --tables (name: "stages" or "tables") into Stage or NgramTable objects.
 
-    Trailing columns that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
+    Trailing fields that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
     malformed, and ConfigError if a stage or table is invalid.
     """
-    # The strict zip raises ValueError for an extra column. The constructor raises TypeError for a missing column that
-    # has no default.
+    # The strict zip raises ValueError for an extra field. The constructor raises TypeError for a missing field that has
+    # no default.
     spec_class, *parsers = SPEC_PARSERS[name]
     specs = []
     for spec_text in text.split(";"):
-        columns = spec_text.split()
-        if columns:
+        field_texts = spec_text.split()
+        if field_texts:
             specs.append(spec_class(*(
-                parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True))))
+                parse(field_text) for parse, field_text in zip(parsers[:len(field_texts)], field_texts, strict=True))))
     return tuple(specs)
 
 # Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
@@ -481,19 +499,22 @@ PRESETS = dict(
 SETTINGS_FILE = "settings.json"      # in run directories and saves: {field: value as on the command line}
 
 def format_spec(spec: Stage | NgramTable) -> str:
-    """Format a stage or table as text that `parse_specs` can parse: its columns, separated by spaces."""
-    columns = []
+    """Serialize a Stage or NgramTable to the syntax of --stages or --tables: its fields, separated by spaces.
+
+    `parse_specs` is the inverse.
+    """
+    field_texts = []
     for value in vars(spec).values():
         if isinstance(value, tuple):
-            columns.append(",".join(map(str, value)))
-        elif isinstance(value, bool):                     # Stage.untie: the word `untie` or no column
-            columns += ["untie"] if value else []
+            field_texts.append(",".join(map(str, value)))
+        elif isinstance(value, bool):                     # Stage.untie: the word `untie`, or nothing
+            field_texts += ["untie"] if value else []
         else:
-            columns.append("stream" if value is None else str(value))
-    return " ".join(columns)
+            field_texts.append("stream" if value is None else str(value))
+    return " ".join(field_texts)
 
 def format_value(value: Any) -> str:
-    """Format the value of a Config field as text for the command line. `parse_value` parses the text."""
+    """Serialize the value of a Config field to its command-line syntax. `parse_value` is the inverse."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str) -> Any:
@@ -756,7 +777,7 @@ DEVICE_TIMEOUT_FRACTION = 0.8        # timeout of waiting for a device event, as
 DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
-    """Return whether a device event completes within this many seconds. The host polls the event.
+    """Poll a device event from the host, and return whether the event completes within `seconds`.
 
     Event.synchronize() cannot be used, because it has no timeout.
     """
@@ -802,7 +823,7 @@ class Communicator:
         return torch.cuda.current_stream(self.device).record_event()
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for a device event. The host waits.
+        """Block the host until a device event completes.
 
         Raises RunError if the event does not complete within DEVICE_TIMEOUT_FRACTION * timeout.
         """
@@ -924,13 +945,13 @@ class StepConfig:
     long_window: int                     # tokens
     mtp_weights: tuple[float, ...]       # loss weights of the 1st, 2nd, ... next token; their sum need not be 1
     rotary: Rotary
-    normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
-    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
+    normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at(progress)
+    adam_lr: float                       # --adam_lr * Schedule.lr_factor_at(progress), before multipliers of parameters
     momentum: float                      # NorMuon momentum
-    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
+    update_adam: bool                    # this is the last step of an Adam cycle, after which Adam updates
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
-    begins_cycle: bool                   # first step of a cycle, the unit of loading and checkpoints
+    begins_cycle: bool                   # first step of a cycle of the run
     checkpoint: bool                     # write a checkpoint before this step
     validate: bool                       # validate before this step
 
@@ -960,7 +981,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
         old_window = old_stage.long_window * cfg.window_block
         new_window = new_stage.long_window * cfg.window_block
-        # A frequency multiplied by this ratio makes as many turns in the new window as it did in the old one.
+        # Multiplying a frequency by this ratio keeps its number of turns per window.
         window_ratio = old_window / new_window
         frequencies = []
         for frequency in rotary[-1].frequencies:
@@ -980,14 +1001,15 @@ class Schedule:
     on the progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure
     functions of their arguments, of the config and of `cycle_progress`.
 
-    cycle_progress: progress of the cycles that an earlier run has scheduled, from the checkpoint of --resume
+    cycle_progress: initial value of self.cycle_progress, from the checkpoint of --resume; empty for a new run
     """
     def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
-        # A cycle has as many steps as the longest update_every of all parameters. Row plans and checkpoints begin at
+        # The run's cycle is the longest update cycle of all parameters. Data is loaded and checkpoints are written at
         # multiples of cycle_steps.
         self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        # With --time_budget: the progress of each scheduled cycle, ascending. `schedule_cycle` appends to this list.
+        # With --time_budget: for each cycle scheduled so far, its progress in planned steps; non-decreasing.
+        # `schedule_cycle` appends to this list.
         self.cycle_progress = list(cycle_progress)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
@@ -1004,8 +1026,8 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the schedule progress at the start of this step, in planned steps.
 
-        With --time_budget, this is the progress of the step's cycle, at most planned_steps. The cycle must be
-        scheduled.
+        With --time_budget, this is the progress of the step's cycle, at most planned_steps. In this case, call
+        `schedule_cycle` for the step's cycle first.
         """
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
@@ -1027,7 +1049,7 @@ class Schedule:
         """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier.
 
         This step itself is not trained. With --time_budget, the end of the schedule is math.inf as long as no scheduled
-        cycle has a progress of planned_steps.
+        cycle has a progress of at least planned_steps.
         """
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
@@ -1087,7 +1109,7 @@ class Schedule:
     def at(self, step: int) -> StepConfig:
         """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation.
 
-        With --time_budget, the cycle of the step must be scheduled.
+        With --time_budget, call `schedule_cycle` for the step's cycle first.
         """
         cfg = self.cfg
         progress = self.progress(step)
@@ -1105,7 +1127,7 @@ class Schedule:
         stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
         # Checkpoints are written at starts of cycles only. Round each multiple of checkpoint_every up to the next start
-        # of a cycle. That start is less than cycle_steps after the multiple.
+        # of a cycle. So a cycle start is a checkpoint if and only if step % checkpoint_every < cycle_steps.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
@@ -1117,11 +1139,11 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps that the warm-up runs: for every stage, the cycle in which it begins, and the next cycle.
+        """Return the steps of the warm-up: for every stage, the cycle in which the stage begins, and the next cycle.
 
-        These steps run every graph that training uses. A graph depends on the stage, on whether head and embedding are
-        tied, and on whether Adam updates. The list consists of whole cycles, except that the last cycle may end at
-        end_step.
+        These steps trigger the compilation of every graph that training uses. A graph depends on the stage, on whether
+        head and embedding are tied, and on whether Adam updates. The list consists of whole cycles, except that the
+        last cycle may end at end_step.
         """
         # Run the stage with the largest batches first, so that an OOM surfaces early. A cycle that end_step truncates
         # must be the last one, because `warm_up` splits the list into cycles of cycle_steps steps.
@@ -1141,7 +1163,7 @@ SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # 
 TOKEN_ITEMSIZE = 2                       # bytes; a token is a little-endian u16
 MANIFEST_FORMATS = (1, 2)                # 1: data sets; 2: saves and checkpoints
 MANIFEST_FILE = "manifest.json"          # SHA-256 of the files next to it, written last; format: data/README.md
-VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards next to it
+VOCAB_FILE = "vocab.txt"                 # bytes of each token, for the shards in the same directory
 # Factor on --comm_timeout while ranks wait for another rank that compiles or writes files.
 SLOW_TIMEOUT_FACTOR = 10
 SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BOS_ID:TOKENS_PER_SHARD:SHARDS
@@ -1290,8 +1312,8 @@ def load_shard(header: ShardHeader) -> TokenShard:
     check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
           f"data shard {name}: content",
           found=f"{len(tokens):,} tokens with ids up to {max_token}, {len(shard.doc_starts):,} BOS tokens",
-          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and the "
-                   f"BOS token {header.bos_id} at the start of every document",
+          expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and at "
+                   f"least one BOS token {header.bos_id}",
           hint="download or write the shard again, and do not change it during a run", error=DataError)
     return shard
 
@@ -1345,7 +1367,7 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return how many of the `shard_tokens` tokens of a data shard are validation inputs: whole batches only.
+    """Return the number of validation inputs in a data shard of shard_tokens tokens: whole batches only.
 
     batch_tokens: tokens of a validation batch, over all ranks
 
@@ -1633,13 +1655,13 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) 
 
     q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: torch's state
     for dropout, which is not used. cu_seqlens (num_docs + 1,) i32: cumulative document lengths. args_name: key of the
-    AttentionArgs in ATTENTION_ARGS.
+    AttentionArgs in ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
     """
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
 @varlen.register_fake
 def _(*inputs: Tensor | str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return empty outputs of `varlen` with their shapes and dtypes, for tracing. inputs: the arguments of `varlen`."""
+    """Fake implementation of `varlen`: uninitialized (out, logsumexp, rng_state) for tracing."""
     # The output shapes do not depend on max_q and max_k, so any values will do.
     *qkv, cu_seqlens, _ = inputs
     return torch_varlen_ops()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)
@@ -1658,7 +1680,7 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
-    """Return empty gradients of q, k and v, for tracing. inputs: the arguments of `varlen_backward` after `grad`."""
+    """Fake implementation of `varlen_backward`: uninitialized gradients of q, k and v for tracing."""
     return tuple(map(torch.empty_like, inputs[:3]))                           # inputs[:3]: q, k and v
 
 class Varlen(torch.autograd.Function):
@@ -1868,8 +1890,9 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, scale (None without a scale), matrix and grad_target (None).
 
-        grad_out (..., I): gradient of the output. grad_target.add_gradient accumulates the gradient of matrix, in
-        main_grad if there is one, and determines what is returned for matrix: None, zeros or the gradient (I, J).
+        grad_out (..., I): gradient of the output. The gradient returned for matrix is the result of
+        grad_target.add_gradient: the gradient (I, J) if there is no main_grad, and otherwise None, or zeros (I, J) if
+        the hooks of the parameter need a gradient. It is also None if the parameter is frozen or the gradient deferred.
         """
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1887,6 +1910,7 @@ class LinearFunction(torch.autograd.Function):
         else:
             grad_weight = flat_grad_out.t().to(dtype) @ flat_x.to(dtype)
         grad_scale = (grad_weight * matrix).sum()
+        # b=None: the first argument is already the product.
         return grad_x, grad_scale, ctx.grad_target.add_gradient(scale * grad_weight, b=None), None
 
 def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = None) -> Tensor:
@@ -1899,8 +1923,8 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
 
 
 # ---- relu^2 MLP. Forward saves only relu(x up^T)^2. Backward recovers relu(x up^T) as the square root.
-# (tile, num_stages of forward and backward), keyed by compute capability. The accumulators of a tile fit in registers.
-# num_stages is the largest that fits in shared memory. Backward also needs shared memory for `squares`.
+# {compute capability: (tile, (num_stages in forward, num_stages in backward))}. The accumulators of a tile fit in
+# registers. num_stages is the largest that fits in shared memory. Backward also needs shared memory for `squares`.
 LARGE_TILE = dict(BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], BLOCK_N=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
 TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be multiples of this
@@ -1912,7 +1936,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
     x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
     Without BACKWARD, x is the input of the MLP, w is `up`, and `squares` is ignored. With BACKWARD, x is the gradient
     of the MLP's output, w is `down`, `squares` is the `out` of the forward pass, and the result is the gradient of the
-    pre-activations, input @ up^T.
+    pre-activations (input @ up^T).
     """
     # This is a persistent kernel: each program computes several tiles, and loads the operands of the next tile while it
     # stores the current tile. A tile is stored in two halves, which leaves more shared memory for the loads. Tensor
@@ -1968,7 +1992,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
-    """Return an empty output of `relu_sq`, (M, N), for tracing. x (M, K), w (N, K), with GEMM sizes M, N, K."""
+    """Fake implementation of `relu_sq`: an uninitialized (M, N) output for tracing. x (M, K), w (N, K)."""
     return x.new_empty(len(x), len(w))
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
@@ -2004,9 +2028,9 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
 
-        grad_out (..., D): gradient of the output. up.add_gradient and down.add_gradient accumulate the gradients of the
-        matrices, in main_grad if there is one, and determine what is returned for each: None, zeros or the gradient
-        (F, D).
+        grad_out (..., D): gradient of the output. The gradients returned for up_matrix and down_matrix are the results
+        of up.add_gradient and down.add_gradient: the gradient (F, D) if there is no main_grad, and otherwise None, or
+        zeros (F, D) if the hooks of the parameter need a gradient. They are also None if the parameter is frozen.
         """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
@@ -2059,24 +2083,24 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
-        # exp(z - LOGIT_CAP) cannot overflow, because z < LOGIT_CAP. This saves the pass that computes the maximum.
+        # exp(z - LOGIT_CAP) cannot overflow, because z < LOGIT_CAP. So no pass has to compute the maximum.
         lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the ids of the next G tokens of every position, and their loss weights.
 
-    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, MTP weights (G,) -> ids (N, G) i64,
+    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, mtp_weights (G,) -> ids (N, G) i64,
     token_weights (N, G). targets[b, t] is the token after position t. Past the end of a sequence, the weight is 0 and
     the id is targets[b, 0], a placeholder.
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
-    target_pos = positions[:, None] + torch.arange(len(weights), device=targets.device)   # (T, G)
+    target_pos = positions[:, None] + torch.arange(len(mtp_weights), device=targets.device)   # (T, G)
     in_sequence = target_pos < T
     ids = targets[:, torch.where(in_sequence, target_pos, 0)]                             # (B, T, G)
-    token_weights = (in_sequence * weights).expand(B, -1, -1)
+    token_weights = (in_sequence * mtp_weights).expand(B, -1, -1)
     return ids.flatten(0, 1), token_weights.flatten(0, 1)
 
 def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
@@ -2155,7 +2179,7 @@ class HeadLoss(torch.autograd.Function):
 
     For position t of a sequence, with z = softcap(y @ w) = 23 sigmoid((y @ w + 5) / 7.5):
 
-        loss[t] = sum over k < G with t + k < T of weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
+        loss[t] = sum over k < G with t + k < T of mtp_weights[k] * (logsumexp(z[t]) - z[t, targets[t + k]])
 
     Targets may cross document boundaries, but not the end of the sequence. The softmax is over the whole padded
     vocabulary V.
@@ -2163,21 +2187,21 @@ class HeadLoss(torch.autograd.Function):
     y               (N, D): hidden states of N = B * T positions
     w               (D, V): head
     targets         (B, T) i64, for B sequences of T tokens
-    weights         (G,): MTP weights
+    mtp_weights     (G,): loss weight of each of the next G tokens
     loss_scale      (): upstream gradient that backward will receive for every loss. In fp8, loss_scale is folded into
-                    the dequantization scale, loss_scale * 0.75 / 448. The e5m2 values that forward saves do not depend
+                    the dequantization scale (loss_scale * 0.75 / 448). The e5m2 values that forward saves do not depend
                     on loss_scale.
     precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
-                    "emulated": the same quantization, with emulated fp8 matmuls
+                    "emulated": the fp8 values of "fp8", with matmuls in f32 or f64
     logits_dtype    dtype of the logits, unless precision is "plain"
-    grad_target     WeightMatrix that accumulates the gradient of w
+    grad_target     the WeightMatrix of w, which has the main_grad of w
 
     Returns the losses (N,), and the next-token losses (N,) for the log: the first term of the sum without its weight,
     without a gradient. Both are f32, or f64 in an f64 run.
     """
     @staticmethod
-    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, weights: Tensor, loss_scale: Tensor, precision: str,
-                logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, loss_scale: Tensor,
+                precision: str, logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
         """Compute both losses, (N,) each, and save the gradient of the logits, (N, V), for backward."""
         ctx.grad_target = grad_target
         ctx.precision = precision
@@ -2186,8 +2210,10 @@ class HeadLoss(torch.autograd.Function):
         # With precision "plain", `grad` overwrites the logits. Otherwise, `grad` is a separate e5m2 tensor, and takes
         # half the memory of bf16 logits.
         if precision == "plain":
+            # With grad_scale = 1, `grad` is LOGIT_WIDTH * dloss/dlogits. Backward divides by LOGIT_WIDTH, the divisor
+            # inside softcap (7.5).
             logits = grad = y @ w
-            grad_scale = 1.0                              # backward divides by LOGIT_WIDTH
+            grad_scale = 1.0
         else:
             use_scaled_mm = precision == "fp8"
             matmul_dtype = logits_dtype if use_scaled_mm else accum
@@ -2200,7 +2226,7 @@ class HeadLoss(torch.autograd.Function):
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             grad_scale = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        ids, token_weights = mtp_targets(targets, weights.to(accum))
+        ids, token_weights = mtp_targets(targets, mtp_weights.to(accum))
         losses, next_losses = mtp_losses_and_grad(logits, ids, token_weights, grad, grad_scale)
         ctx.save_for_backward(y, w, grad, loss_scale)
         ctx.mark_non_differentiable(next_losses)
@@ -2211,9 +2237,10 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y (N, D) and w, and None for the other six inputs.
 
-        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none.
-        grad_target.add_gradient accumulates the gradient of w, in main_grad if there is one, and determines what is
-        returned for w: None, zeros or the gradient (D, V).
+        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none. The gradient
+        returned for w is the result of grad_target.add_gradient: the gradient (D, V) if there is no main_grad, and
+        otherwise None, or zeros (D, V) if the hooks of the parameter need a gradient. It is also None if the parameter
+        is frozen.
         """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
@@ -2241,7 +2268,7 @@ class HeadLoss(torch.autograd.Function):
         weighted_grad = (factor * grad.to(factor.dtype)).to(grad.dtype)
         grad_w = fp8_matmul(y.t().contiguous(), weighted_grad, dequant_scale * FP8_Y_SCALE,
                             use_scaled_mm=use_scaled_mm, out_dtype=factor.dtype)
-        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)
+        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)                 # b=None: grad_w is already the product
         return grad_y, grad_w, *[None] * 6
 
 
@@ -2339,13 +2366,14 @@ class RowLookup(torch.autograd.Function):
 
 # ====== Section 5: Rows ===============================================================================================
 # Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores
-# the row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before a cycle of
-# steps, each rank fetches the rows for its lookups from the owners of these rows. After the cycle, each rank sends the
-# gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one cycle of one
-# table.
+# the row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before an update cycle
+# of a table, each rank fetches the rows for its lookups from the owners of these rows. After the update cycle, each
+# rank sends the gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one
+# update cycle of one table.
 #     dense table      an update modifies every row. With W = 1, a dense table has no row plan, and lookups read the
 #                      parameter in place.
-#     row-wise table   an update modifies only rows_to_update, the rows that some rank looked up in the cycle
+#     row-wise table   an update modifies only the rows that some rank looked up in the update cycle. On their owner,
+#                      these rows are the plan's rows_to_update.
 #     touched rows     the rows of a row-wise table that any update so far has modified
 BIGRAM_FACTORS = (36313, 27191)          # multipliers of the current and the previous token (RECIPE 2.5)
 ROW_ID_BYTES = 4                         # bytes per requested row: ranks exchange local rows as i32
@@ -2441,18 +2469,20 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """The rows of one table that this rank fetches in one cycle, and the rows of its shard that it serves.
+    """The rows of one table that this rank fetches in one update cycle, and the rows of its shard that it serves.
 
     Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
     receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, the index tensors are on the
     CPU, in pinned memory if the device is a GPU.
     """
-    tag: dict[str, Any]                  # purpose, cycle, tokens; must be equal on all ranks
+    # purpose: "train" or another use; cycle: index of the update cycle; tokens: T summed over its steps. Ranks compare
+    # their tags, which must be equal.
+    tag: dict[str, Any]
     shard_rows: int                      # C, on every rank
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
-    fetch_counts: list[int]              # by owner: number of rows_to_fetch
+    fetch_counts: list[int]              # number of rows_to_fetch of each owner
     rows_to_serve: Tensor                # (m,): local rows, grouped by the rank that fetches them, ascending per rank
-    serve_counts: list[int]              # by fetching rank: number of rows_to_serve
+    serve_counts: list[int]              # number of rows_to_serve for each fetching rank
     head_column_ids: Tensor | None = None                 # (n,): column of the head for each of rows_to_fetch, if tied
     # `exchange_row_requests` sets the next two fields for a row-wise table.
     rows_to_update: Tensor | None = None                  # (u,): unique rows_to_serve, ascending
@@ -2475,10 +2505,10 @@ class RowPlan:
 
 def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_step: list[np.ndarray], tied: bool,
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
-    """Plan which rows of one table this rank fetches in one cycle of the table.
+    """Plan which rows of one table this rank fetches in one update cycle of the table.
 
-    tag: see RowPlan. ids_by_step: for each step of the cycle, the global rows that this rank looks up, i32, of any
-    shape. tied: read the rows from the head in this cycle. fetch_all: fetch every row of the table, looked up or not.
+    tag: RowPlan.tag. ids_by_step: for each step of the update cycle, the global rows that this rank looks up, i32, of
+    any shape. tied: read the rows from the head. fetch_all: fetch every row of the table, looked up or not.
 
     Returns (plan, index_by_step). index_by_step has, for each step, the index into rows_to_fetch of every lookup, i32,
     with the shape of the step's ids. The plan's rows_to_serve and serve_counts equal rows_to_fetch and fetch_counts.
@@ -2516,8 +2546,8 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     """Send this rank's requests to the owners, and set rows_to_serve and serve_counts of every plan.
 
     rows_to_serve and serve_counts are computed from the requests that this rank receives. plans: keyed by table label.
-    dtype: name of the dtype of the weights. Raises RunError if the plans of another rank are not for the same cycle,
-    tables and dtype, or if a received request is invalid. Collective.
+    dtype: name of the dtype of the weights. Raises RunError if the plans of another rank differ from those of this rank
+    in tag, tables, dtype or tied, or if a received request is invalid. Collective.
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
@@ -2529,8 +2559,8 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
         requests_by_table.append(local_rows.int().split(fetch_counts))
         tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
 
-    # Compare the tags first. Otherwise, ranks with plans of different cycles would exchange wrong rows without an
-    # error.
+    # Compare the tags first. Otherwise, ranks with plans of different update cycles would exchange wrong rows without
+    # an error.
     by_rank = [None] * W
     dist.all_gather_object(by_rank, (tags, fetch_counts_by_table), group=process_group)
     for other_rank, (other_tags, _) in enumerate(by_rank):
@@ -2567,7 +2597,7 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
 
     process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
     equal on all ranks. plans: keyed by table label; may have only some of `tables`. Raises RunError if the plans of two
-    ranks are not for the same cycle, tables and dtype, or if a request is invalid. Collective.
+    ranks differ in tag, tables, dtype or tied, or if a request is invalid. Collective.
     """
     if comm.world_size > 1:
         _all_to_all_requests(comm, process_group, dtype, plans)
@@ -2584,7 +2614,7 @@ class RowState(NamedTuple):
     """Weights and optimizer state of n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment, one per row
-    last: Tensor                         # (n,) i32: which update modified the row last, counted from 1; 0: none
+    last: Tensor                         # (n,) i32: number of the last update that modified the row, from 1; 0: none
 
     def index_select(self, index: Tensor) -> RowState:
         """Gather the state of the rows at `index`, (k,) i64, into new tensors of k rows."""
@@ -2650,7 +2680,7 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard is in device memory already. HostRowStore overrides this method."""
+        """No-op: the shard is in device memory already. HostRowStore starts a copy to the device here."""
 
     def read_rows(self, plan: RowPlan) -> RowState:
         """Return a copy of the state of the plan's rows_to_update on the device, including all earlier updates."""
@@ -2661,7 +2691,7 @@ class DeviceRowStore:
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """No-op: `write_back` writes to the shard immediately. HostRowStore overrides this method."""
+        """No-op: `write_back` writes to the shard immediately. HostRowStore waits for its worker here."""
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
         """Return the weights of local_rows, (n,) i64, as a new tensor (n, D) on the device, for evaluation."""
@@ -2705,7 +2735,7 @@ class DeviceRowStore:
 class HostRowStore(DeviceRowStore):
     """Store for a shard in pageable host memory. Copies between host and device overlap with training.
 
-    Update n is the update of the rows of plan n. In every cycle, the main thread makes these four calls in this order.
+    Update n is the update of the rows of plan n. In every update cycle, the main thread makes four calls in this order.
     "main" marks work on the main thread, and "worker" marks work on the background thread of this store:
 
         prefetch(n+1)    worker: flush write_back(n-1) to the shard, then gather the rows of plan n+1 from the shard and
@@ -2739,7 +2769,7 @@ class HostRowStore(DeviceRowStore):
         self.previous_read: tuple[Tensor, RowState] | None = None
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Launch the copy of the plan's rows_to_update to the device, on the worker; no-op if launched already.
+        """Launch, on the worker, the copy of the plan's rows_to_update to the device; no-op if launched already.
 
         Raises the worker's exception if the copy for an earlier plan failed.
         """
@@ -2829,7 +2859,8 @@ class HostRowStore(DeviceRowStore):
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
         """Flush a `write_back`: wait for the copy to the host, then write the rows to the shard. Runs on the worker.
 
-        state: of local_rows, on the host. copied: CUDA event recorded after the copy to the host; None on a CPU.
+        state: the RowState of local_rows, on the host. copied: CUDA event recorded after the copy to the host; None on
+        a CPU.
         """
         if copied is not None:
             self.comm.wait_for(copied)
@@ -2912,17 +2943,18 @@ class ExchangedTable:
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """Allocate the row cache and row_grads for the largest cycle of the table.
+        """Allocate the row cache and row_grads for the update cycle with the most tokens.
 
-        shard (C, D): this rank's rows. max_tokens: tokens of this rank in the largest cycle of the table. head (D, V):
-        the weight of the head; plans that are tied read rows from the columns of `head`. None for a row-wise table.
+        shard (C, D): this rank's rows. max_tokens: maximum number of tokens of this rank in an update cycle of the
+        table. head (D, V): the weight of the head; plans that are tied read rows from the columns of `head`. For a
+        row-wise table, `head` is None.
         """
         self.table = table
         self.comm = comm
         self.head = head
         self.debug = cfg.debug_rows
         self.shard = shard.detach()
-        # Allocate the buffers once, for the largest cycle, so that their shapes and addresses never change.
+        # Allocate the buffers once, for max_tokens, so that their shapes and addresses never change.
         C, D = self.shard.shape
         num_rows = comm.world_size * C
         if table.rowwise or cfg.row_comms == "sparse":
@@ -2948,7 +2980,7 @@ class ExchangedTable:
 
     @property
     def has_grads(self) -> bool:
-        """True from the first lookup of a cycle until `zero_grad`."""
+        """True from the first lookup of an update cycle until `zero_grad`."""
         return self.pending_plan is not None
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -2960,7 +2992,7 @@ class ExchangedTable:
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard of a dense table is in device memory already. RowwiseTable overrides this method."""
+        """No-op: the shard of a dense table is in device memory already. RowwiseTable calls its row store here."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
@@ -3041,7 +3073,7 @@ class ExchangedTable:
         With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
         """
         plan = self.pending_plan
-        self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
+        self.row_grads[:len(plan.rows_to_fetch)] = 0      # the rest of the buffer is zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
               found="nonzero gradients in rows that were not planned", expected="zeros",
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
@@ -3050,8 +3082,8 @@ class ExchangedTable:
     def _launch_fetch(self, plan: RowPlan, out: Tensor, weights: Tensor, index: Tensor | None) -> dist.Work | None:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
 
-        This rank serves weights[index] to the ranks, or all of `weights` if index is None. A tied table copies columns
-        of the head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
+        This rank serves weights[index], or all of `weights` if index is None. A tied table copies columns of the head
+        instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3098,12 +3130,13 @@ class ExchangedTable:
 class RowwiseTable(ExchangedTable):
     """A row-wise table, for any world size, with a shard in a row store.
 
-    An update modifies only rows_to_update, the rows that some rank looked up in the cycle.
+    An update modifies only the plan's rows_to_update: the rows of this shard that some rank looked up in the update
+    cycle.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
         """Create the row store in the table's location, and allocate the row cache and row_grads.
 
-        max_tokens: tokens of this rank in the largest cycle of the table.
+        max_tokens: maximum number of tokens of this rank in an update cycle of the table.
         """
         self.store = ROW_STORES[table.location](table, cfg, comm)
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
@@ -3114,7 +3147,7 @@ class RowwiseTable(ExchangedTable):
         Waits for pending all-to-alls. The shard does not change.
         """
         super().reset()
-        # Copy of rows_to_update of the cached plan. The next update modifies it in place.
+        # Copy of rows_to_update of the cached plan. The next update modifies this copy in place.
         self.row_state: RowState | None = None
         self.store.invalidate()
 
@@ -3156,7 +3189,7 @@ class RowwiseTable(ExchangedTable):
 class Batch(NamedTuple):
     """This rank's sequences of one step, or of one micro-batch of the step."""
     step: int                            # the step that trains on the batch
-    # Keyed by table label. A table that is read in place has no plan. All steps of a table's cycle share one plan.
+    # Keyed by table label. A table that is read in place has no plan. All steps of an update cycle share one plan.
     plans: dict[str, RowPlan]
     tokens: Tensor                       # (B, T) i32: input tokens
     targets: Tensor                      # (B, T) i64: the next token of every position
@@ -3202,19 +3235,20 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
 
     The batches are on the host, in pinned memory if the device is a GPU.
 
-    process_group   gloo group that exchanges the row plans, or None for the group of all ranks
+    process_group   gloo group over which the ranks exchange row requests, or None for the group of all ranks
     purpose         recorded in the tag of each row plan; traffic is counted only for "train"
     cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
     seqs_by_step    for each step, the sequences of this rank
 
-    Raises RunError if the plans of two ranks are not for the same cycle and tables, or if a rank requests an invalid
-    row. Collective.
+    Raises RunError if the plans of two ranks differ in tag (purpose, cycle, tokens), tables, dtype or tied, or if a
+    rank requests an invalid row. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
 
-    # A dense table with W = 1 is read in place and needs no plan. Every other table needs one plan per cycle of
-    # table.update_every steps, a multiple of adam_every. Tables whose cycles start at the same step share one exchange.
+    # A dense table with W = 1 is read in place and needs no plan. Every other table needs one plan per update cycle.
+    # Update cycles begin at multiples of adam_every, because table.update_every is a multiple of adam_every. Tables
+    # whose update cycles begin at the same step share one exchange.
     planned_tables = [table for table in tables if table.rowwise or comm.world_size > 1]
     plans = {}
     for i in range(0, len(cycle), cfg.adam_every):
@@ -3223,14 +3257,16 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
         for table in planned_tables:
             if i % table.update_every == 0:
                 cycle_batches = batches[i:i + table.update_every]
-                # The cycle in the tag counts the cycles of this table, not those of the run.
+                # In the tag, `cycle` is the index of the table's update cycle, and `tokens` is T summed over the steps
+                # of this update cycle. Both are equal on all ranks.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in cycle_batches))
-                # All steps of this cycle have the same step_cfg.tied, because untying follows the last step of an Adam
-                # cycle, and the tied table has the update_every of Adam.
+                # step_cfg.tied is constant over the update cycle of the tied table: this update cycle is an Adam cycle,
+                # and untying happens only between Adam cycles.
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
+                # row_index has global rows until here. Replace each global row by its index into plan.rows_to_fetch.
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
@@ -3376,7 +3412,7 @@ class Loader:
         """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # the next call of `advance` raises the same error
+        except OutOfData:                # Loader.advance, which starts the next cycle, raises this error again
             return {}
         return batches[0].plans if batches else {}
 
@@ -3684,23 +3720,24 @@ class GPT(nn.Module):
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
+    def losses(self, batch: Batch, mtp_weights: Tensor, loss_scale: Tensor, attn_args_by_kind: AttentionArgsByKind,
                head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
 
         Returns two tensors (B, T), for B sequences of T tokens: the multi-token losses, and the next-token losses,
         which have no gradient. They are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
 
-        weights             (G,): MTP weights, one for each of the next G tokens
+        mtp_weights         (G,): loss weight of each of the next G tokens
         loss_scale          (): the upstream gradient that backward will receive for every loss
         attn_args_by_kind   AttentionArgs, keyed by (Layer.attention, Layer.window)
-        head_precision      matmuls of the head: "plain" in the dtype of the weights, "fp8" in fp8, or "emulated" fp8
+        head_precision      precision of the head's matmuls: "plain" (dtype of the weights), "fp8", or "emulated" (fp8
+                            values, matmuls in f32 or f64)
         row_buffers         {table label: (rows to read, buffer in which their gradients accumulate)}
         """
         y = self.hidden_states(batch, attn_args_by_kind, row_buffers).flatten(0, 1)
         # logits_dtype is the dtype of "fp8" and "emulated" logits. "plain" logits have the dtype of y.
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16
-        losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_scale, head_precision,
+        losses, next_losses = HeadLoss.apply(y, self.lm_head, batch.targets, mtp_weights, loss_scale, head_precision,
                                              logits_dtype, as_matrix(self.lm_head))
         return losses.view_as(batch.targets), next_losses.view_as(batch.targets)
 
@@ -3756,7 +3793,7 @@ class GPT(nn.Module):
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # Backout: subtract a learned multiple of the output of an earlier layer. The head then sees more of what later
+        # Backout: subtract a learned multiple of the output of an earlier layer. This raises the share of what later
         # layers have added.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
@@ -3776,8 +3813,8 @@ class GPT(nn.Module):
         The smear coefficient of a token is the learned scalar `smear` times a gate in (0, 1). The gate reads the first
         GATE_INPUTS channels of the token's embedding.
         """
-        # Smear: add to each token's embedding a gated multiple of the previous token's. It crosses document boundaries
-        # within a sequence, as in modded-nanogpt (RECIPE 2.3).
+        # Smear: add to each token's embedding a gated multiple of the previous token's embedding, also across document
+        # boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
         embed, = self.lookup("embed", batch, row_buffers)
         smear = scalars["smear"].type_as(embed)
         gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -3996,7 +4033,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
     p and update have the same shape. decay: 0-dim, the weight-decay coefficient times the squared learning rate. As in
     modded-nanogpt, weights with update * p = 0 decay in NorMuon, but not in Adam.
     """
-    # normuon_update has >= instead of >.
+    # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
@@ -4034,7 +4071,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     """
     grad = grad * grad_scale
     # Decay v once per update since the last update of the row, as if the row had had a zero gradient in the updates
-    # between them. Compute the power in f64, and round once.
+    # in between. Compute the power in f64, and round once.
     v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
@@ -4084,7 +4121,8 @@ def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tu
     """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
 
     Updates of the parameter are counted from 1. The step size is the learning rate with bias corrections. The weight
-    decay is its coefficient times the squared learning rate. Step size and weight decay are 0-dim f64 CPU tensors.
+    decay is the weight-decay coefficient times the squared learning rate. Step size and weight decay are 0-dim f64 CPU
+    tensors.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -4115,7 +4153,8 @@ class ReplicatedGroup:
                  adam: Callable):
         """Create zero-initialized Adam state for all of the parameters.
 
-        weights: the parameters, in the order of specs. adam: `apply_adam` with update_fn and cfg bound.
+        weights: the parameters, in the order of specs. adam: functools.partial(apply_adam, update_fn, cfg), where
+        update_fn is `adam_update`, compiled if this run compiles.
         """
         self.comm = comm
         self.specs = specs
@@ -4276,7 +4315,8 @@ class HeadGroup(ShardedGroup):
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
 
-        weight (D, V). adam: `apply_adam` with update_fn and cfg bound.
+        weight (D, V). adam: functools.partial(apply_adam, update_fn, cfg), where update_fn is `adam_update`, compiled
+        if this run compiles.
         """
         self.update_every = cfg.adam_every
         self.adam = adam
@@ -4294,7 +4334,8 @@ class TableGroup:
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
         """Create the Adam state of this rank's shard of the table.
 
-        adam: `apply_adam` with update_fn and cfg bound.
+        adam: functools.partial(apply_adam, update_fn, cfg), where update_fn is `adam_update`, compiled if this run
+        compiles.
         """
         self.spec = spec
         self.table = table
@@ -4313,7 +4354,7 @@ class TableGroup:
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, then update this rank's shard in place.
 
-        Launches no all-gather, because other ranks fetch the updated rows that they need in the next cycle.
+        Launches no all-gather, because other ranks fetch the updated rows that they need for the next update cycle.
         """
         grad = self.table.reduced_grads()
         self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
@@ -4323,28 +4364,31 @@ class TableGroup:
         self.table.zero_grad()
 
 class RowwiseTableGroup(TableGroup):
-    """A row-wise table: an update changes only rows_to_update, the owned rows that any rank looked up in the cycle.
+    """A row-wise table: an update modifies only the owned rows that some rank looked up in the update cycle.
 
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
-        """Create the group without optimizer state. rowwise: `rowwise_update`, compiled if this run compiles."""
+        """Create the group. It holds no optimizer state; the table's row store does.
+
+        rowwise: `rowwise_update`, compiled if this run compiles.
+        """
         self.cfg = cfg
         self.compiling = comm.compiles(cfg)
         self.spec = spec
         self.table = table
         self.rowwise = rowwise
         self.update_every = spec.table.update_every
-        self.state: dict[str, dict[str, Tensor]] = {}
+        self.state: dict[str, dict[str, Tensor]] = {}     # empty: the row store has the optimizer state of each row
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
+        """Wait for the row gradients, update the plan's rows_to_update, and write these rows back to the row store."""
         grad = self.table.reduced_grads()
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
         device_update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
-        if self.compiling:                                # one graph serves all numbers of rows
+        if self.compiling:                                # do not recompile when the number of rows changes
             for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
         self.rowwise(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
@@ -4502,8 +4546,9 @@ class Engine:
         """Build the model, its tables and, unless head_precision is None, the optimizer.
 
         attention          function with the signature and results of `attention_reference`
-        head_precision     matmuls of the head in training: "plain" in the dtype of the weights, "fp8" in fp8, or
-                           "emulated" fp8; None: evaluation only
+        head_precision     precision of the head's training matmuls: "plain" (dtype of the weights), "fp8", or
+                           "emulated" (fp8 values, matmuls in f32 or f64). None: build for evaluation, without an
+                           optimizer
         micro_batch_size   sequences per forward and backward pass; 0: all sequences of this rank
         """
         self.cfg = cfg
@@ -4521,17 +4566,18 @@ class Engine:
         self.num_rows = {spec.label: spec.num_rows for spec in specs}
         self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
         self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
-        self.reseed(cfg.seed)
+        self.reseed(cfg.seed)                             # initialize all weights except row-wise tables
         self.model.to(comm.device)
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
         weights = dict(self.model.named_parameters())
         for spec in specs:
-            # The row cache of a table fits this rank's tokens of one cycle of the table. Evaluation uses no row cache.
+            # Size the row cache for all tokens that this rank looks up in one update cycle of the table. Evaluation
+            # uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
                 table = RowwiseTable(spec, cfg, comm, max_tokens)
             elif comm.world_size == 1:
-                table = LocalTable(weights[spec.label])
+                table = LocalTable(weights[spec.label])   # W = 1: lookups read the parameter in place
             else:
                 table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
             self.tables[spec.label] = table
@@ -4557,7 +4603,7 @@ class Engine:
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
 
     def local_part(self, name: str, full: Tensor) -> Tensor:
-        """Return the part of a full weight or optimizer state tensor that this rank stores.
+        """Return this rank's part of a full weight or of a full optimizer state tensor.
 
         name: key of the tensor in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
         Rank r stores the rows r, r + W, ... of a table and of its optimizer state, zero-padded to the C rows of a
@@ -4579,7 +4625,8 @@ class Engine:
 
         Returns the loss without loss_scale. The host does not wait for the device. With loss_scale = 0, backward is
         skipped, and missing gradients are set to zero. A loss that is not finite then does not reach the gradients, and
-        this rank still takes part in the update. Raises RunError if a table has gradients of another cycle. Collective.
+        this rank still takes part in the update. Raises RunError if a table has gradients of another update cycle.
+        Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for the
@@ -4688,15 +4735,16 @@ class Engine:
         row_buffers = {}
         for label, table in self.tables.items():
             rows = table.fetch_for_eval(batch.plans.get(label))
-            if self.compiling and label in batch.plans:   # one graph serves all numbers of rows
+            if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Return the AttentionArgs of this step, keyed by (Layer.attention, Layer.window), and update the RoPE buffers.
+        """Update the RoPE buffers for this step, and return the step's AttentionArgs by kind of layer.
 
-        Computes the model's cos and sin buffers again if they are stale or were computed for another Rotary.
+        The key of a kind is (Layer.attention, Layer.window). The buffers are the model's cos and sin, computed again
+        only if they are stale or belong to another Rotary.
         max_doc_len: upper bound of the length of a document, in tokens.
         """
         if step_cfg.rotary != self.rotary:
@@ -4708,12 +4756,12 @@ class Engine:
         """Yield the micro-batches of a batch, with at most self.micro_batch_size sequences each."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
-            if self.compiling:                            # one graph serves all numbers of documents
+            if self.compiling:                            # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # A snapshot copies the tensors that this rank stores, including its shards. Files contain full, unsharded tensors,
-    # so the files do not depend on W.
+    # A snapshot copies the tensors that this rank stores, including its shards. Files contain unsharded tensors, and
+    # rows with their global indices, so that they can be loaded with another world size.
     def state_tensors(self) -> dict[str, Tensor]:
         """Return {name: tensor} of all weights and optimizer state that this rank stores, except row-wise tables.
 
@@ -4726,7 +4774,7 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the present state of training in place, bit for bit.
+        """Return a function that restores the current training state in place, bit for bit.
 
         Copies weights, optimizer state, touched rows of row-wise tables and the CPU random state to host memory. A
         restore also discards all gradients.
@@ -4788,7 +4836,7 @@ class Engine:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
 
         On other ranks, sharded tensors are None. The result does not depend on W, because table rows are in global
-        order. Call this method only between cycles of the run.
+        order. Call this method only between cycles of the run, because the result has no accumulated gradients.
 
         step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
         of the head. with_moments: include the optimizer state.
@@ -4858,11 +4906,11 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         num_elements = math.prod(spec.shape)              # elements with a gradient on this rank
         grad_bytes = accum_bytes                          # bytes of gradients per element
         if table:
-            # A table takes memory for its shard, and for a row cache that fits the largest possible number of rows in a
+            # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
             # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
             # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
-            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in a cycle. It
-            # is an upper bound for the copies on one rank, because all these rows may be in the same shard.
+            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in an update
+            # cycle. This is an upper bound for the copies on one rank, because one shard may have all of these rows.
             shard_elements = num_elements // W
             lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -4885,12 +4933,12 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
-            owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that share the moments
+            owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that split the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because it
-    # computes the logits in chunks, and row-wise updates also take less memory. An exception is a run whose steps have
-    # many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because
+    # evaluation computes the logits in chunks. Row-wise updates also take less memory than this step. An exception is a
+    # run whose steps have many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
@@ -5099,11 +5147,13 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load the rows that this rank owns from the row-wise tables of a save or checkpoint. Other rows become zero.
+    """Load this rank's rows of the row-wise tables from a save or checkpoint.
 
-    directory: the save or checkpoint, which another number of ranks may have written. manifest: {file name: sha256 in
-    hex} of the directory. Raises DataError if a file is missing, changed or corrupt, or has rows of another width,
-    dtype or table.
+    Rows of this rank that are in no file are set to zero.
+
+    directory: the save or checkpoint; it may have been written with a different world size. manifest: {file name:
+    sha256 in hex} of the directory. Raises DataError if a file is missing, changed or corrupt, or has rows of another
+    width, dtype or table.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5291,7 +5341,7 @@ class Log:
     def info(self, line: str) -> None:
         """Append a line to log.txt, and print the line on the console. Raises RunError if writing log.txt fails."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
-        self.show_progress("")
+        self.show_progress("")           # erase the progress line
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
@@ -5475,7 +5525,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget, this also sets the schedule progress of the cycle, in planned steps, from rank 0's clock:
+    With --time_budget, also appends the progress of the cycle to schedule.cycle_progress, from the clock of rank 0:
 
         progress = planned_steps * (predicted training time at the start of this cycle / budget)
 
@@ -5551,7 +5601,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample a text that continues BOS and the prompt, and return the text without the prompt. Collective.
+    """Sample a continuation of BOS and the prompt, and return it as text, without the prompt. Collective.
 
     Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids, without BOS. step_cfg:
     determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None: return a list of
@@ -5596,7 +5646,9 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def init_distributed(cfg: Config) -> Communicator:
-    """Build the Communicator of this process: select the device, and connect the ranks of the launch. Collective.
+    """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
+
+    A single process needs no environment variables and no process group. Collective.
 
     Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
     """
@@ -5657,7 +5709,7 @@ def init_distributed(cfg: Config) -> Communicator:
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator) -> str:
-    """Describe the hardware for the log: GPU name and number of ranks, or CPU name, cores and threads of torch."""
+    """Describe the hardware for the log: GPU name and world size, or CPU name, cores and threads of torch."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -5695,7 +5747,7 @@ CHECK_LOGIT_STD = 4.0                    # large enough that one key too many or
 CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its compilation
 
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
-    """Check that outputs and gradients of the active attention kernel equal those of the reference, up to rounding.
+    """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
 
     The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
     AssertionError if the results differ by more than rounding, and RunError if the kernel does not return within
@@ -5985,7 +6037,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     """Log the result of a run, save the weights, and close the log. Collective.
 
     loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
-    Returns the result, and the error of writing to the directory of --save, or None.
+    Returns (result, error), where error is the RunError of writing to the directory of --save, or None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
@@ -6044,8 +6096,8 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
     """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
 
-    log: the log of the last run, whose weights generate the sample. results: one from `finish_run` for each run. Raises
-    RunError if the logits of the sample are not finite, or if printing fails.
+    log: the log of the last run, whose weights generate the sample. results: the result of `finish_run` for each run.
+    Raises RunError if the logits of the sample are not finite, or if printing fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
@@ -6191,9 +6243,9 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: config before the shard headers fill in the sizes. exit_handler: gets the log of the current run. source:
-    content of this file, for the logs. Raises a TrainerError if the run fails. If the training data ends early or
-    --save cannot be written, the error is raised after the last run.
+    raw_cfg: config before the shard headers fill in the sizes. exit_handler: its `log` is set to the log of the current
+    run. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training data ends
+    early or --save cannot be written, the error is raised after the last run.
     """
     # Fail fast: before reading data or writing anything, check what would otherwise fail hours into the run.
     start = time.perf_counter()

@@ -157,7 +157,7 @@ def test_parse_specs__columns_and_defaults() -> None:
 def test_parse_specs__refuses_a_rounding_mode_in_the_8th_column(mode, rest) -> None:
     """Earlier trainers had the rounding mode there, before lr, wd and beta2. Any other word is not a number."""
     columns = "b_embed 4 50 7 1 host 4"
-    refuse(["--preset=tiny", f"--tables=a_embed 2 30; {columns} {mode}{rest}"], "--tables: invalid 8th column",
+    refuse(["--preset=tiny", f"--tables=a_embed 2 30; {columns} {mode}{rest}"], "--tables: invalid 8th field",
            f"found:    {mode}", "a number", "always rounded to nearest", f"omit `{mode}`")
     refuse(["--preset=tiny", f"--tables={columns} down{rest}"], "--tables", "'b_embed 4 50 7 1 host 4 down",
            "update_every lr wd beta2")
