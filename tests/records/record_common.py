@@ -26,8 +26,8 @@ NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # sides of a bench
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
-FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
-             untimed_warmup_steps=16)
+FACTS = dict(params_total=1000, params_per_token=700, table_bytes=2400, untimed_warmup_steps=16)
+BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
 # The same settings in logs from before and after the renames of 2026-11-26.
 OLD_TABLE = dict(rows=5000, place=None, home="host", cadence=2, rounding="nearest")
@@ -46,11 +46,13 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
     facts = dict(type="header", config=settings, seed=seed, source_sha256=sha256(source), data_sha256="d" * 64,
                  hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8, torch="2.13.0", cuda="13.0", python="3.11",
-                 git_commit="c" * 40, changed={}, **FACTS) | header
+                 git_commit="c" * 40, changed={}, table_rows={"bigram_embed": settings["bigram_rows"]}, **FACTS) | header
     if started is not None:
         facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
     lines = [{key: fact for key, fact in facts.items() if fact is not None}]
-    lines.append(dict(type="phase", name="warm-up", ms=5000.0, timed=False))
+    for name, ms, timed in (("set-up", 400.0, False), ("warm-up of stage 1", 1200.0, False),
+                            ("warm-up of stage 1", 900.0, False), ("warm-up", 5000.0, False), ("first batch", 30.0, True)):
+        lines.append(dict(type="phase", name=name, ms=ms, timed=timed))
     lines.append(dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0))
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
@@ -58,12 +60,33 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
         if n in (steps // 2, steps * 4 // 5):
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
+    lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
     lines.append(dict(type="val", step=steps, **last))
     facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
     lines.append(dict(type="result", **last) | facts_at_end | dict(result))
     write_events(folder / "log.jsonl", lines)
     write_text_log(folder)
     return folder
+
+def bench_plan(sources: Mapping[str, str], pairs: int) -> dict:
+    """Return the first line of a manifest. sources: the source of each side."""
+    sides = {name: dict(flags=["--seed={seed}"], source_sha256=sha256(source)) for name, source in sources.items()}
+    return dict(type="bench", pairs=pairs, ranks=1, sides=sides)
+
+def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, seconds: float, source: str,
+                   folder: str = "", **settings: object) -> list[dict]:
+    """Write a run of a bench, with its pair as seed; return its two lines in the manifest."""
+    folder = folder or f"runs/{number:03}_{side}"
+    started = BENCH_START + number * RUN_S
+    make_run(bench / folder / "logs/x", pair, loss, seconds, started + 2, source, **settings)
+    return manifest_lines(number, pair, side, folder, source, outcome="done", val_loss=loss, train_s=1000 * seconds / 1000)
+
+def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
+    """Return the start line and the end line of a run in a manifest."""
+    facts = dict(run=number, folder=folder, side=side, pair=pair, source_sha256=sha256(source),
+                 command=f"python train_gpt.py --seed={pair}")
+    began = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(BENCH_START + number * RUN_S))
+    return [facts | dict(type="start", time=began), facts | dict(type="end", cause="", wall_s=120.0) | ended]
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
@@ -88,6 +111,14 @@ def write_text_log(folder: Path) -> None:
     lines = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
             f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
     for event in events:
+        if event["type"] == "phase" and event["name"] != "set-up":
+            on_clock = " (on the clock)" if event["timed"] else ""
+            lines.append(f"phase {event['name']}: {event['ms'] / 1000:.2f} s{on_clock}")
+        if event["type"] == "result":
+            memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in (event.get("peak_memory_mib") or {}).items())
+            lines.append(f"training time {event['train_time_ms'] / 1000:.2f} s, {event['steps']} steps, "
+                         f"{event['tokens']:,} tokens")
+            lines.append(f"peak memory {memory}")
         if event["type"] in ("step", "val"):
             loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""
             ms = event["train_time_ms"]

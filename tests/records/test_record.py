@@ -16,8 +16,8 @@ from scipy import stats
 
 from common import full_disk, run
 
-from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of,
-                           make_run, text_of, write_events, write_text)
+from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
+                           events_of, make_bench_run, make_run, manifest_lines, text_of, write_events, write_text)
 
 from tools import compressed, files, record                         # noqa: E402
 
@@ -55,20 +55,16 @@ def two_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = place / "records"
     root.mkdir()
     new(root, "First", make_runs(place / "runs"), "--track=pocket", "--date=2026-01-01")
-    lines = [dict(type="bench", pairs=3, sides=NO_FLAGS)]
-    for number, name in enumerate("ABBAABB", 1):
+    lines = [bench_plan(dict(A=SOURCE, B=OTHER_SOURCE), 3)]
+    for number, name in enumerate("ABBAAB", 1):
         pair = (number + 1) // 2
-        folder = f"runs/{number:03}_{name}"
-        end = dict(type="end", run=number, pair=pair, side=name, folder=folder, cause="", outcome="failed")
-        if number < 7:
-            loss = 2.15 + pair / 100
-            source = SOURCE
-            if name == "B":
-                loss += 0.2
-                source = OTHER_SOURCE
-            make_run(place / "bench" / folder / "logs/x", pair, loss, 90 + number / 10, source=source, **CPU)
-            end["outcome"] = "done"
-        lines.append(end)
+        loss = 2.15 + pair / 100
+        source = SOURCE
+        if name == "B":
+            loss += 0.2
+            source = OTHER_SOURCE
+        lines += make_bench_run(place / "bench", number, pair, name, loss, 90 + number / 10, source, **CPU)
+    lines += manifest_lines(7, 4, "B", "runs/007_B", OTHER_SOURCE, outcome="failed", cause="exit status 1")
     write_events(place / "bench/manifest.jsonl", lines)
     new(root, "Second", place / "bench", "--kind=comparison", "--parent=01", "--date=2026-01-02")
     (root / "README.md").write_text(f"[one]({FIRST}/README.md) and `[no link](here)`\n")
@@ -496,15 +492,12 @@ RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores,
 def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float],
                pairs: int = 6) -> Path:
     """Write a bench as `records bench` does: interleaved sides, A B then B A, a manifest, one seed per pair."""
-    lines = [dict(type="bench", pairs=pairs, sides={name: {"flags": []} for name in sources})]
+    lines = [bench_plan(sources, pairs)]
     order = [*sources, *reversed(sources)]
     for number in range(1, len(sources) * pairs + 1):
         side, pair = order[(number - 1) % len(order)], 1 + (number - 1) // len(sources)
-        folder = f"runs/{number:03}_{side}"
-        make_run(place / folder / "logs/x", pair, loss[side] + pair / 1000 + number / 1e5,
-                 seconds[side] * (1 + (pair % 3) / 1000), source=sources[side], **RECORD_OF_CHAIN)
-        facts = dict(run=number, pair=pair, side=side, folder=folder, cause="", outcome="done")
-        lines += [facts | dict(type="start"), facts | dict(type="end")]
+        lines += make_bench_run(place, number, pair, side, loss[side] + pair / 1000 + number / 1e5,
+                                seconds[side] * (1 + (pair % 3) / 1000), sources[side], **RECORD_OF_CHAIN)
     write_events(place / "manifest.jsonl", lines)
     return place
 
