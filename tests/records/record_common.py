@@ -53,11 +53,14 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     for name, ms, timed in (("set-up", 400.0, False), ("warm-up of stage 1", 1200.0, False),
                             ("warm-up of stage 1", 900.0, False), ("warm-up", 5000.0, False), ("first batch", 30.0, True)):
         lines.append(dict(type="phase", name=name, ms=ms, timed=timed))
+    if settings.get("compile") == 1:
+        lines.append(dict(type="compiled", graphs=15))
+    validated = range(0, steps, settings["val_every"]) if "val_every" in settings else (steps // 2, steps * 4 // 5)
     lines.append(dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0))
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
         lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=5 - n / steps + loss / 100 + seed / 1000))
-        if n in (steps // 2, steps * 4 // 5):
+        if n in validated:
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
     lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
@@ -125,7 +128,7 @@ def write_text_log(folder: Path) -> None:
             average = ms / max(event["step"], 1)
             total = header["config"]["num_scheduled_steps"]
             lines.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
-    (folder / "log.txt").write_text("\n".join(["=" * 100, *lines]) + "\n")
+    write_text(folder / "log.txt", "\n".join(["=" * 100, *lines]) + "\n")
 
 def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
               first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:
