@@ -25,10 +25,11 @@ PHASE_LINE = re.compile(r"^phase (.+): (\d+\.\d\d) s( \(on the clock\))?$", re.M
 UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+|validation))?|reset|checkpoint|evaluation")
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 CLOCK_S = 60.0                         # largest difference between the clocks of a bench and of rank 0
-LOSS_DIGIT, MS_DIGIT, PHASE_DIGIT_S = 5.1e-5, 0.502, 0.00501     # half of the last digit in log.txt, and rounding errors
-MOST_VOCABULARIES = {"embed": 1, "value_embed": 10}              # largest size of a table without a setting for its rows
-NUMBERED = ("a start line and an end line of each run, numbered from 1 without a gap; to add the end line of a run that was "
-            "killed, repeat the bench command")
+# Half of the last digit that log.txt has, and rounding errors.
+LOSS_DIGIT, MS_DIGIT, PHASE_DIGIT_S = 5.1e-5, 0.502, 0.00501
+MOST_VOCABULARIES = {"embed": 1, "value_embed": 10}    # most rows, over the vocabulary, of tables without a setting
+NUMBERED = ("a start line and an end line of each run, numbered from 1 without a gap; if the tool was killed, repeat "
+            "the bench command, which adds the end line")
 
 Problem = tuple[str, Any, Any]         # what, found, expected
 
@@ -115,7 +116,8 @@ def in_log(run: Run) -> Iterator[Problem]:
     names = {phase["name"] for phase in run.phases}
     for phase in run.phases:
         if not phase["timed"] and not UNTIMED_PHASES.fullmatch(phase["name"]):
-            yield "untimed phase", f"{phase['name']!r}, {phase['ms'] / 1000:.1f} s", "no phases but those of this trainer"
+            found = f"{phase['name']!r}, {phase['ms'] / 1000:.1f} s"
+            yield "untimed phase", found, "only phases of this trainer"
     if "first batch" not in names or not names & {"warm-up", "reset"}:
         yield "phases", sorted(names), "'first batch', and 'warm-up' or 'reset'"
     # With --compile=-1, the device decides. In a process of several runs, only the log of the first run has the line.
@@ -126,6 +128,12 @@ def in_log(run: Run) -> Iterator[Problem]:
         if not is_configured(settings, label, rows):
             yield f"rows of table {label}", rows, "the rows in the settings"
 
+def configured_rows(settings: Facts) -> list[tuple[str, int]]:
+    """Return the label and the number of rows of each table that the settings name."""
+    built_in = [(key, count) for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
+    rows = [(key.removesuffix("_rows") + "_embed", count) for key, count in built_in]
+    return rows + [(table.get("label", ""), table["rows"]) for table in settings.get("tables") or ()]
+
 def is_configured(settings: Facts, label: str, rows: int) -> bool:
     """Return whether a table of the model has the number of rows that its setting states.
 
@@ -134,10 +142,11 @@ def is_configured(settings: Facts, label: str, rows: int) -> bool:
     if label in MOST_VOCABULARIES:
         vocabulary = settings.get("padded_vocab", settings.get("vocab_size"))
         return rows % vocabulary == 0 and rows <= MOST_VOCABULARIES[label] * vocabulary
-    stated = {key: count for key, count in settings.items() if key.endswith("_rows")}
-    stated |= {f"{table.get('label')}_rows".replace("_embed", ""): table["rows"] for table in settings.get("tables") or ()}
-    own = f"{label.removesuffix('_embed')}_rows"
-    return rows == stated[own] if own in stated else rows <= max(stated.values(), default=0)
+    configured = configured_rows(settings)
+    own = [count for name, count in configured if name == label]
+    if own:
+        return rows in own
+    return rows <= max((count for _, count in configured), default=0)
 
 def in_text_log(run: Run) -> Iterator[Problem]:
     """Yield the contradictions between log.jsonl and log.txt, in which numbers are rounded."""
@@ -155,7 +164,8 @@ def in_text_log(run: Run) -> Iterator[Problem]:
     memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks)
     for fact in (f" s, {run.final.step} steps, {run.result['tokens']:,} tokens", f"\npeak memory {memory}"):
         if fact not in text:
-            yield f"last lines of {TEXT_LOG}", "different steps, tokens or memory", f"{fact.strip()!r}, as {LOG} has it"
+            expected = f"{fact.strip()!r}, as {LOG} has it"
+            yield f"last lines of {TEXT_LOG}", "different steps, tokens or memory", expected
 
     lines = STEP_LINE.findall(text)
     trained = [Point(int(step), math.nan, seconds) for step, seconds in run.steps[:, :2].tolist()]

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import compressed, consistency, plot, report, statistics
-from tools.consistency import LOG, TEXT_LOG, Problem
+from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
@@ -223,8 +223,7 @@ def grouped(folder: Path, stated: Facts) -> Sides:
 
 def class_of(settings: Facts) -> str | None:
     """Return the class, plain or table, from the number of rows of the configured tables; None if it is not stated."""
-    rows = [table["rows"] for table in settings.get("tables") or ()]
-    rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
+    rows = [count for _, count in configured_rows(settings)]
     vocabulary = settings.get("vocab_size")
     if not rows or not vocabulary:
         return None
@@ -256,7 +255,7 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if log not in read:
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
     yield from copies(runs)
-    dated = seconds_of(stated["date"], "%Y-%m-%d") or 0.0
+    dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
     for run in runs:
         name = run.path.parent.name
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
@@ -369,7 +368,8 @@ def slow_evaluations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
     for run in sides[stated["main"]].runs:
         seconds = untimed_s(run).get("evaluation", math.inf)
         if seconds > limit_s:
-            yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", f"at most {limit_s:.1f} s, twice the base's"
+            expected = f"at most {limit_s:.1f} s, twice the base's"
+            yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role.
@@ -619,7 +619,8 @@ def write(folder: Path, stated: Facts) -> None:
     sides = grouped(folder, stated)
     problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(folder, stated, sides))]
     if problems:
-        raise ToolError("these runs do not form a record", found="\n            ".join(problems), expected="no such finding",
+        raise ToolError("these runs do not form a record", found="\n            ".join(problems),
+                        expected="runs that no rule contradicts",
                         hint="group the runs differently, or add or remove some; rules: records/README.md")
     if stated["parent"]:
         diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
@@ -631,7 +632,8 @@ def write(folder: Path, stated: Facts) -> None:
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
-        print(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}", file=sys.stderr)
+        print(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}",
+              file=sys.stderr)
     for name, group in result["groups"].items():
         print(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", file=sys.stderr)
     by_hand, _, _ = text(folder / PAGE).partition(MARK)

@@ -46,13 +46,14 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
     facts = dict(type="header", config=settings, seed=seed, source_sha256=sha256(source), data_sha256="d" * 64,
                  hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8, torch="2.13.0", cuda="13.0", python="3.11",
-                 git_commit="c" * 40, changed={}, table_rows={"bigram_embed": settings["bigram_rows"]}, **FACTS) | header
+                 git_commit="c" * 40, changed={}, table_rows={"bigram_embed": settings["bigram_rows"]}, **FACTS)
+    facts |= header
     if started is not None:
         facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
     lines = [{key: fact for key, fact in facts.items() if fact is not None}]
-    for name, ms, timed in (("set-up", 400.0, False), ("warm-up of stage 1", 1200.0, False),
-                            ("warm-up of stage 1", 900.0, False), ("warm-up", 5000.0, False), ("first batch", 30.0, True)):
-        lines.append(dict(type="phase", name=name, ms=ms, timed=timed))
+    for name, ms in (("set-up", 400.0), ("warm-up of stage 1", 1200.0), ("warm-up of stage 1", 900.0),
+                     ("warm-up", 5000.0), ("first batch", 30.0)):
+        lines.append(dict(type="phase", name=name, ms=ms, timed=name == "first batch"))
     if settings.get("compile") == 1:
         lines.append(dict(type="compiled", graphs=15))
     validated = range(0, steps, settings["val_every"]) if "val_every" in settings else (steps // 2, steps * 4 // 5)
@@ -77,12 +78,13 @@ def bench_plan(sources: Mapping[str, str], pairs: int) -> dict:
     return dict(type="bench", pairs=pairs, ranks=1, sides=sides)
 
 def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, seconds: float, source: str,
-                   folder: str = "", **settings: object) -> list[dict]:
+                   **settings: object) -> list[dict]:
     """Write a run of a bench, with its pair as seed; return its two lines in the manifest."""
-    folder = folder or f"runs/{number:03}_{side}"
+    folder = f"runs/{number:03}_{side}"
     started = BENCH_START + number * RUN_S
     make_run(bench / folder / "logs/x", pair, loss, seconds, started + 2, source, **settings)
-    return manifest_lines(number, pair, side, folder, source, outcome="done", val_loss=loss, train_s=1000 * seconds / 1000)
+    results = dict(val_loss=loss, train_s=1000 * seconds / 1000)
+    return manifest_lines(number, pair, side, folder, source, outcome="done", **results)
 
 def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
     """Return the start line and the end line of a run in a manifest."""

@@ -17,8 +17,8 @@ from scipy import stats
 from common import full_disk, run
 
 from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
-                           events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events, write_text,
-                           write_text_log)
+                           events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
+                           write_text, write_text_log)
 
 from tools import compressed, files, record                         # noqa: E402
 
@@ -580,6 +580,7 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said) -> None:
 @pytest.mark.parametrize("benches, parent, said", [
     (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "relative to the base, 2026-01-01_01_Base"),
     (["third_with_base"], "02", "relative to the parent, 2026-01-02_02_Eight"),
+    (["third_with_parent", "third_with_base"], "01", "mixes source_sha256"),
     (["with_base"], None, "choose it with --parent"),
     (["no_bench"], "01", "no bench contains")])
 def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said) -> None:
