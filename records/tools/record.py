@@ -315,13 +315,13 @@ def unlike_opponents(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
         for run in (*group, *misplaced):
             differs = changed_settings(opponent["config"], rounded(config(run, as_logged=True)))
             texts = [f"{key} {as_text(new)}, not {as_text(old)}" for key, (old, new) in differs.items()]
+            what = f"runs of {report.manifest_of(run)[1].get('side', run.path.parent.name)}"
             if run.facts["source_sha256"] != source:
-                texts.insert(0, f"source_sha256 {run.facts['source_sha256'][:8]}, not {source[:8]}")
-            if texts:
-                side = report.manifest_of(run)[1].get("side", run.path.parent.name)
-                found.add((f"runs of {side}", f"they have the source of record {number}, but {', '.join(texts)}"))
-        for what, text_found in sorted(found):
-            yield what, text_found, f"the source and settings of record {number}, or of the new entry"
+                found.add((what, f"they are in the group of record {number}, but have another source"))
+            elif texts:
+                found.add((what, f"they have the source of record {number}, but {', '.join(texts)}"))
+        for what, words in sorted(found):
+            yield what, words, f"the source and settings of record {number}, or of the new entry"
 
 def track_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
     """Yield the rules of its track that an entry breaks, as far as logs show it."""

@@ -36,10 +36,12 @@ OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=
 NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
 
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
-             config: Mapping = {}, result: Mapping = {}, steps: int = 10, **header: object) -> Path:
+             config: Mapping = {}, result: Mapping = {}, steps: int = 10, all_phases: bool = False,
+             **header: object) -> Path:
     """Write a run directory of this trainer, with its source.
 
-    header: further facts of the header; None leaves a key out. started: s since 1970.
+    all_phases: log the phases that a run of a record must have, not only the warm-up. header: further facts of the
+    header; None leaves a key out. started: s since 1970.
     """
     folder.mkdir(parents=True)
     (folder / "train_gpt.py").write_text(source)
@@ -51,9 +53,11 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     if started is not None:
         facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
     lines = [{key: fact for key, fact in facts.items() if fact is not None}]
-    for name, ms in (("set-up", 400.0), ("warm-up of stage 1", 1200.0), ("warm-up of stage 1", 900.0),
-                     ("warm-up", 5000.0), ("first batch", 30.0)):
-        lines.append(dict(type="phase", name=name, ms=ms, timed=name == "first batch"))
+    phases = {"warm-up": [5000.0]}
+    if all_phases:
+        phases = {"set-up": [400.0], "warm-up of stage 1": [1200.0, 900.0], **phases, "first batch": [30.0]}
+    for name, times in phases.items():
+        lines += [dict(type="phase", name=name, ms=ms, timed=name == "first batch") for ms in times]
     if settings.get("compile") == 1:
         lines.append(dict(type="compiled", graphs=15))
     validated = range(0, steps, settings["val_every"]) if "val_every" in settings else (steps // 2, steps * 4 // 5)
@@ -64,7 +68,8 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
         if n in validated:
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
-    lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
+    if all_phases:
+        lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
     lines.append(dict(type="val", step=steps, **last))
     facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
     lines.append(dict(type="result", **last) | facts_at_end | dict(result))

@@ -24,7 +24,7 @@ from tools import compressed, files, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
-CPU = dict(hardware="a CPU", world_size=1)
+CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 FIRST = "2026-01-01_01_First"
 SECOND = "2026-01-02_02_Second"
 
@@ -490,7 +490,7 @@ def test_stand__what_it_knows() -> None:
 
 CHAIN_CONFIG = dict(val_every=5, compile=1, train_files="data/pocket/train_*.bin", val_files="data/pocket/val_*.bin")
 RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1,
-                       config=CHAIN_CONFIG)
+                       config=CHAIN_CONFIG, all_phases=True)
 
 def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float],
                pairs: int = 6) -> Path:
@@ -737,7 +737,7 @@ EDITS = {                                    # as numbered in the closing note: 
     "7 run deleted and called failed": ("after a run of this pair that was not done", call_failed, "003_B", True),
     "8 run called failed": ("failed, although its log has a result", call_failed, "012_A", False),
     "9 sides exchanged in a pair": ("source_sha256 of manifest.jsonl", exchange, "001_A", "002_B"),
-    "9 sides exchanged in result.json": ("source_sha256 ", relabel),
+    "9 sides exchanged in result.json": ("in the group of record 01, but have another source", relabel),
     "10 runs exchanged between pairs": ("002_B, seed: found 2", exchange, "002_B", "003_B"),
     "11 start": ("002_B, start: found 2031", set_events, OURS, "header", dict(started="2031-01-01T12:00:00")),
     "12 torch": ("mixed torch", set_events, OURS, "header", dict(torch="2.14.0")),
