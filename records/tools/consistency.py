@@ -47,7 +47,8 @@ def in_manifest(manifest: Path) -> Iterator[Problem]:
     sides = plans[0]["sides"] if plans else {}
     unfinished: set[int] = set()
     for line in ends:
-        name, pair = f"{MANIFEST}, {line['folder']}", line["pair"]
+        name = f"{MANIFEST}, {line['folder']}"
+        pair = line["pair"]
         if pair in unfinished:
             yield name, f"a run of pair {pair}, after a run of this pair that was not done", "a new pair"
         if line["outcome"] != "done":
@@ -160,8 +161,8 @@ def in_text_log(run: Run) -> Iterator[Problem]:
     for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {run.facts.get('world_size')}\n"):
         if fact not in first_lines:
             yield f"first lines of {TEXT_LOG}", "different seed or machine", f"{fact.strip()}, as {LOG} has it"
-    peaks = (run.result.get("peak_memory_mib") or {}).items()
-    memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks)
+    peaks = run.result.get("peak_memory_mib", {})
+    memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks.items())
     for fact in (f" s, {run.final.step} steps, {run.result['tokens']:,} tokens", f"\npeak memory {memory}"):
         if fact not in text:
             expected = f"{fact.strip()!r}, as {LOG} has it"
@@ -172,12 +173,13 @@ def in_text_log(run: Run) -> Iterator[Problem]:
     yield from step_lines("validations", [line for line in lines if line[1]], run.val)
     yield from step_lines("training lines", [line for line in lines if not line[1]], trained)
     phases = [phase for phase in run.phases if phase["name"] != "set-up"]    # only log.jsonl has this phase
-    for line, phase in zip_longest(PHASE_LINE.findall(text), phases):
-        name, seconds, on_clock = line or ("none", "nan", "")
-        logged = phase or {"name": "none", "ms": math.nan, "timed": False}
-        close = abs(float(seconds) - logged["ms"] / 1000) <= PHASE_DIGIT_S
-        if (name, bool(on_clock), close) != (logged["name"], logged["timed"], True):
-            yield f"phases of {TEXT_LOG}", f"{name} {seconds} s", f"{logged}, as {LOG} has it"
+    printed = PHASE_LINE.findall(text)
+    if len(printed) != len(phases):
+        yield f"phases of {TEXT_LOG}", len(printed), f"{len(phases)}, as {LOG} has them"
+    for (name, seconds, on_clock), phase in zip(printed, phases):
+        close = abs(float(seconds) - phase["ms"] / 1000) <= PHASE_DIGIT_S
+        if (name, bool(on_clock), close) != (phase["name"], phase["timed"], True):
+            yield f"phases of {TEXT_LOG}", f"{name} {seconds} s", f"{phase}, as {LOG} has it"
             break
 
 def step_lines(what: str, lines: list[tuple[str, str, str]], points: list[Point]) -> Iterator[Problem]:

@@ -93,10 +93,12 @@ def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, 
 
 def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
     """Return the start line and the end line of a run in a manifest."""
-    facts = dict(run=number, folder=folder, side=side, pair=pair, source_sha256=sha256(source),
-                 command=f"python train_gpt.py --seed={pair}")
-    began = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(BENCH_START + number * RUN_S))
-    return [facts | dict(type="start", time=began), facts | dict(type="end", cause="", wall_s=120.0) | ended]
+    facts = dict(run=number, folder=folder, side=side, pair=pair, source_sha256=sha256(source))
+    facts["command"] = f"python train_gpt.py --seed={pair}"
+    began = time.gmtime(BENCH_START + number * RUN_S)
+    start = dict(type="start", time=time.strftime("%Y-%m-%dT%H:%M:%S", began))
+    end = dict(type="end", cause="", wall_s=120.0) | ended
+    return [facts | start, facts | end]
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
@@ -125,9 +127,10 @@ def write_text_log(folder: Path) -> None:
             on_clock = " (on the clock)" if event["timed"] else ""
             lines.append(f"phase {event['name']}: {event['ms'] / 1000:.2f} s{on_clock}")
         if event["type"] == "result":
-            memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in (event.get("peak_memory_mib") or {}).items())
-            lines.append(f"training time {event['train_time_ms'] / 1000:.2f} s, {event['steps']} steps, "
-                         f"{event['tokens']:,} tokens")
+            peaks = event["peak_memory_mib"]
+            memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks.items())
+            seconds = event["train_time_ms"] / 1000
+            lines.append(f"training time {seconds:.2f} s, {event['steps']} steps, {event['tokens']:,} tokens")
             lines.append(f"peak memory {memory}")
         if event["type"] in ("step", "val"):
             loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""

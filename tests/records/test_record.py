@@ -629,7 +629,9 @@ def set_events(folder: Path, which: str, kind: str, facts: Mapping, with_text: b
     rewrite(folder, which, change, with_text)
 
 def set_config(folder: Path, which: str, settings: Mapping) -> None:
-    set_events(folder, which, "header", dict(config=lambda config: config | settings))
+    def change(config: dict) -> dict:
+        return config | settings
+    set_events(folder, which, "header", dict(config=change))
 
 def set_phase(folder: Path, name: str, ms: float, with_text: bool = True) -> None:
     def change(events: list[dict]) -> list[dict]:
@@ -688,9 +690,14 @@ def call_failed(folder: Path, name: str, delete: bool) -> None:
 def exchange_source(folder: Path) -> None:
     """State another source in the logs of the entry and in the lines of its runs, but not in the plan."""
     digest = sha256(THIRD_SOURCE)
+
+    def change(events: list[dict]) -> list[dict]:
+        for event in events[1:]:
+            if event["side"] == "B":
+                event["source_sha256"] = digest
+        return events
     set_events(folder, OURS, "header", dict(source_sha256=digest))
-    rewrite_manifest(folder, lambda events: [event | dict(source_sha256=digest) if event.get("side") == "B" else event
-                                             for event in events])
+    rewrite_manifest(folder, change)
     (folder / "train_gpt.py").write_text(THIRD_SOURCE)
 
 def another_phase(folder: Path) -> None:
@@ -712,9 +719,21 @@ def clone(folder: Path) -> None:
     write_text_log(copy)
     restate(folder, [*result_of(folder)["stated"]["groups"][""], "more"], "groups", "")
 
-def reorder(folder: Path) -> None:
-    """Exchange the first two runs in the order of the manifest."""
-    rewrite_manifest(folder, lambda events: [events[0], *events[3:5], *events[1:3], *events[5:]])
+def reordered(events: list[dict]) -> list[dict]:
+    """Exchange the first two runs of a manifest."""
+    return [events[0], *events[3:5], *events[1:3], *events[5:]]
+
+def without_starts(events: list[dict]) -> list[dict]:
+    return [event for event in events if event["type"] != "start"]
+
+def replanned(events: list[dict]) -> list[dict]:
+    return [events[0] | dict(pairs=10), *events[1:]]
+
+def shortened(ms: float) -> float:
+    return 0.8 * ms
+
+def lowered(loss: float) -> float:
+    return loss - 0.05
 
 def relabel(folder: Path) -> None:
     """State that runs of the entry are those of the base, and the other way round, for one pair."""
@@ -725,12 +744,12 @@ def relabel(folder: Path) -> None:
 def edit_file(folder: Path, name: str, old: str, new: str) -> None:
     edit(folder / name, old, new)
 
-FASTER = dict(train_time_ms=lambda ms: 0.8 * ms)
+FASTER = dict(train_time_ms=shortened)
 FINAL_TIME, FINAL_LOSS = "train_s of manifest.jsonl", "val_loss of manifest.jsonl"
 EDITS = {                                    # as numbered in the closing note: the finding, and how record 02 is edited
     "1 times in both logs": (FINAL_TIME, set_events, OURS, "*", FASTER),
     "2 times in log.jsonl": ("of log.txt: found loss", set_events, OURS, "*", FASTER, False),
-    "3 losses in both logs": (FINAL_LOSS, set_events, OURS, "*", dict(val_loss=lambda loss: loss - 0.05)),
+    "3 losses in both logs": (FINAL_LOSS, set_events, OURS, "*", dict(val_loss=lowered)),
     "5 first round cut": ("run 1: found start line of run 3", cut_first_round),
     "5 first round cut, runs renumbered": ("ends with the planned flags: --seed=1", cut_first_round, True),
     "6 run deleted": ("runs/002_B succeeded and is left out", leave_out, "002_B"),
@@ -756,14 +775,13 @@ EDITS = {                                    # as numbered in the closing note: 
     "24 rows of a table": ("rows of table bigram_embed: found 500000", set_events, OURS, "header",
                            dict(table_rows={"bigram_embed": 500_000})),
     "25 copied run": ("training losses of 002_B", clone),
-    "26 start lines cut": ("run 1: found start line of run None", rewrite_manifest,
-                           lambda events: [event for event in events if event["type"] != "start"]),
+    "26 start lines cut": ("run 1: found start line of run None", rewrite_manifest, without_starts),
     "28 phases cut": ("phases: found []", cut, "phase"),
     "29 validation text": ("mixed val_files", set_config, OURS, dict(val_files="data/pocket/train_*.bin")),
     "29 in all runs": ("they have the source of record 01, but val_files", set_config, EVERY,
                        dict(val_files="data/pocket/train_*.bin")),
     "30 not compiled": ("what compile=0 implies", set_config, OURS, dict(compile=0)),
-    "31 order": ("run 1: found start line of run 2", reorder),
+    "31 order": ("run 1: found start line of run 2", rewrite_manifest, reordered),
     "32 ratio": ("result.json: found", edit_file, "result.json", '"ratio": 0.', '"ratio": 0.1'),
     "33 parent": ("parent\n  found:    None", restate, None, "parent"),
     "36 a training loss": ("002_B/log.jsonl: edited", set_events, "002_B", "step", dict(train_loss=4.0)),
@@ -789,7 +807,7 @@ def test_edits__each_contradicts_another_file(chain, tmp_path, name) -> None:
     assert said in found, found
 
 UNFOUND = {                                  # edits that only the history of the repository shows
-    "4 planned pairs": (rewrite_manifest, lambda events: [events[0] | dict(pairs=10), *events[1:]]),
+    "4 planned pairs": (rewrite_manifest, replanned),
     "27 recompiles": (set_events, OURS, "result", dict(recompiles=0), False),
     "39 words": (edit_file, "README.md", "The idea:", "The idea: mine"),
 }
