@@ -82,6 +82,7 @@ class Run:
     facts: Facts = field(default_factory=dict)   # ours: the header, its settings under current names
     logged_config: Facts = field(default_factory=dict)    # ours: its settings under the names in the log
     phases: list[Facts] = field(default_factory=list)
+    graphs: int | None = None                             # compiled in the warm-up; None if the run did not compile
     result: Facts = field(default_factory=dict)
     aborted: str | None = None                            # cause of the abort
     void: str | None = None                               # reason why its times do not count
@@ -267,6 +268,8 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
         run.phases.append(event)
+    elif kind == "compiled":
+        run.graphs = int(event["graphs"])
     elif kind == "budget":
         run.total = int(event["steps"])
     elif kind == "result":

@@ -25,23 +25,24 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, plot, report, statistics
+from tools import compressed, consistency, plot, report, statistics
+from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
-from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file
+from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number and name
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.png", "source.diff"
-LOG, TEXT_LOG = "log.jsonl", "log.txt"
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
 TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # record whose page has the loss of a trigram model, rounded
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two identify the data
 T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # Student's t, two-sided, for 1, 2, ... and at least 5 degrees
-BUDGET_OFF = 0.03                      # an entry ends this close to its time budget, as a fraction of it
+TWO_DAYS_S = 2 * 86_400.0
+COPIED_STEPS = 10                      # training losses by which a copied run is recognized
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
@@ -53,9 +54,7 @@ LINK_OUT = "a link out of the record"
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
-VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
 
-Problem = tuple[str, Any, Any]         # what, found, expected
 Sides = dict[str, Side]                # by group
 
 class Track(NamedTuple):
@@ -71,7 +70,6 @@ TRACKS = {
     "1xGPU": Track(3.28, "time", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
     "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
     "pocket_time": Track(2.20, "time", {"val_tokens": 65_536, "data_sha256": POCKET_DATA, "threads": 2}, (), True),
-    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
 }
 
 CHAINS = [("entry", name) for name, track in TRACKS.items() if track.is_chain]
@@ -225,12 +223,20 @@ def grouped(folder: Path, stated: Facts) -> Sides:
 
 def class_of(settings: Facts) -> str | None:
     """Return the class, plain or table, from the number of rows of the configured tables; None if it is not stated."""
-    rows = [table["rows"] for table in settings.get("tables") or ()]
-    rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
+    rows = [count for _, count in configured_rows(settings)]
     vocabulary = settings.get("vocab_size")
     if not rows or not vocabulary:
         return None
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
+
+def date_doubts(date: str) -> Iterator[Problem]:
+    """Yield why a record cannot have this date. One day after today is valid, because of time zones."""
+    expected = "YYYY-MM-DD, a day of the calendar that is not in the future"
+    try:
+        if datetime.date.fromisoformat(date) > datetime.date.today() + datetime.timedelta(days=1):
+            yield "date", f"{date}: it is in the future", expected
+    except ValueError as error:
+        yield "date", f"{date}: {error}", expected
 
 def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
@@ -241,43 +247,92 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
     for run_dir, line in ended:
         if line["outcome"] == "done" and line.get("side") in taken and not run_dir.exists():
             yield "runs of the manifest", f"{line['folder']} succeeded and is left out", "all successful runs"
+    for manifest in sorted((folder / "logs").rglob(MANIFEST)):
+        yield from consistency.in_manifest(manifest)
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path for run in runs}
     for log in logs_below(folder / "logs"):
         if log not in read:
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
-    known: dict[Any, str] = {}
+    yield from copies(runs)
+    dated = seconds_of(stated["date"], "%Y-%m-%d") or math.inf
     for run in runs:
         name = run.path.parent.name
-        first = known.setdefault(run.identity(), name)
-        if first != name:
-            yield name, f"times and losses of {first}", "each run once"
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
-        else:
-            yield from text_log_contradictions(name, run)
-    for key in ALIKE:
-        values = sorted({as_text(value(run, key)) for run in runs})
-        if len(values) > 1:
-            yield f"mixed {key}", values, "one value in a record"
-    for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
-        yield "group", mixed, "runs of one program, with one last step"
+            continue
+        yield from consistency.of_run(run)
+        if run.started is not None and run.started > dated + TWO_DAYS_S:     # two, because of time zones
+            yield f"{name}, start", run.facts.get("started"), f"not after the date of the record, {stated['date']}"
+    yield from mixed_facts(runs)
+    if not all(side.runs for side in sides.values()):
+        return                                                              # the other rules need runs that count
+    opponents = required_opponents(folder.parent, stated)
+    strangers = [*unlike_opponents(sides, stated, opponents)]
+    yield from strangers
+    for name, side in sides.items():
+        if not strangers or name != stated["main"]:
+            yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
-        yield from track_violations(folder, sides, stated)
+        yield from track_violations(sides, stated, opponents)
 
-def track_violations(folder: Path, sides: Sides, stated: Facts) -> Iterator[Problem]:
+def copies(runs: list[Run]) -> Iterator[Problem]:
+    """Yield the runs that repeat another run.
+
+    Two runs never have equal times. Two seeds do not even have equal training losses.
+    """
+    known: dict[tuple[Any, ...], Run] = {}
+    for run in runs:
+        name = run.path.parent.name
+        trained = tuple(run.steps[-COPIED_STEPS:, 2].tolist())
+        first = known.setdefault(run.identity(), run)
+        other_seed = known.setdefault(trained, run) if trained else run
+        if first is not run:
+            yield name, f"times and losses of {first.path.parent.name}", "each run once"
+        elif other_seed.seed != run.seed:
+            yield name, f"training losses of {other_seed.path.parent.name}, which has another seed", "each run once"
+
+def mixed_facts(runs: list[Run]) -> Iterator[Problem]:
+    """Yield the facts that differ between runs but must not. Data may be in different directories."""
+    for key in (*ALIKE, "train_files", "val_files"):
+        values = {as_text(value(run, key)) for run in runs}
+        if key not in ALIKE:
+            values = {Path(one).name for one in values}
+        if len(values) > 1:
+            yield f"mixed {key}", sorted(values), "one value in a record"
+
+def unlike_opponents(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+    """Yield how runs with the source of an opponent, or in its group, differ from the record of the opponent."""
+    main = sides[stated["main"]].runs
+    entry_is_mixed = len({run.facts["source_sha256"] for run in main}) > 1
+    for opponent in opponents.values():
+        number = opponent["stated"]["number"]
+        source = main_pool(opponent)["source_sha256"]
+        group = sides[number].runs if number in sides else []
+        # An entry may have the source of an opponent if all of its runs have it.
+        misplaced = [run for run in main if entry_is_mixed and run.facts["source_sha256"] == source]
+        found = set()
+        for run in (*group, *misplaced):
+            differs = changed_settings(opponent["config"], rounded(config(run, as_logged=True)))
+            texts = [f"{key} {as_text(new)}, not {as_text(old)}" for key, (old, new) in differs.items()]
+            what = f"runs of {report.manifest_of(run)[1].get('side', run.path.parent.name)}"
+            if run.facts["source_sha256"] != source:
+                found.add((what, f"they are in the group of record {number}, but have another source"))
+            elif texts:
+                found.add((what, f"they have the source of record {number}, but {', '.join(texts)}"))
+        for what, words in sorted(found):
+            yield what, words, f"the source and settings of record {number}, or of the new entry"
+
+def track_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
     """Yield the rules of its track that an entry breaks, as far as logs show it."""
     track = TRACKS.get(stated["track"])
     if track and track.is_chain:
-        yield from chain_violations(sides, stated, required_opponents(folder.parent, stated))
+        yield from chain_violations(sides, stated, opponents)
     elif not track or len(sides) != (2 if stated["base"] else 1):
         yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group and a baseline"
         return
     for run in sides[stated["main"]].runs:
         name = run.path.parent.name
-        budget_s = value(run, "budget_s")
-        if stated["track"] == "budget" and not (budget_s and abs(run.seconds / budget_s - 1) <= BUDGET_OFF):
-            yield f"{name}, seconds", run.seconds, f"within 3 % of --time_budget ({budget_s} s)"
         for key, needed in track.needs.items():
             if value(run, key) != needed:
                 yield f"{name}, {key}", value(run, key), f"{needed} on track {stated['track']}"
@@ -296,12 +351,25 @@ def chain_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
         yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
     if class_of(main.runs[0].facts["config"]) is None:
         yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
+    yield from slow_evaluations(sides, stated, opponents)
     ratios = in_turn(sides, stated, opponents)
     for role, opponent in opponents.items():
         ratio = ratios.get(role)
         if not ratio or ratio["word"] != "faster":
             found = f"{ratio['word']}: {RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
             yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
+
+def slow_evaluations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+    """Yield the runs of an entry whose final validation takes more than twice as long as any of the base's runs."""
+    base = sides.get(opponents["base"]["stated"]["number"]) if opponents else None
+    if not base:
+        return
+    limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in base.runs)
+    for run in sides[stated["main"]].runs:
+        seconds = untimed_s(run).get("evaluation", math.inf)
+        if seconds > limit_s:
+            expected = f"at most {limit_s:.1f} s, twice the base's"
+            yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
 
 def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role.
@@ -323,27 +391,6 @@ def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
                             "loss": comparison["loss"], "word": word}
             ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
     return ratios
-
-def text_log_contradictions(name: str, run: Run) -> Iterator[Problem]:
-    """Yield where log.jsonl contradicts its result, or log.txt (which is rounded) contradicts log.jsonl."""
-    for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
-        if not math.isclose(run.result[key], known, rel_tol=1e-9):
-            yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
-    text_log = run.path.with_name(TEXT_LOG)
-    printed = ""
-    if compressed.stored(text_log).is_file():
-        printed = compressed.read_bytes(text_log).decode("utf-8")
-    machine = str(value(run, "hardware")).partition(", then ")[0]            # hardware before a resume
-    for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
-        if fact not in printed.partition("\nstep:")[0]:
-            yield f"{name}, first lines of {TEXT_LOG}", "different seed or machine", f"{fact.strip()}, as {LOG} has it"
-    lines = VALIDATION.findall(printed)
-    if len(lines) != len(run.val):
-        yield f"{name}, validations of {TEXT_LOG}", len(lines), f"{len(run.val)}, as {LOG} has them"
-    for (step, loss, ms), point in zip(lines, run.val):
-        off = max(abs(float(loss) - point.loss) / 5.1e-5, abs(float(ms) - 1000 * point.seconds) / 0.502)
-        if int(step) != point.step or off > 1:
-            yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
 def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
     """Compute the result.json of a record."""
@@ -379,8 +426,15 @@ def numbers(run: Run) -> Facts:
     found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
     found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
     found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
-    untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
-    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
+    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s(run)}
+
+def untimed_s(run: Run) -> dict[str, float]:
+    """Return the seconds of each untimed phase of a run, by name. Phases of one name add up."""
+    found: Counter[str] = Counter()
+    for phase in run.phases:
+        if not phase["timed"]:
+            found[phase["name"]] += phase["ms"] / 1000
+    return dict(found)
 
 def page(folder: Path, result: Facts) -> str:
     """Generate the part of a record's README below the marker.
@@ -398,11 +452,15 @@ def page(folder: Path, result: Facts) -> str:
         head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
     rows = []
     for name, group in result["groups"].items():
-        counts = [name or "all", group["time"]["n"], group["loss"]["n"]]
+        runs = group["runs"]
+        if group["started"] != runs:
+            runs = f"{runs} of {group['started']} started"
+        counts = [name or "all", runs, group["loss"]["n"]]
         means = [group[key][part] for key in ("loss", "time") for part in ("mean", "sd")]
         rows.append([*counts, *means, group["p"]])
     columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
-    parts = [head, markdown(columns, rows)]
+    not_done = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    parts = [head, markdown(columns, rows), markdown("started, but not done | outcome | cause", not_done)]
     rows = []
     benches = {f"[{name}]({name})": comparison for name, comparison in result["bench"].items()}
     for name, comparison in (result["verdicts"] | benches).items():
@@ -433,8 +491,6 @@ def page(folder: Path, result: Facts) -> str:
     parts.append(markdown("fact | value | from", rows))
     rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
     parts.append(markdown("setting | parent | here", rows))
-    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
-    parts.append(markdown("unfinished run | outcome | cause", rows))
     return "\n\n".join(filter(None, parts)) + "\n"
 
 def interval(test: Facts | None) -> str | None:
@@ -524,7 +580,7 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
     or "".
     """
     manifest, noted = report.manifest_of(run)
-    if noted.get("outcome", "done") != "done":
+    if noted.get("outcome", "done") != "done" and not run.finished:
         return                                                              # the manifest lists it
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
     if resumed:
@@ -561,8 +617,11 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
     sides = grouped(folder, stated)
-    for problem in doubts(folder, stated, sides):
-        raise ToolError(*problem, "group the runs differently, or add or remove some; rules: records/README.md")
+    problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(folder, stated, sides))]
+    if problems:
+        raise ToolError("these runs do not form a record", found="\n            ".join(problems),
+                        expected="runs that no rule contradicts",
+                        hint="group the runs differently, or add or remove some; rules: records/README.md")
     if stated["parent"]:
         diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
         write_bytes(folder / DIFF, diff.encode())
@@ -572,10 +631,20 @@ def write(folder: Path, stated: Facts) -> None:
                         hint="pip install matplotlib")
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
+    for line in result["unfinished"]:
+        print(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}",
+              file=sys.stderr)
+    for name, group in result["groups"].items():
+        print(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", file=sys.stderr)
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
     if not by_hand:
         by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
     write_bytes(folder / PAGE, (by_hand + MARK + page(folder, result)).encode())
+
+def in_words(problem: Problem) -> str:
+    """Format a problem as one line."""
+    what, found, expected = problem
+    return f"{what}: found {found}, expected {expected}"
 
 def check(args: argparse.Namespace, root: Path) -> int:
     """Check records; print a line for each finding, and return the exit status."""
@@ -600,8 +669,7 @@ def findings(folder: Path) -> Iterator[str]:
         stated = result["stated"]
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
-        if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
-            yield f"date {stated['date']}: it is in the future"
+        yield from map(in_words, date_doubts(stated["date"]))
         known = result["files"] | result.get("sealed", {})
         present = hashes(folder)
         if "sealed" in result:
@@ -628,8 +696,7 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
     stated = result["stated"]
     sides = grouped(folder, stated)
-    for what, found, expected in doubts(folder, stated, sides):
-        yield f"{what}: found {found}, expected {expected}"
+    yield from map(in_words, doubts(folder, stated, sides))
     follows = build(folder, stated, sides) | {"files": result["files"]}     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(folder, result)

@@ -26,8 +26,8 @@ NO_FLAGS = {"A": {"flags": []}, "B": {"flags": []}}           # sides of a bench
 A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
 B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
 CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
-FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
-             untimed_warmup_steps=16)
+FACTS = dict(params_total=1000, params_per_token=700, table_bytes=2400, untimed_warmup_steps=16)
+BENCH_START = NOON - 200 * 86_400                             # start of the first run of a bench, s since 1970
 
 # The same settings in logs from before and after the renames of 2026-11-26.
 OLD_TABLE = dict(rows=5000, place=None, home="host", cadence=2, rounding="nearest")
@@ -36,34 +36,69 @@ OLD_NAMES = dict(num_slots=8, slots_per_micro_batch=2, document_start=7, tables=
 NEW_NAMES = dict(seqs_per_step=8, micro_batch_size=2, bos_id=7, tables=[NEW_TABLE])
 
 def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
-             config: Mapping = {}, result: Mapping = {}, steps: int = 10, **header: object) -> Path:
+             config: Mapping = {}, result: Mapping = {}, steps: int = 10, all_phases: bool = False,
+             **header: object) -> Path:
     """Write a run directory of this trainer, with its source.
 
-    header: further facts of the header; None leaves a key out. started: s since 1970.
+    all_phases: log the phases that a run of a record must have, not only the warm-up. header: further facts of the
+    header; None leaves a key out. started: s since 1970.
     """
     folder.mkdir(parents=True)
     (folder / "train_gpt.py").write_text(source)
     settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
     facts = dict(type="header", config=settings, seed=seed, source_sha256=sha256(source), data_sha256="d" * 64,
                  hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8, torch="2.13.0", cuda="13.0", python="3.11",
-                 git_commit="c" * 40, changed={}, **FACTS) | header
+                 git_commit="c" * 40, changed={}, table_rows={"bigram_embed": settings["bigram_rows"]}, **FACTS)
+    facts |= header
     if started is not None:
         facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
     lines = [{key: fact for key, fact in facts.items() if fact is not None}]
-    lines.append(dict(type="phase", name="warm-up", ms=5000.0, timed=False))
+    phases = {"warm-up": [5000.0]}
+    if all_phases:
+        phases = {"set-up": [400.0], "warm-up of stage 1": [1200.0, 900.0], **phases, "first batch": [30.0]}
+    for name, times in phases.items():
+        lines += [dict(type="phase", name=name, ms=ms, timed=name == "first batch") for ms in times]
+    if settings.get("compile") == 1:
+        lines.append(dict(type="compiled", graphs=15))
+    validated = range(0, steps, settings["val_every"]) if "val_every" in settings else (steps // 2, steps * 4 // 5)
     lines.append(dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0))
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
         lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=5 - n / steps + loss / 100 + seed / 1000))
-        if n in (steps // 2, steps * 4 // 5):
+        if n in validated:
             lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
+    if all_phases:
+        lines.append(dict(type="phase", name="evaluation", ms=3000.0, timed=False))
     lines.append(dict(type="val", step=steps, **last))
     facts_at_end = dict(steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
     lines.append(dict(type="result", **last) | facts_at_end | dict(result))
     write_events(folder / "log.jsonl", lines)
     write_text_log(folder)
     return folder
+
+def bench_plan(sources: Mapping[str, str], pairs: int) -> dict:
+    """Return the first line of a manifest. sources: the source of each side."""
+    sides = {name: dict(flags=["--seed={seed}"], source_sha256=sha256(source)) for name, source in sources.items()}
+    return dict(type="bench", pairs=pairs, ranks=1, sides=sides)
+
+def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, seconds: float, source: str,
+                   **settings: object) -> list[dict]:
+    """Write a run of a bench, with its pair as seed; return its two lines in the manifest."""
+    folder = f"runs/{number:03}_{side}"
+    started = BENCH_START + number * RUN_S
+    make_run(bench / folder / "logs/x", pair, loss, seconds, started + 2, source, **settings)
+    results = dict(val_loss=loss, train_s=1000 * seconds / 1000)
+    return manifest_lines(number, pair, side, folder, source, outcome="done", **results)
+
+def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
+    """Return the start line and the end line of a run in a manifest."""
+    facts = dict(run=number, folder=folder, side=side, pair=pair, source_sha256=sha256(source))
+    facts["command"] = f"python train_gpt.py --seed={pair}"
+    began = time.gmtime(BENCH_START + number * RUN_S)
+    start = dict(type="start", time=time.strftime("%Y-%m-%dT%H:%M:%S", began))
+    end = dict(type="end", cause="", wall_s=120.0) | ended
+    return [facts | start, facts | end]
 
 def sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
@@ -88,13 +123,22 @@ def write_text_log(folder: Path) -> None:
     lines = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
             f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
     for event in events:
+        if event["type"] == "phase" and event["name"] != "set-up":
+            on_clock = " (on the clock)" if event["timed"] else ""
+            lines.append(f"phase {event['name']}: {event['ms'] / 1000:.2f} s{on_clock}")
+        if event["type"] == "result":
+            peaks = event["peak_memory_mib"]
+            memory = " ".join(f"{kind}: {mib} MiB" for kind, mib in peaks.items())
+            seconds = event["train_time_ms"] / 1000
+            lines.append(f"training time {seconds:.2f} s, {event['steps']} steps, {event['tokens']:,} tokens")
+            lines.append(f"peak memory {memory}")
         if event["type"] in ("step", "val"):
             loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""
             ms = event["train_time_ms"]
             average = ms / max(event["step"], 1)
             total = header["config"]["num_scheduled_steps"]
             lines.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
-    (folder / "log.txt").write_text("\n".join(["=" * 100, *lines]) + "\n")
+    write_text(folder / "log.txt", "\n".join(["=" * 100, *lines]) + "\n")
 
 def make_side(folder: Path, losses: Sequence[float] = A_LOSSES, times: Sequence[float] = A_TIMES,
               first: float | None = NOON, apart: float | None = 2 * RUN_S, **settings: object) -> Path:

@@ -103,7 +103,8 @@ def root(tmp_path: Path) -> Path:
     root = tmp_path / "records"
     root.mkdir()
     for seed, loss in enumerate((2.171, 2.144, 2.162)):
-        make_run(tmp_path / f"runs/seed{seed}", seed, loss, 90.0 + seed, hardware="a CPU", world_size=1)
+        make_run(tmp_path / f"runs/seed{seed}", seed, loss, 90.0 + seed, hardware="a CPU", world_size=1,
+                 all_phases=True)
     status, _, error = call("new", "--records", root, "First", tmp_path / "runs", "--track=pocket")
     assert status == 0, error
     return root

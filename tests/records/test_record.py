@@ -16,14 +16,15 @@ from scipy import stats
 
 from common import full_disk, run
 
-from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, call, edit, events_of,
-                           make_run, text_of, write_events, write_text)
+from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
+                           events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
+                           write_text, write_text_log)
 
 from tools import compressed, files, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
-CPU = dict(hardware="a CPU", world_size=1)
+CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 FIRST = "2026-01-01_01_First"
 SECOND = "2026-01-02_02_Second"
 
@@ -55,20 +56,16 @@ def two_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = place / "records"
     root.mkdir()
     new(root, "First", make_runs(place / "runs"), "--track=pocket", "--date=2026-01-01")
-    lines = [dict(type="bench", pairs=3, sides=NO_FLAGS)]
-    for number, name in enumerate("ABBAABB", 1):
+    lines = [bench_plan(dict(A=SOURCE, B=OTHER_SOURCE), 3)]
+    for number, name in enumerate("ABBAAB", 1):
         pair = (number + 1) // 2
-        folder = f"runs/{number:03}_{name}"
-        end = dict(type="end", run=number, pair=pair, side=name, folder=folder, cause="", outcome="failed")
-        if number < 7:
-            loss = 2.15 + pair / 100
-            source = SOURCE
-            if name == "B":
-                loss += 0.2
-                source = OTHER_SOURCE
-            make_run(place / "bench" / folder / "logs/x", pair, loss, 90 + number / 10, source=source, **CPU)
-            end["outcome"] = "done"
-        lines.append(end)
+        loss = 2.15 + pair / 100
+        source = SOURCE
+        if name == "B":
+            loss += 0.2
+            source = OTHER_SOURCE
+        lines += make_bench_run(place / "bench", number, pair, name, loss, 90 + number / 10, source, **CPU)
+    lines += manifest_lines(7, 4, "B", "runs/007_B", OTHER_SOURCE, outcome="failed", cause="exit status 1")
     write_events(place / "bench/manifest.jsonl", lines)
     new(root, "Second", place / "bench", "--kind=comparison", "--parent=01", "--date=2026-01-02")
     (root / "README.md").write_text(f"[one]({FIRST}/README.md) and `[no link](here)`\n")
@@ -491,20 +488,19 @@ def test_stand__what_it_knows() -> None:
     assert float(stated) == pytest.approx(nats, abs=5.1e-4) and float(drawn) == nats
     assert record.T_95 == pytest.approx([stats.t.isf(0.025, free) for free in range(1, 6)], rel=2e-4)
 
-RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1)
+CHAIN_CONFIG = dict(val_every=5, compile=1, train_files="data/pocket/train_*.bin", val_files="data/pocket/val_*.bin")
+RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1,
+                       config=CHAIN_CONFIG, all_phases=True)
 
 def bench_runs(place: Path, sources: dict[str, str], seconds: dict[str, float], loss: dict[str, float],
                pairs: int = 6) -> Path:
     """Write a bench as `records bench` does: interleaved sides, A B then B A, a manifest, one seed per pair."""
-    lines = [dict(type="bench", pairs=pairs, sides={name: {"flags": []} for name in sources})]
+    lines = [bench_plan(sources, pairs)]
     order = [*sources, *reversed(sources)]
     for number in range(1, len(sources) * pairs + 1):
         side, pair = order[(number - 1) % len(order)], 1 + (number - 1) // len(sources)
-        folder = f"runs/{number:03}_{side}"
-        make_run(place / folder / "logs/x", pair, loss[side] + pair / 1000 + number / 1e5,
-                 seconds[side] * (1 + (pair % 3) / 1000), source=sources[side], **RECORD_OF_CHAIN)
-        facts = dict(run=number, pair=pair, side=side, folder=folder, cause="", outcome="done")
-        lines += [facts | dict(type="start"), facts | dict(type="end")]
+        lines += make_bench_run(place, number, pair, side, loss[side] + pair / 1000 + number / 1e5,
+                                seconds[side] * (1 + (pair % 3) / 1000), sources[side], **RECORD_OF_CHAIN)
     write_events(place / "manifest.jsonl", lines)
     return place
 
@@ -584,6 +580,7 @@ def test_chain__what_is_no_entry(tmp_path, runs, argv, said) -> None:
 @pytest.mark.parametrize("benches, parent, said", [
     (["slower"], "01", "slower: 1.01 ("), (["third_with_parent"], "02", "relative to the base, 2026-01-01_01_Base"),
     (["third_with_base"], "02", "relative to the parent, 2026-01-02_02_Eight"),
+    (["third_with_parent", "third_with_base"], "01", "mixes source_sha256"),
     (["with_base"], None, "choose it with --parent"),
     (["no_bench"], "01", "no bench contains")])
 def test_chain__no_entry_without_benches_that_it_won(chain, tmp_path, benches, parent, said) -> None:
@@ -610,3 +607,272 @@ def test_chain__one_bench_has_sides_of_several_links(chain, tmp_path) -> None:
     assert check(root) == ""
     ratios = {role: its["ratio"] for role, its in result_of(folder)["in_turn"].items()}
     assert ratios == {"parent": pytest.approx(0.75), "base": pytest.approx(0.6)}
+
+EIGHT = "2026-01-02_02_Eight"
+EVERY, OURS = "*", "*_B"                     # patterns of run directories: all of the bench, those of the entry
+
+def rewrite(folder: Path, which: str, change: Callable[[list[dict]], list[dict]], with_text: bool = True) -> None:
+    """Change the events of some runs of record 02 in log.jsonl, and write log.txt from them."""
+    for run_dir in sorted((folder / "logs/with_base/runs").glob(which)):
+        write_events(run_dir / "log.jsonl", change(events_of(run_dir / "log.jsonl")))
+        if with_text:
+            write_text_log(run_dir)
+
+def set_events(folder: Path, which: str, kind: str, facts: Mapping, with_text: bool = True) -> None:
+    """Change facts of all events of one type; "*" for all types. A callable computes the new value from the old one."""
+    def change(events: list[dict]) -> list[dict]:
+        for event in events:
+            for key, value in facts.items():
+                if key in event and kind in ("*", event["type"]):
+                    event[key] = value(event[key]) if callable(value) else value
+        return events
+    rewrite(folder, which, change, with_text)
+
+def set_config(folder: Path, which: str, settings: Mapping) -> None:
+    def change(config: dict) -> dict:
+        return config | settings
+    set_events(folder, which, "header", dict(config=change))
+
+def set_phase(folder: Path, name: str, ms: float, with_text: bool = True) -> None:
+    def change(events: list[dict]) -> list[dict]:
+        return [event | dict(ms=ms) if event.get("name") == name else event for event in events]
+    rewrite(folder, OURS, change, with_text)
+
+def cut(folder: Path, kind: str, *keys: object) -> None:
+    """Remove events of one type from both logs of all runs; with a key and a value, only those that have it."""
+    def change(events: list[dict]) -> list[dict]:
+        return [event for event in events if event["type"] != kind or keys and event[keys[0]] != keys[1]]
+    rewrite(folder, EVERY, change)
+
+def rewrite_manifest(folder: Path, change: Callable[[list[dict]], list[dict]]) -> None:
+    path = folder / "logs/with_base/manifest.jsonl"
+    write_events(path, change(events_of(path)))
+
+def exchange(folder: Path, one: str, other: str) -> None:
+    """Exchange the logs of two runs."""
+    runs = folder / "logs/with_base/runs"
+    (runs / one).rename(runs / "between")
+    (runs / other).rename(runs / one)
+    (runs / "between").rename(runs / other)
+
+def cut_first_round(folder: Path, renumber: bool = False) -> None:
+    """Remove the first pair, and renumber the pairs, and optionally the runs."""
+    def change(events: list[dict]) -> list[dict]:
+        kept = [event for event in events if event.get("pair") != 1]
+        for event in kept[1:]:
+            event["pair"] -= 1
+            event["run"] -= 2 * renumber
+        return kept
+    rewrite_manifest(folder, change)
+    leave_out(folder, "001_A", "002_B")
+
+def leave_out(folder: Path, *names: str) -> None:
+    """Remove runs and their names in result.json."""
+    for name in names:
+        remove(folder / "logs/with_base/runs" / name)
+    groups = result_of(folder)["stated"]["groups"]
+    kept = {label: [run for run in runs if Path(run).name not in names] for label, runs in groups.items()}
+    restate(folder, kept, "groups")
+
+def call_failed(folder: Path, name: str, delete: bool) -> None:
+    """State in the manifest that a run failed."""
+    def change(events: list[dict]) -> list[dict]:
+        for event in events:
+            if event["type"] == "end" and event["folder"] == f"runs/{name}":
+                for key in ("val_loss", "train_s"):
+                    del event[key]
+                event |= dict(outcome="failed", cause="exit status 1")
+        return events
+    rewrite_manifest(folder, change)
+    if delete:
+        leave_out(folder, name)
+
+def exchange_source(folder: Path) -> None:
+    """State another source in the logs of the entry and in the lines of its runs, but not in the plan."""
+    digest = sha256(THIRD_SOURCE)
+
+    def change(events: list[dict]) -> list[dict]:
+        for event in events[1:]:
+            if event["side"] == "B":
+                event["source_sha256"] = digest
+        return events
+    set_events(folder, OURS, "header", dict(source_sha256=digest))
+    rewrite_manifest(folder, change)
+    (folder / "train_gpt.py").write_text(THIRD_SOURCE)
+
+def another_phase(folder: Path) -> None:
+    def change(events: list[dict]) -> list[dict]:
+        return [*events[:2], dict(type="phase", name="counting n-grams of the text", ms=3e4, timed=False), *events[2:]]
+    rewrite(folder, OURS, change)
+
+def clone(folder: Path) -> None:
+    """Add a copy of a run under another seed, with a better time and loss, outside of the bench."""
+    copy = Path(shutil.copytree(folder / "logs/with_base/runs/002_B", folder / "logs/more"))
+    events = events_of(copy / "log.jsonl")
+    events[0] |= dict(seed=70)
+    for event in events:
+        if "val_loss" in event:
+            event["val_loss"] -= 0.001
+        if "train_time_ms" in event:
+            event["train_time_ms"] *= 0.99
+    write_events(copy / "log.jsonl", events)
+    write_text_log(copy)
+    restate(folder, [*result_of(folder)["stated"]["groups"][""], "more"], "groups", "")
+
+def reordered(events: list[dict]) -> list[dict]:
+    """Exchange the first two runs of a manifest."""
+    return [events[0], *events[3:5], *events[1:3], *events[5:]]
+
+def without_starts(events: list[dict]) -> list[dict]:
+    return [event for event in events if event["type"] != "start"]
+
+def replanned(events: list[dict]) -> list[dict]:
+    return [events[0] | dict(pairs=10), *events[1:]]
+
+def shortened(ms: float) -> float:
+    return 0.8 * ms
+
+def lowered(loss: float) -> float:
+    return loss - 0.05
+
+def relabel(folder: Path) -> None:
+    """State that runs of the entry are those of the base, and the other way round, for one pair."""
+    groups = result_of(folder)["stated"]["groups"]
+    groups["01"][0], groups[""][0] = groups[""][0], groups["01"][0]
+    restate(folder, groups, "groups")
+
+def edit_file(folder: Path, name: str, old: str, new: str) -> None:
+    edit(folder / name, old, new)
+
+FASTER = dict(train_time_ms=shortened)
+FINAL_TIME, FINAL_LOSS = "train_s of manifest.jsonl", "val_loss of manifest.jsonl"
+EDITS = {                                    # as numbered in the closing note: the finding, and how record 02 is edited
+    "1 times in both logs": (FINAL_TIME, set_events, OURS, "*", FASTER),
+    "2 times in log.jsonl": ("of log.txt: found loss", set_events, OURS, "*", FASTER, False),
+    "3 losses in both logs": (FINAL_LOSS, set_events, OURS, "*", dict(val_loss=lowered)),
+    "5 first round cut": ("run 1: found start line of run 3", cut_first_round),
+    "5 first round cut, runs renumbered": ("ends with the planned flags: --seed=1", cut_first_round, True),
+    "6 run deleted": ("runs/002_B succeeded and is left out", leave_out, "002_B"),
+    "7 run deleted and called failed": ("after a run of this pair that was not done", call_failed, "003_B", True),
+    "8 run called failed": ("failed, although its log has a result", call_failed, "012_A", False),
+    "9 sides exchanged in a pair": ("source_sha256 of manifest.jsonl", exchange, "001_A", "002_B"),
+    "9 sides exchanged in result.json": ("in the group of record 01, but have another source", relabel),
+    "10 runs exchanged between pairs": ("002_B, seed: found 2", exchange, "002_B", "003_B"),
+    "11 start": ("002_B, start: found 2031", set_events, OURS, "header", dict(started="2031-01-01T12:00:00")),
+    "12 torch": ("mixed torch", set_events, OURS, "header", dict(torch="2.14.0")),
+    "13 threads": ("mixed hardware", set_events, OURS, "header", dict(hardware="a CPU, 4 cores, 2 threads")),
+    "14 data": ("mixed data_sha256", set_events, OURS, "header", dict(data_sha256="e" * 64)),
+    "15 long evaluation": ("002_B, phase evaluation: found 60.0 s", set_phase, "evaluation", 6e4),
+    "16 evaluation in log.jsonl": ("phases of log.txt: found evaluation 3.00 s", set_phase, "evaluation", 13.0, False),
+    "17 another phase": ("untimed phase: found 'counting n-grams of the text', 30.0 s", another_phase),
+    "19 memory": ("memory, expected 'peak memory consumption: 500", set_events, OURS, "result",
+                  dict(peak_memory_mib={"consumption": 500}), False),
+    "20 validation cut": ("steps of its validations: found [5, 10]", cut, "val", "step", 0),
+    "20 compiled cut": ("line `compiled`: found None graphs", cut, "compiled"),
+    "21 training lines cut": ("training lines: found 9 lines", cut, "step", "step", 4),
+    "22 source": ("not the source", edit_file, "train_gpt.py", "= 8", "= 6"),
+    "23 source and its hashes": (f"expected source {sha256(OTHER_SOURCE)[:8]}, as planned", exchange_source),
+    "24 rows of a table": ("rows of table bigram_embed: found 500000", set_events, OURS, "header",
+                           dict(table_rows={"bigram_embed": 500_000})),
+    "25 copied run": ("training losses of 002_B", clone),
+    "26 start lines cut": ("run 1: found start line of run None", rewrite_manifest, without_starts),
+    "28 phases cut": ("phases: found []", cut, "phase"),
+    "29 validation text": ("mixed val_files", set_config, OURS, dict(val_files="data/pocket/train_*.bin")),
+    "29 in all runs": ("they have the source of record 01, but val_files", set_config, EVERY,
+                       dict(val_files="data/pocket/train_*.bin")),
+    "30 not compiled": ("what compile=0 implies", set_config, OURS, dict(compile=0)),
+    "31 order": ("run 1: found start line of run 2", rewrite_manifest, reordered),
+    "32 ratio": ("result.json: found", edit_file, "result.json", '"ratio": 0.', '"ratio": 0.1'),
+    "33 parent": ("parent\n  found:    None", restate, None, "parent"),
+    "36 a training loss": ("002_B/log.jsonl: edited", set_events, "002_B", "step", dict(train_loss=4.0)),
+    "38 page": ("README.md: found", edit_file, "README.md", "2.1", "2.0"),
+    "41 run folder": ("added", clone),
+}
+
+@pytest.mark.parametrize("name", EDITS)
+def test_edits__each_contradicts_another_file(chain, tmp_path, name) -> None:
+    """Also after `new --update`, which refuses or writes."""
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    said, act, *given = EDITS[name]
+    act(root / EIGHT, *given)
+    refused = call("new", "--records", root, "--update=02")[0]
+    found = check(root, "02")
+    if not refused and name[:2] in ("32", "36", "38", "41"):
+        assert found == "", "`new --update` restores what it generates, and the hash of a log follows the log"
+        shutil.rmtree(root)
+        shutil.copytree(chain / "records", root)
+        act(root / EIGHT, *given)
+        found = check(root, "02")
+    assert said in found, found
+
+UNFOUND = {                                  # edits that only the history of the repository shows
+    "4 planned pairs": (rewrite_manifest, replanned),
+    "27 recompiles": (set_events, OURS, "result", dict(recompiles=0), False),
+    "39 words": (edit_file, "README.md", "The idea:", "The idea: mine"),
+}
+
+@pytest.mark.parametrize("name", UNFOUND)
+def test_edits__that_nothing_contradicts(chain, tmp_path, name) -> None:
+    """README.md lists them, so that this list and that one stay equal."""
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    act, *given = UNFOUND[name]
+    act(root / EIGHT, *given)
+    new(root, "--update=02")
+    assert check(root, "02") == ""
+
+def test_new__a_run_that_is_called_failed_but_has_a_result(chain, tmp_path) -> None:
+    """Earlier, `new` left such runs out."""
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    bench = Path(shutil.copytree(chain / "third_with_parent", tmp_path / "third_with_parent"))
+    edit(bench / "manifest.jsonl", '"wall_s": 120.0, "outcome": "done"', '"wall_s": 120.0, "outcome": "failed"')
+    status, _, error = call("new", "--records", root, "X", bench, chain / "third_with_base", "--track=pocket_time",
+                            "--idea=x", "--parent=02", "--date=2026-01-03")
+    assert status == 2 and "failed, although its log has a result" in error, error
+
+def test_new__prints_all_findings(tmp_path) -> None:
+    root = tmp_path / "records"
+    root.mkdir()
+    runs = of_chain(tmp_path / "runs", seeds=4, loss=2.21, world_size=2)
+    status, _, error = call("new", "--records", root, "X", runs, "--track=pocket_time", "--date=2026-13-01",
+                            "--idea=one two three four five six")
+    assert status == 2 and error.count("\n  found: ") == 1
+    for said in ("date: found 2026-13-01: month must be", "over 5 seeds", "one to 5 words", "seed3, threads: found 4"):
+        assert said in error, error
+
+@pytest.mark.parametrize("date", ["2026-02-30", "2026-99-99", f"{datetime.date.today() + datetime.timedelta(days=2)}"])
+def test_new__dates_that_no_record_can_have(root, tmp_path, date) -> None:
+    status, _, error = call("new", "--records", root, "X", make_runs(tmp_path / "runs"), "--track=pocket",
+                            f"--date={date}")
+    assert status == 2 and f"date: found {date}: " in error and "in the future" in error, error
+    restate(root / FIRST, date, "date")
+    rename(root / FIRST, f"{date}_01_First")
+    assert f"date: found {date}: " in check(root, "01")
+
+def test_new__names_the_flag_in_which_a_run_of_the_parent_differs(chain, tmp_path) -> None:
+    """Earlier, it only said that a group mixes source_sha256."""
+    root = shutil.copytree(chain / "records", tmp_path / "records")
+    shutil.rmtree(root / "2026-01-03_03_NinetyNine")
+    bench = Path(shutil.copytree(chain / "third_with_parent", tmp_path / "third_with_parent"))
+    for run_dir in bench.glob("runs/*_A"):
+        edit(run_dir / "logs/x/log.jsonl", '"lr": 0.1', '"lr": 0.2')
+    status, _, error = call("new", "--records", root, "X", bench, chain / "third_with_base", "--track=pocket_time",
+                            "--idea=x", "--parent=02", "--date=2026-01-03")
+    assert status == 2 and "runs of A: found they have the source of record 02, but lr 0.2, not 0.1" in error, error
+    assert "mixes source_sha256" not in error
+
+def test_new__names_the_runs_that_failed(two_records) -> None:
+    page = (two_records / "records" / SECOND / "README.md").read_text()
+    assert re.search(r"\| B +\| 3 of 4 started \| 3 ", page)
+    assert page.index("| runs/007_B") < page.index("## Numbers") + 900, "next to the number of runs"
+    (two_records / "more").mkdir(exist_ok=True)
+    _, _, error = call("new", "--records", two_records / "more", "Again", two_records / "bench", "--kind=comparison")
+    assert "runs/007_B was started and is not counted: failed, exit status 1" in error
+    assert "group B: 3 of 4 started runs count" in error
+
+def test_numbers__phases_of_one_name_add_up(two_records) -> None:
+    """Earlier, the last one replaced the others."""
+    untimed = result_of(two_records / "records" / FIRST)["runs"]["seed1"]["untimed_s"]
+    assert untimed == {"set-up": 0.4, "warm-up of stage 1": 2.1, "warm-up": 5.0, "evaluation": 3.0}
