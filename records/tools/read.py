@@ -211,8 +211,9 @@ def without_duplicates(runs: list[Run]) -> set[int]:
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
         if not any(point.step for point in run.val):
             key = ()                                      # first losses hardly differ between runs
-        is_timed_text = run.kind == "text" and any(point.seconds for point in run.val)
-        start = run.identity() if is_timed_text else key                     # two logs may print their ends differently
+        start = key
+        if run.kind == "text" and any(point.seconds for point in run.val):
+            start = run.identity()                        # two logs of one run may print its end differently
         if key and (key in run_ids or start in run_ids):
             continue
         for alias in (key or id(run), start or id(run), printed[-3:], printed[-1:]):
