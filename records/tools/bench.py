@@ -41,6 +41,7 @@ TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
 OPEN = "undecided", "not proven", "not measured in turn"                # verdicts that more pairs may change
 PR_SET_PDEATHSIG = 1                   # of <sys/prctl.h>
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)                       # None outside Linux
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 # A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
@@ -66,8 +67,8 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
 
 def end_with_parent() -> None:
     """Let the kernel end this process when its parent ends, even if that is killed. Only Linux can do this."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if PRCTL:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
     """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s.
