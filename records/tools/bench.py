@@ -4,11 +4,12 @@
     python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
     python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
 
-An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. Pairs run
-as A B, B A, ... in fresh processes, with one seed per pair, so that a drift affects both sides equally. A bench tests
-after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides; all tests together have a
-level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue. `new` takes
-the output directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
+An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. The runs of
+a pair are fresh processes with one seed, in an order that is drawn for each pair. A bench tests after 4, 6, 10, 16, ...
+pairs and after --pairs, and stops at the first test that decides; all tests together have a level of 1 %
+(statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue; it refuses to start
+while an earlier call or one of its runs has not ended. `new` takes the output directory. Its manifest.jsonl has one
+line when a run starts and one when it ends, however it ended.
 
 Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -31,12 +33,15 @@ from typing import Any, NamedTuple
 from tools import files, plot, report
 from tools.files import inside
 from tools.read import Facts, Run, ToolError, read_runs
-from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
+from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of, test_in_words
+from tools.statistics import pair_order
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # file name in patches
 GRACE_S = 40.0                         # torchrun gives its workers 30 s before it kills them
-UNDECIDED = 7                          # exit status
+OPEN = "undecided", "not proven", "not measured in turn"                # verdicts that more pairs may change
+PR_SET_PDEATHSIG = 1                   # of <sys/prctl.h>
+PRCTL = getattr(ctypes.CDLL(None), "prctl", None)                       # None outside Linux
 STDERR_LINES = 12                      # lines of stderr that are printed when a run failed
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # names in the directory of a run
 # A seed flag: a field whose default is a call, as in train_gpt.py, or an argument of argparse, click, ...
@@ -60,15 +65,25 @@ def make_trainer(script: Path, flags: list[str]) -> Trainer:
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
 
-def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
-    """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s."""
+def end_with_parent() -> None:
+    """Let the kernel end this process when its parent ends, even if that is killed. Only Linux can do this."""
+    if PRCTL:
+        PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+def run_once(command: list[str], folder: Path, ranks: int, limit_s: float, lock: int) -> Facts:
+    """Run a command in `folder`, then end all its processes. Returns cause ("": success) and wall_s.
+
+    lock: descriptor of the lock on the output directory. The process inherits it, so the lock lasts as long as the
+    process, even if this tool is killed.
+    """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
     began = time.monotonic()
     cause = ""
     with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
         child = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-                                 stdout=out, stderr=err, start_new_session=True)
+                                 stdout=out, stderr=err, start_new_session=True, pass_fds=[lock],
+                                 preexec_fn=end_with_parent)
         try:
             if child.wait(limit_s) != 0:
                 cause = f"exit status {child.returncode}"
@@ -98,21 +113,21 @@ def finished(folder: Path) -> list[Run]:
 class Bench:
     """A bench in an output directory; it continues what earlier calls have done there.
 
-    Raises ToolError if the directory belongs to another bench.
+    lock: descriptor of the lock on the directory. Raises ToolError if the directory belongs to another bench.
     """
 
-    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
+    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer], lock: int) -> None:
         self.args = args
         self.sides = sides
+        self.lock = lock
         self.manifest = args.out / MANIFEST
-        args.out.mkdir(parents=True, exist_ok=True)
         plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
             if self.manifest.is_file() and self.manifest.stat().st_size:
                 raise ToolError(f"file {self.manifest}", found="not written by a bench",
                                 expected="the manifest of a bench, or no file",
                                 hint="move the file, or choose another --out")
-            self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
+            self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs, losses=PAIRED)
         self.plan = self.lines("bench")[0]
         if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
             raise ToolError(f"bench in {args.out}", found="sources, flags or ranks differ from its manifest",
@@ -167,7 +182,7 @@ class Bench:
 
     def outcome(self, command: list[str], folder: Path) -> Facts:
         """Run a command; print and return how it ended, as the manifest states it."""
-        ended = run_once(command, folder, self.args.ranks, self.args.limit)
+        ended = run_once(command, folder, self.args.ranks, self.args.limit, self.lock)
         runs = [] if ended["cause"] else finished(folder)
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
@@ -189,11 +204,10 @@ class Bench:
         return sorted(pair for pair, names in done.items() if names >= set(self.sides))
 
     def side(self, name: str) -> Side:
-        """Return the runs of one side in complete pairs."""
-        pairs = self.complete()
+        """Return the successful runs of one side."""
         paths = []
         for line in self.lines("end"):
-            if line["outcome"] == "done" and line["side"] == name and line["pair"] in pairs:
+            if line["outcome"] == "done" and line["side"] == name:
                 paths += [inside(self.args.out, f"{line['folder']}/{log}") for log in line["logs"]]
         return side_of(name, paths)
 
@@ -204,12 +218,9 @@ class Bench:
         """
         failures: list[str] = []
         found = self.compared()
-        while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
+        while len(self.complete()) < self.args.pairs and is_open(found):
             pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
-            order = list(self.sides)
-            if len(self.complete()) % 2:
-                order.reverse()
-            failed = next((name for name in order if not self.run(name, pair)), None)
+            failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
             if failed in failures:
                 print(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
@@ -222,11 +233,11 @@ class Bench:
         if len(found) > 1:
             print(f"after {len(self.complete())} pairs", *difference_lines(found), sep="\n    ")
             return 0
-        for report_of_b in found.values():
-            print(report.compare_in_words(report_of_b))
-            summary = json.dumps(report.jsonable(report_of_b), indent=1)
-            files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
-        return status_of(found)
+        report_of_b, = found.values()
+        print(report.compare_in_words(report_of_b))
+        summary = json.dumps(report.jsonable(report_of_b), indent=1)
+        files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
+        return report.STATUS[report_of_b["verdict"]]
 
     def compared(self) -> dict[str, Facts]:
         """Compare every other side with the first, in complete pairs; {} without such a pair."""
@@ -235,19 +246,20 @@ class Bench:
             return {}
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
-def status_of(found: dict[str, Facts]) -> int:
-    """Return the exit status for two sides; more than two get no verdict."""
-    words = [report_of_b["verdict"] for report_of_b in found.values()]
-    return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
+def is_open(found: dict[str, Facts]) -> bool:
+    """Whether more pairs may change the verdict; more than two sides get no verdict."""
+    return len(found) != 1 or any(report_of_b["verdict"] in OPEN for report_of_b in found.values())
 
 def difference_lines(found: dict[str, Facts]) -> list[str]:
     """Return one line per side, with its difference from A."""
     lines = []
     for name, comparison in found.items():
-        seconds = test_in_words(comparison["time"], "+.3f", "s")
+        pairs = comparison["pairs"]
+        seconds = test_in_words(comparison["time"], "+.3f", "s", pairs)
         if comparison["share"]:
-            seconds = test_in_words(comparison["share"], "+.2%")
-        lines.append(f"{name} - A: loss {test_in_words(comparison['loss'], '+.4f')}; time {seconds}")
+            seconds = test_in_words(comparison["share"], "+.2%", pairs=pairs)
+        loss = test_in_words(comparison["loss"], "+.4f", pairs=pairs)
+        lines.append(f"{name} - A: loss {loss}; time {seconds} ({pairs} pairs)")
     return lines
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
@@ -352,20 +364,31 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     """Run `bench` or `try`; return the exit status. argv: the verb and its arguments."""
     args = parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)               # end the run and log it, as Ctrl-C does
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:                       # nohup ignores SIGHUP
+            signal.signal(number, signal.default_int_handler)                # end the run and log it, as Ctrl-C does
+    base_dir = ROOT
     if argv[0] == "try":
-        base_dir = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.out / "curves.png" if args.plot is None else args.plot
-        sides = sides_to_try(args)
     else:
         base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
-        sides = sides_to_bench(args)
     if args.data is None:
         args.data = base_dir / DATA if (base_dir / DATA).is_dir() else ROOT / DATA
+    args.out.mkdir(parents=True, exist_ok=True)
     try:
-        bench = Bench(args, sides)
+        with files.locked(args.out) as lock:
+            return run_bench(args, lock, is_try=argv[0] == "try")
+    finally:
+        with contextlib.suppress(OSError):                                   # it is not empty
+            args.out.rmdir()
+
+def run_bench(args: argparse.Namespace, lock: int, is_try: bool) -> int:
+    """Run a bench in its locked output directory; return the exit status."""
+    sides = (sides_to_try if is_try else sides_to_bench)(args)
+    try:
+        bench = Bench(args, sides, lock)
         status = bench.race()
     except KeyboardInterrupt:
         print(f"interrupted; repeat the command with --out={args.out} to continue")
@@ -375,7 +398,7 @@ def main(argv: list[str]) -> int:
     groups = {name: bench.side(name).runs for name in sides}
     if args.plot and plot.curves(groups, args.plot, args.target):
         print(f"picture: {args.plot}")
-    if argv[0] == "try":
+    if is_try:
         name = re.sub(r"\W|_", "", args.patch.stem.title())
         print(f"to publish it: python records new {name} {args.out} --kind=comparison")
     return status

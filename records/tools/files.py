@@ -5,13 +5,19 @@ standard library only.
 """
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import secrets
 import stat
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 UNFINISHED = ".unfinished"             # name prefix of files and directories that are renamed when they are complete
+
+LOCK_WAIT_S = 3.0                      # a run needs a moment to end after its tool was killed
 
 class ToolError(Exception):
     """An error that says what is wrong, what was found, what was expected, and how to fix it."""
@@ -80,3 +86,29 @@ def open_to_append(path: Path) -> BinaryIO:
         file.close()
     raise ToolError(f"file {path}", found="a link, a pipe, a device, or a file with several names (hard links)",
                     expected="a regular file with one name, or no file", hint="move it, or choose another directory")
+
+@contextlib.contextmanager
+def locked(folder: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[int]:
+    """Hold an exclusive lock on a directory during the block, and yield the descriptor of the lock.
+
+    A process that inherits the descriptor holds the lock until it ends. Raises ToolError if another process holds the
+    lock for more than wait_s.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    deadline = time.monotonic() + wait_s
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise ToolError(f"directory {folder}", expected="one process at a time",
+                                    found="another process is using it, or a run that it started",
+                                    hint="wait until it has ended") from None
+                time.sleep(0.05)
+            except OSError:                                                  # a network drive may not support locks
+                break
+        yield descriptor
+    finally:
+        os.close(descriptor)

@@ -204,7 +204,7 @@ def read_file(path: Path) -> list[Run]:
 def without_duplicates(runs: list[Run]) -> set[int]:
     """Return the `id` of each distinct run, in its most complete log.
 
-    A log of a single line is matched by its last validation.
+    A log of a single line is matched by its last validation, and a text log also by its first two times.
     """
     run_ids: dict[Any, int] = {}
     for run in sorted(runs, key=lambda run: (run.kind == "ours", len(run.val), len(run.facts)), reverse=True):
@@ -212,9 +212,12 @@ def without_duplicates(runs: list[Run]) -> set[int]:
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # two seeds may print the same
         if not any(point.step for point in run.val):
             key = ()                                      # first losses hardly differ between runs
-        if key and key in run_ids:
+        start = key
+        if run.kind == "text" and any(point.seconds for point in run.val):
+            start = run.identity()                        # two logs of one run may print its end differently
+        if key and (key in run_ids or start in run_ids):
             continue
-        for alias in (key or id(run), printed[-3:], printed[-1:]):
+        for alias in (key or id(run), start or id(run), printed[-3:], printed[-1:]):
             run_ids.setdefault(alias, id(run))
     return set(run_ids.values())
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from tools import compressed, consistency, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
-from tools.files import UNFINISHED, inside, unfinished_name, write_bytes
+from tools.files import UNFINISHED, inside, locked, unfinished_name, write_bytes
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
@@ -51,6 +51,7 @@ POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # ratio of times, with its 99 % interval
 LINK_OUT = "a link out of the record"
+NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
@@ -855,4 +856,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("--idea", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")
         parser.add_argument("--date", default=f"{datetime.date.today()}", help="date of the record, YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
-    return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, args.records.resolve())
+    root = args.records.resolve()
+    # Two calls of `new` must not choose the same number for their records.
+    with locked(root, NEW_WAIT_S) if verb == "new" else contextlib.nullcontext():
+        return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, root)

@@ -1,10 +1,11 @@
 """Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
 Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
-0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
+0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not. Runs of a bench
+count up to its last test, at the level of this test.
 
 Exit status: 0 faster, lower loss, proven, inside, systems or no target; 3 slower, higher loss; 4 same; 5 same program;
-6 no record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+6 no record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
 """
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import plot
 from tools.files import inside
 from tools.read import Facts, Reading, Run, ToolError, read_runs
-from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
-from tools.statistics import summary, time_level, time_word
+from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
+from tools.statistics import paired_difference, pairs_in_turn, seeds_needed, skewness, summary, time_level, time_word
 
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "systems": 0, "inside": 0, "slower": 3,
           "higher loss": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7,
-          "not measured in turn": 7, "not comparable": 8, "outside": 9}
+          "partly proven": 7, "not measured in turn": 7, "not comparable": 8, "outside": 9}
 MACHINE = "hardware", "world_size", "driver", "buses"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
@@ -39,6 +40,7 @@ MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched s
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+PAIRED = "paired"                      # the test of losses that a bench states
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
@@ -63,6 +65,13 @@ class Side:
             by_seed.setdefault(key, []).append(run.loss)
         means = [summary(same).mean for same in by_seed.values()]
         return [mean for mean in means if math.isfinite(mean)]
+
+    def by_seed(self) -> dict[int | None, float]:
+        """Return the mean loss of each seed."""
+        losses: dict[int | None, list[float]] = {}
+        for run in self.runs:
+            losses.setdefault(run.seed, []).append(run.loss)
+        return {seed: summary(same).mean for seed, same in losses.items()}
 
     @property
     def timed(self) -> list[Run]:
@@ -173,32 +182,59 @@ def manifest_of(run: Run) -> tuple[Path | None, Facts]:
                 return folder / MANIFEST, line
     return None, {}
 
+class Look(NamedTuple):
+    """The last test of a bench so far."""
+    lines: dict[int, Facts]            # the manifest's line on the end of each run, by `id` of the run
+    level: float                       # 0: the bench has not tested yet
+    has_paired_losses: bool            # its manifest states a paired test, and the runs of each pair share a seed
+
+    def pair(self, run: Run) -> int:
+        """Return the number of the pair of a run."""
+        return self.lines[id(run)]["pair"]
+
+def last_look(a: Side, b: Side) -> tuple[Side, Side, Look | None]:
+    """Select the runs that the last test of a bench includes; return both sides and the test.
+
+    These are the runs of complete pairs without the pairs after this test. Before the first test, all complete pairs
+    count. Returns the sides as they are, and None, if they are not of one bench.
+    """
+    found = {id(run): manifest_of(run) for run in (*a.runs, *b.runs)}
+    manifests = {manifest for manifest, _ in found.values()}
+    look = Look({key: line for key, (_, line) in found.items()}, 0.0, False)
+    if len(manifests) > 1 or not all("pair" in line for line in look.lines.values()):
+        return a, b, None
+    seeds_a = {look.pair(run): run.seed for run in a.runs}
+    seeds_b = {look.pair(run): run.seed for run in b.runs}
+    complete = sorted(seeds_a.keys() & seeds_b.keys())
+    if not complete:
+        return a, b, None
+    plan = next(iter(manifest_lines(manifests.pop(), "bench")), {})
+    tests = [count for count in range(len(complete) + 1) if look_level(count, plan.get("pairs"))]
+    counted = complete[:max(tests, default=len(complete))]
+    sides = []
+    for side in (a, b):
+        runs = [run for run in side.runs if look.pair(run) in counted]
+        later = [run for run in side.runs if look.pair(run) in complete[len(counted):]]
+        sides.append(replace(side, runs=runs, started=side.started - len(later)))
+    one_seed = [pair for pair in counted if seeds_a[pair] == seeds_b[pair] is not None]
+    is_paired = (plan.get("losses"), one_seed) == (PAIRED, counted)
+    return *sides, Look(look.lines, look_level(len(counted), plan.get("pairs")), is_paired)
+
 class Turns(NamedTuple):
     """Interleaved runs of both sides in order of time, or the reason why they are not interleaved ("" if they are)."""
     runs: list[Run]
     is_b: list[bool]
     why_not: str = ""
-    looks: bool = False                # they are of a bench, which may have stopped at any test
-    planned: int | None = None         # number of pairs at which the bench ends
+    rest: Sequence[Run] = ()           # timed runs before and after the interleaved ones
 
-def turns_of(a: Side, b: Side) -> Turns:
-    """Order the timed runs of both sides.
-
-    Runs of one bench are its complete pairs, up to the last test; other runs are ordered by their start.
-    """
+def turns_of(a: Side, b: Side, look: Look | None = None) -> Turns:
+    """Order the timed runs of both sides: those of a bench as it ran them, others by their start."""
     both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
-    lines = {id(run): manifest_of(run) for run, _ in both}
-    manifests = {manifest for manifest, _ in lines.values()}
-    if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
-        plan = manifest_lines(manifests.pop(), "bench")
-        planned = plan[0].get("pairs") if plan else None
-        pair_of = {key: line["pair"] for key, (_, line) in lines.items()}
-        complete = sorted({pair_of[id(run)] for run in a.timed} & {pair_of[id(run)] for run in b.timed})
-        looks = [count for count in range(len(complete) + 1) if time_level(count, planned, True)]
-        counted = complete[:looks[-1]] if looks else complete
-        both = [(run, is_b) for run, is_b in both if pair_of[id(run)] in counted]
-        both.sort(key=lambda item: lines[id(item[0])][1]["run"])
-        return Turns([run for run, _ in both], [is_b for _, is_b in both], "", True, planned)
+    if look:
+        timed_pairs = set(map(look.pair, a.timed)) & set(map(look.pair, b.timed))
+        both = [(run, is_b) for run, is_b in both if look.pair(run) in timed_pairs]
+        both.sort(key=lambda item: look.lines[id(item[0])]["run"])
+        return Turns([run for run, _ in both], [is_b for _, is_b in both])
 
     why = apart(a, b)
     for side in (a, b):
@@ -210,16 +246,32 @@ def turns_of(a: Side, b: Side) -> Turns:
         return Turns([], [], why)
     both.sort(key=lambda item: item[0].started)
     letters = "".join("AB"[is_b] for _, is_b in both)
-    for (before, _), (after, _) in zip(both, both[1:]):
+    paired = pairs_in_turn(letters)
+    stretch = both[paired[0]:paired[-1] + 1] if paired else both
+    for (before, _), (after, _) in zip(stretch, stretch[1:]):
         pause_s = after.started - before.started - before.seconds
         if before.started < after.started and pause_s < -1:
             why = "runs overlap in time"
         elif pause_s > RENTAL_PAUSE_S:
             why = f"a pause of {pause_s / 3600:.1f} hours between runs, perhaps another rental"
-    paired = pairs_in_turn(letters)
     if why or paired is None:
         return Turns([], [], why or f"in the order of time they are {letters[:24]}")
-    return Turns([both[index][0] for index in paired], [both[index][1] for index in paired])
+    rest = [run for index, (run, _) in enumerate(both) if index not in paired]
+    return Turns([both[index][0] for index in paired], [both[index][1] for index in paired], "", rest)
+
+def loss_difference(a: Side, b: Side, look: Look | None) -> Difference | None:
+    """Test B's losses minus A's: within seeds if the bench has paired losses, or else as two samples.
+
+    If both sides have equal losses seed by seed, p is 1.
+    """
+    before = a.by_seed()
+    after = b.by_seed()
+    if None not in before and before == after:
+        return Difference(0.0, 0.0, 0.0, 1.0)
+    if look is None or not look.has_paired_losses:
+        return difference(a.losses(), b.losses())
+    changes = [after[seed] - loss for seed, loss in before.items()]
+    return paired_difference([change for change in changes if math.isfinite(change)])
 
 def apart(a: Side, b: Side) -> str:
     """Return how machines or days of the sides differ; "" if the logs do not show a difference."""
@@ -242,14 +294,13 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
     """
     target = target or target_of(a, b)
+    a, b, look = last_look(a, b)
     report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
-    loss = difference(report["a"]["losses"], report["b"]["losses"])
-    by_seed = {run.seed: run.loss for run in a.runs}
-    if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
-        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # bitwise equal
-    turns = turns_of(a, b)
+    loss = loss_difference(a, b, look)
+    turns = turns_of(a, b, look)
     pairs = len(turns.runs) // 2
-    level = time_level(pairs, turns.planned, turns.looks)
+    loss_level = look.level if look else ALPHA
+    level = time_level(pairs, loss_level)
     share = in_turn([run.seconds for run in turns.runs], turns.is_b)
     base = report["a"]["time"].mean
     seconds = None
@@ -258,7 +309,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     elif a.timed and b.timed:
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
-    report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
+    report |= {"why_not_in_turn": turns.why_not, "loss_level": loss_level}
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
     reasons = refusals(a, b)
@@ -269,6 +320,9 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         outcome = ("same program",
                    "source, settings and software are equal; any difference is due to the machine or chance")
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
+    if turns.rest:
+        names = listed((shown(run.path) for run in turns.rest), 2)
+        report["notes"].append(f"times of {len(turns.rest)} runs before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
@@ -276,6 +330,7 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     loss = report["loss"]
     p = loss and loss.p
     reason = "no difference of losses shows"
+    is_partly_proven = False
     if p is None:
         reason = "no test of the losses: that takes two seeds a side"
     diverged = sum(not math.isfinite(run.loss) for run in b.runs)
@@ -286,14 +341,18 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
         if p is not None and p < ALPHA:
             return "undecided", f"{reason}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
     elif report["target"]:
-        word, reason = proof(b, report["target"])
+        word, reason = proof(b, report["target"], report["loss_level"])
         if word != "proven":
             return word, f"B: {reason}"
+        is_partly_proven = b.started > len(b.runs)
     elif p is not None and p < report["loss_level"]:
         return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     if report["why_not_in_turn"]:
         return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
-    return time_word(report["share"], report["level"]), f"{reason}; {time_in_words(report)}"
+    word = time_word(report["share"], report["level"])
+    if word == "faster" and is_partly_proven:
+        word = "partly proven"
+    return word, f"{reason}; {time_in_words(report)}"
 
 def time_in_words(report: Facts) -> str:
     """Return the result on time as a phrase."""
@@ -310,10 +369,10 @@ def time_in_words(report: Facts) -> str:
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
     return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
 
-def proof(side: Side, target: float) -> tuple[str, str]:
+def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
     """Test the target; return proven, not proven or no record, and the reason.
 
-    The reason states how many of the started runs prove it.
+    The reason states how many of the started runs prove it. level: that of the test; 0: no test yet.
     """
     losses = side.losses()
     n, mean, sd = summary(losses)
@@ -325,14 +384,18 @@ def proof(side: Side, target: float) -> tuple[str, str]:
         started = "by a list, as stated"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
     tested = f"mean loss {mean:.5f} against {target:g}:"
-    if p < ALPHA:
+    if p < level:
         return "proven", f"{tested} proven {started} {known}"
-    if hopeless(losses, target):
-        return "no record", f"{tested} not below it, {started} {known}, and more seeds would not help"
-    needed = seeds_needed(target - mean, sd)
+    if level and p > 1 - ALPHA:
+        return "no record", f"{tested} not below it, {started} {known}"
     reason = f"{tested} not proven {started} {known}"
+    if not level:
+        return "not proven", f"{reason}, no test yet"
+    if level < ALPHA:
+        return "not proven", f"{reason}; the bench tests it at a level of {level:.3g}"
+    needed = seeds_needed(target - mean, sd)
     if needed:
-        reason += f"; at this mean and sd, {max(1, needed - n)} more seeds prove it with a probability of 80 %"
+        reason += f"; at this mean and sd, a test of {needed} new seeds proves it with a probability of 80 %"
     return "not proven", reason
 
 def target_of(*sides: Side) -> float | None:
@@ -447,6 +510,8 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
         outcome = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
         outcome = proof(side, target)
+        if outcome[0] == "proven" and side.started > len(side.runs):
+            outcome = "partly proven", outcome[1]
     report = {"verdict": outcome[0], "reason": outcome[1], "target": target, **facts_of(side, target)}
     known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
@@ -565,12 +630,15 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines) if rows else ""
 
-def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
-    """Format a difference with its interval and p, or with "(no test)"."""
+def test_in_words(test: Difference | None, form: str, unit: str = "", pairs: int = 0) -> str:
+    """Format a difference with its interval and p, or with "(no test)".
+
+    pairs: the number of pairs in turn. The interval of fewer than FEWEST_PAIRS is left out, because it is too wide.
+    """
     if test is None:
         return "unknown"
     text = f"{test.mean:{form}} {unit}".strip()
-    if test.p is None:
+    if test.p is None or 0 < pairs < FEWEST_PAIRS:
         return f"{text} (no test)"
     return f"{text} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
@@ -582,9 +650,10 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     for side in sides:
         begun = f", begun {side['begun']}" if side["begun"] else ""
         lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
-        rows.append([side["name"], *side["loss"], side["p"], *side["time"][1:], side["memory"].mean])
+        rows.append([side["name"], *side["loss"], side["p"], skewness(side["losses"]), *side["time"][1:],
+                     side["memory"].mean])
     if sides:
-        head = f"side | seeds | loss | sd | p (target {target or 'none'}) | time s | sd | peak MiB"
+        head = f"side | seeds | loss | sd | p (target {target or 'none'}) | skew | time s | sd | peak MiB"
         lines.append(markdown(head, rows))
     differs = [f"differs: {line}" for line in report.get("differs", [])]
     if len(differs) > SHOWN:
@@ -594,10 +663,11 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
 
 def compare_in_words(report: Facts) -> str:
     """Format the report of `compare`."""
-    lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
-             f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
+    pairs = report["pairs"]
+    lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats', pairs)}",
+             f"  time    {test_in_words(report['time'], '+.3f', 's', pairs)}"]
     if report["share"]:
-        lines.append(f"          {test_in_words(report['share'], '+.2%')}, {report['pairs']} pairs in turn")
+        lines.append(f"          {test_in_words(report['share'], '+.2%', pairs=pairs)}, {pairs} pairs in turn")
     if report["memory"]:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)

@@ -1,13 +1,14 @@
-"""Significance tests and their levels, as pure functions on lists of numbers (seconds, nats per token).
+"""Significance tests, their levels and the order of runs, as pure functions on names and lists of numbers.
 
-The rate of false verdicts is simulated by tests/records/bench_words.py: both orders of alternation, drift, sudden
-changes of speed, skewed times and late runs, from 3 pairs on. scipy.stats is imported inside the functions that use it,
-because the import takes a second.
+The rate of false verdicts is simulated by tests/records/bench_words.py: three orders of alternation, drift, sudden
+changes of speed, skewed times and late runs, from 3 pairs on, and losses with and without a target. scipy.stats is
+imported inside the functions that use it, because the import takes a second.
 """
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import random
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,8 +16,8 @@ import numpy as np
 ALPHA = 0.01                       # probability of a false verdict
 INTERVAL = 1 - ALPHA
 SAME_MARGIN = 0.001                # `same`: the interval of the relative difference is within +- this
-FEWEST_PAIRS = 3                   # fewest interleaved pairs for a verdict on time
-MOST_SEEDS = 100                   # a target that needs more seeds counts as out of reach
+FEWEST_PAIRS = 3                   # fewest pairs for a verdict and for an interval in a bench
+MOST_SEEDS = 100                   # largest number of seeds that `seeds_needed` returns
 POWER = 0.8                        # probability that `seeds_needed` seeds prove the target
 # Level of p for a verdict on time, by number of pairs; the last one applies to all larger numbers. Three pairs need a
 # stricter level: a change of speed in their middle affects the sides unevenly, and causes 6 % false verdicts at 1 %.
@@ -70,6 +71,32 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     high = max(interval.high for interval in intervals)
     return Difference(mean, float(low), float(high), float(max(test.pvalue for test in tests)))
 
+def paired_difference(changes: Sequence[float]) -> Difference | None:
+    """Test the mean of the differences within pairs (t-test); None without pairs, no test of fewer than FEWEST_PAIRS.
+
+    Differences that are all 0 have p 1, whatever their number.
+    """
+    from scipy import stats
+    n, mean, sd = summary(changes)
+    if not n:
+        return None
+    if not any(changes):
+        return Difference(0.0, 0.0, 0.0, 1.0)
+    if n < FEWEST_PAIRS:
+        return Difference(mean)
+    if sd == 0:
+        return Difference(mean, mean, mean, 0.0)
+    error = sd / math.sqrt(n)
+    half = float(stats.t.isf(ALPHA / 2, n - 1)) * error
+    return Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, n - 1)))
+
+def skewness(values: Sequence[float]) -> float:
+    """Return the adjusted sample skewness; nan for fewer than three values, or if all are equal."""
+    n, mean, sd = summary(values)
+    if n < 3 or not sd > 0:
+        return math.nan
+    return n / ((n - 1) * (n - 2)) * math.fsum(((x - mean) / sd) ** 3 for x in values)
+
 def below(losses: Sequence[float], target: float) -> float:
     """Return the one-sided p of the hypothesis that the mean is not below the target (t-test); nan if n < 2 or sd 0."""
     from scipy import stats
@@ -88,19 +115,6 @@ def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
             return n
     return None
 
-def hopeless(losses: Sequence[float], target: float) -> bool:
-    """Whether more seeds cannot prove the target.
-
-    True if the mean is proven to be above it (p > 0.99), or if more than MOST_SEEDS are needed even at the favorable
-    end of the one-sided 99 % interval.
-    """
-    from scipy import stats
-    n, mean, sd = summary(losses)
-    if n < 2 or mean < target or not sd > 0:
-        return False
-    best = mean - stats.t.isf(ALPHA, n - 1) * sd / math.sqrt(n)
-    return best >= target or seeds_needed(target - best, sd) is None
-
 def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] | None:
     """Return the interval that contains one more value of the same kind with probability 1 - level; None for n < 2."""
     from scipy import stats
@@ -110,22 +124,35 @@ def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] |
     half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
     return mean - half, mean + half
 
+def pair_order(names: Iterable[str], pair: int) -> list[str]:
+    """Draw the order in which the sides of a pair run, from its number.
+
+    Drawn orders do not follow any period in the speed of the machine. ABBA does: if speed changes every two runs, from
+    the middle of a pair on, it has 10 % false verdicts.
+    """
+    coin = random.Random(f"turn {pair}")
+    return sorted(names, key=lambda _: coin.random())
+
 def pairs_in_turn(sides: str) -> list[int] | None:
     """Return the indices of the runs that form adjacent pairs of both sides; None if the sides do not alternate.
 
     sides: one letter per run in order of time, for example "ABBAAB". If their number is odd, one run may have no
-    partner.
+    partner. Otherwise the longest stretch of adjacent pairs counts, if it has at least FEWEST_PAIRS.
     """
-    paired: list[int] = []
+    stretches: list[list[int]] = [[]]
     index = 0
     while index + 1 < len(sides):
-        if sides[index] != sides[index + 1]:
-            paired += [index, index + 1]
+        if sides[index] == sides[index + 1]:
+            stretches.append([])
+        else:
+            stretches[-1] += [index, index + 1]
             index += 1
         index += 1
-    if not paired or len(sides) - len(paired) > len(sides) % 2:
-        return None
-    return paired
+    paired = [index for stretch in stretches for index in stretch]
+    if paired and len(sides) - len(paired) <= len(sides) % 2:
+        return paired
+    longest = max(stretches, key=len)
+    return longest if len(longest) >= 2 * FEWEST_PAIRS else None
 
 def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None:
     """Estimate the relative difference of B's time from A's, in interleaved runs.
@@ -148,23 +175,29 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None
     p = float(2 * stats.t.sf(abs(log_ratio) / error, free)) if error > 1e-12 else float(abs(log_ratio) < 1e-12)
     return Difference(math.expm1(log_ratio), math.expm1(log_ratio - half), math.expm1(log_ratio + half), p)
 
-def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
-    """Return the level below which p decides on time, with at most 1 % false verdicts; 0: no verdict at so many pairs.
+def look_level(pairs: int, planned: int | None = None) -> float:
+    """Return the level of a bench's test after so many pairs; 0: it does not test there.
 
-    looks: the bench was stopped by its result. planned: the number of pairs at which it ends, by default the last of
-    LOOKS.
+    The levels of all tests add up to ALPHA. planned: the number of pairs at which the bench ends, by default the last
+    of LOOKS.
     """
-    if pairs < FEWEST_PAIRS:
-        return 0.0
     if planned is None:
         planned = LOOKS[-1]
-    if not looks or pairs == planned:
-        return TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])
-    if pairs not in LOOKS:
+    early = sum(look < planned for look in LOOKS)
+    if pairs < FEWEST_PAIRS or pairs not in (*LOOKS, planned):
         return 0.0
     if pairs < planned:
-        return EARLY_SHARE / sum(look < planned for look in LOOKS)
+        return EARLY_SHARE / early
+    if pairs == planned:
+        return ALPHA - LATE_SHARE - EARLY_SHARE * bool(early)
     return LATE_SHARE / 2 ** sum(planned < look <= pairs for look in LOOKS)
+
+def time_level(pairs: int, look: float = ALPHA) -> float:
+    """Return the level below which p decides on time, with at most 1 % false verdicts; 0: no verdict at so many pairs.
+
+    look: the level of this test, if a bench makes several.
+    """
+    return min(look, TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])) if pairs >= FEWEST_PAIRS else 0.0
 
 def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
     """Return the verdict on time: faster, slower, same or undecided."""

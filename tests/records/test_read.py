@@ -113,6 +113,17 @@ def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:
     assert sorted(run.seed for run in reading.runs) == [0, 1]
     assert "3 duplicate run" in reading.unread_in_words()
 
+def test_read_runs__a_text_log_that_ends_one_ms_later_is_the_same_run(tmp_path) -> None:
+    """Earlier, four logs and such copies of them counted as 8 seeds, and the target was `proven`."""
+    for seed in range(4):
+        log = make_peer(tmp_path / f"{seed}.txt", 3.279 + seed / 1e3, 80.0 + seed / 10)
+        ms = f"{80_000 + 100 * seed}ms"
+        copy = log.read_text().replace(f"train_time:{ms}", f"train_time:{ms[:-3]}1ms")
+        assert copy != log.read_text()
+        (tmp_path / f"copy-{seed}.txt").write_text(copy)
+    reading = read_runs([tmp_path])
+    assert len(reading.runs) == 4 and "4 duplicate run" in reading.unread_in_words()
+
 def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
     with pytest.raises(ToolError, match="a file or a directory"):
         read_runs([tmp_path / "none"])

@@ -49,6 +49,17 @@ def check(root: Path, *argv: object) -> str:
 def result_of(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
+def test_new__waits_for_another_call_and_then_refuses(tmp_path, monkeypatch) -> None:
+    """Earlier, two calls at once shared a directory: one record had the log of one run and the numbers of another."""
+    monkeypatch.setattr(record, "NEW_WAIT_S", 0.1)
+    root = tmp_path / "records"
+    root.mkdir()
+    argv = ["new", "--records", root, "One", make_runs(tmp_path / "runs"), "--track=pocket"]
+    with files.locked(root):
+        status, _, error = call(*argv)
+    assert status == 2 and "another process is using it" in error and not list(root.iterdir())
+    assert call(*argv)[0] == 0
+
 @pytest.fixture(scope="module")
 def two_records(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An entry, and a comparison that has the entry as parent, a different source on one side, and a manifest."""

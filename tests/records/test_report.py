@@ -1,5 +1,6 @@
 """records/tools/report.py: which runs count, when a verdict is given, and what is printed."""
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NEW_NAM
 
 from tools import report                                     # noqa: E402
 from tools.read import ToolError, read_runs                  # noqa: E402
+from tools.statistics import look_level                      # noqa: E402
 
 DAY_S = 86_400
 HIGHER = [loss + 0.01 for loss in B_LOSSES]                   # significantly above the target
@@ -112,7 +114,10 @@ def test_compare__old_and_new_names_of_settings(tmp_path) -> None:
 
 @pytest.mark.parametrize("losses, word, said", [
     ([3.2751], "not proven", "not proven by 1 of 1 started (n = 1)"), ([3.29], "not proven", "(n = 1)"),
-    (A_LOSSES, "proven", "proven by 5 of 5 started (n = 5, p 0.0074)"), (HIGHER, "no record", "would not help"),
+    (A_LOSSES, "proven", "proven by 5 of 5 started (n = 5, p 0.0074)"),
+    (HIGHER, "no record", "not below it, by 5 of 5"),
+    ([3.2900, 3.2901, 3.2899, 3.2902], "no record", "not below it"), ([3.279, 3.281, 3.2805], "not proven", ""),
+    ([3.27, 3.28], "not proven", "new seeds proves it"), ([3.2801, 3.2815, 3.2790, 3.2810], "not proven", ""),
     (LEVEL, "not proven", "not proven by 5 of 5 started")])
 def test_proof__n_p_and_how_many_were_started(tmp_path, losses, word, said) -> None:
     found = show(make_side(tmp_path / "a", losses, [80.0] * len(losses)), TARGET)
@@ -126,7 +131,14 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path) -> 
         events = events_of(run / "log.jsonl")[:5]
         write_events(run / "log.jsonl", [*events, aborted])
     found = show(pool, TARGET)
-    assert found["verdict"] == "proven" and "proven by 5 of 7 started (n = 5" in found["reason"]
+    assert found["verdict"] == "partly proven" and "proven by 5 of 7 started (n = 5" in found["reason"]
+    assert call("show", pool, f"--target={TARGET}")[0] == 7
+    b = make_side(tmp_path / "b", B_LOSSES, B_TIMES, NOON + RUN_S, source=OTHER_SOURCE)
+    faster = compare(b, pool, 3.3)
+    assert faster["verdict"] == "slower", "B need not be proven for that"
+    faster = compare(make_side(tmp_path / "slow", times=[82.0, 82.1, 81.9, 82.0, 82.1], first=NOON + RUN_S,
+                               source=OTHER_SOURCE), pool, TARGET)
+    assert faster["verdict"] == "partly proven" and "B takes 2." in faster["reason"], faster["reason"]
     assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
 
 def test_proof__lists_in_a_readme_are_stated(tmp_path) -> None:
@@ -161,6 +173,13 @@ def test_in_words__one_seed_a_side_gives_the_difference(tmp_path) -> None:
     status, out, _ = call("compare", a, b)
     assert "loss    +0.00300 nats (no test)" in out and "time    -1.000 s (no test)" in out
     assert status == 7
+
+def test_in_words__the_skew_of_the_losses_stands_beside_p(tmp_path) -> None:
+    _, out, _ = call("show", make_side(tmp_path / "a", [2.165, 2.307, 2.206, 2.181], [80.0] * 4), "--target=2.5")
+    head, _, row = [line for line in out.splitlines() if line.startswith("|")]
+    column = head.split("|").index(" skew   ")
+    assert head.split("|")[column - 1].startswith(" p (target 2.5)")
+    assert float(row.split("|")[column]) == pytest.approx(1.6009)
 
 def test_in_words__at_most_25_lines_and_what_was_not_read_is_counted(tmp_path) -> None:
     settings = {f"setting_{n}": n for n in range(20)}
@@ -211,23 +230,70 @@ def test_sorted_out__runs_of_two_lengths_are_no_pool(tmp_path) -> None:
     with pytest.raises(ToolError, match="at least one finished run"):
         report.side_of("pool", [tmp_path / "b"])
 
-@pytest.mark.parametrize("planned, looks_at", [(10, [4, 6, 10]), (6, [4, 6])])
-def test_turns_of__a_bench_counts_to_its_last_look(tmp_path, planned, looks_at) -> None:
-    times = dict(A=A_TIMES, B=B_TIMES)
-    sources = dict(A="a\n", B=OTHER_SOURCE)
-    lines = [dict(type="bench", pairs=planned, sides=NO_FLAGS)]
-    for number, name in enumerate("ABBAABBAAB", 1):
+def make_bench(folder: Path, planned: int, a_losses: Sequence[float] = [3.27 + pair / 1e4 for pair in range(5)],
+               changes: Sequence[float] = (0.0,) * 5, order: str = "ABBAABBAAB", **plan: object) -> list[report.Side]:
+    """Write a bench with one seed per pair, in which B takes 1 % less time, and return its sides.
+
+    a_losses: by pair. changes: B's losses minus A's. plan: further facts of its first line.
+    """
+    lines = [dict(type="bench", pairs=planned, sides=NO_FLAGS) | plan]
+    for number, name in enumerate(order, 1):
         pair = (number - 1) // 2
-        seconds = times[name][pair] + number / 1e3
-        folder = f"runs/{number:03}_{name}"
-        make_run(tmp_path / folder / "logs/x", pair, 3.27 + pair / 1e4, seconds, NOON + number * RUN_S, sources[name])
-        lines.append(dict(type="end", run=number, pair=pair, side=name, folder=folder, outcome="done"))
-    write_events(tmp_path / "manifest.jsonl", lines)
-    sides = [report.side_of(name, sorted(tmp_path.glob(f"runs/*_{name}"))) for name in "AB"]
-    turns = report.turns_of(*sides)
-    assert turns.planned == planned
+        seconds = dict(A=A_TIMES, B=B_TIMES)[name][pair] + number / 1e3
+        loss = a_losses[pair] + (changes[pair] if name == "B" else 0)
+        run = f"runs/{number:03}_{name}"
+        make_run(folder / run / "logs/x", pair, loss, seconds, NOON + number * RUN_S, name)
+        about = dict(run=number, pair=pair, side=name, folder=run)
+        lines += [dict(type="start", **about), dict(type="end", **about, outcome="done")]
+    write_events(folder / "manifest.jsonl", lines)
+    return [report.side_of(name, sorted(folder.glob(f"runs/*_{name}"))) for name in "AB"]
+
+@pytest.mark.parametrize("planned, looks_at", [(10, [4, 6, 10]), (6, [4, 6])])
+@pytest.mark.parametrize("order", ["ABBAABBAAB", "ABABABABAB", "BAABABBABA"])
+def test_last_look__a_bench_counts_to_its_last_test(tmp_path, planned, looks_at, order) -> None:
+    a, b, look = report.last_look(*make_bench(tmp_path, planned, order=order))
+    assert look.level == look_level(4, planned)
+    turns = report.turns_of(a, b, look)
     assert len(turns.runs) // 2 == max(count for count in looks_at if count <= 5)
-    assert "".join("AB"[is_b] for is_b in turns.is_b) == "ABBAABBA"
+    assert "".join("AB"[is_b] for is_b in turns.is_b) == order[:8]
+    assert len(a.losses()) == len(b.losses()) == 4 and b.started == 4, "losses of the same pairs"
+
+def test_proof__in_a_bench_at_the_level_of_its_last_test(tmp_path) -> None:
+    """Earlier, the target was tested after every pair at 1 %, with losses of pairs whose times did not count yet."""
+    losses = [3.2773, 3.2788, 3.2768, 3.2783, 3.2701]
+    found = report.compare(*make_bench(tmp_path / "a", 10, losses), TARGET)
+    assert 0.005 < found["b"]["p"] < 0.01 and found["b"]["loss"].n == 4
+    assert found["verdict"] == "not proven" and "tests it at a level of 0.00125" in found["reason"], found["reason"]
+    found = report.compare(*make_bench(tmp_path / "b", 4, [loss - 0.0002 for loss in losses]), TARGET)
+    assert found["verdict"] == "faster" and "proven by 4 of 4 started" in found["reason"], "its only test"
+    above = [loss + 0.02 for loss in losses]
+    found = report.compare(*make_bench(tmp_path / "c", 10, above, order="ABBAAB"), TARGET)
+    assert found["verdict"] == "not proven" and "no test yet" in found["reason"], "a bench does not stop at pair 3"
+    assert report.compare(*make_bench(tmp_path / "d", 10, above), TARGET)["verdict"] == "no record"
+
+def test_loss_difference__pairs_of_one_seed(tmp_path) -> None:
+    """Earlier, differences of -0.0055 in all pairs had p 0.12, because seeds differ by more than that."""
+    shape = dict(planned=3, order="ABBAAB", a_losses=[2.31, 2.27, 2.34], changes=[-0.0058, -0.0055, -0.0052])
+    found = report.compare(*make_bench(tmp_path / "new", **shape, losses="paired"))
+    assert found["verdict"] == "lower loss" and found["loss"].p == pytest.approx(0.00099, abs=5e-6), found["reason"]
+    earlier = report.compare(*make_bench(tmp_path / "old", **shape))
+    assert earlier["verdict"] != "lower loss", "a bench keeps the test that its manifest states"
+    sides = make_bench(tmp_path / "three", 3, order="ABBAABBA", losses="paired")
+    sides[1].runs[0].seed = 99
+    assert report.last_look(*sides)[2].has_paired_losses is False, "one pair has two seeds"
+
+def test_compare__a_stretch_in_turn_counts_although_others_follow(tmp_path) -> None:
+    """Earlier, BABABABABABABA and then BBBB was `not measured in turn`."""
+    a, b = tmp_path / "a", tmp_path / "b"
+    for number, name in enumerate("BABABABABABABABBBB"):
+        seconds = 80.0 + number % 5 / 100 - (name == "B")
+        make_run(tmp_path / name.lower() / f"{number:02}", number, 3.278 + number % 3 / 1e3, seconds,
+                 NOON + number * RUN_S + DAY_S * (number > 13), name)
+    found = compare(a, b)
+    assert found["verdict"] == "faster" and found["pairs"] == 7, found["reason"]
+    note, = [note for note in found["notes"] if "in turn" in note]
+    assert note.startswith("times of 4 runs before or after those in turn do not count: ")
+    assert note.endswith("b/15/log.jsonl; and 2 more")
 
 def test_side_of__a_manifest_knows_of_runs_without_a_log(tmp_path) -> None:
     make_run(tmp_path / "runs/001_A/logs/x", 0, 3.27, 80.0)
