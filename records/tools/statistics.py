@@ -101,13 +101,24 @@ def hopeless(losses: Sequence[float], target: float) -> bool:
     best = mean - stats.t.isf(ALPHA, n - 1) * sd / math.sqrt(n)
     return best >= target or seeds_needed(target - best, sd) is None
 
-def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] | None:
-    """Return the interval that contains one more value of the same kind with probability 1 - level; None for n < 2."""
-    from scipy import stats
+def student_t(level: float, free: int) -> float:
+    """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy.
+
+    With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
+    """
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    mass = np.concatenate([[0.0], np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (free - 1))])
+    return math.sqrt(free) * math.tan(float(np.interp(1 - 2 * level, mass / mass[-1], angles)))
+
+def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[float, float] | None:
+    """Return the interval that contains the mean of `runs` more values of the same kind with probability 1 - level.
+
+    Returns None for fewer than two values. Does not import scipy.
+    """
     n, mean, sd = summary(values)
     if n < 2:
         return None
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
+    half = student_t(level / 2, n - 1) * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 
 def pairs_in_turn(sides: str) -> list[int] | None:
