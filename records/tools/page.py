@@ -64,11 +64,13 @@ def generate(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: 
     rows = compared(result)
     columns = "compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict"
     tables = ["## Numbers", markdown(columns, rows[:MOST_COMPARED])]
-    tables.append(folded(f"The other {len(rows) - MOST_COMPARED} comparisons", markdown(columns, rows[MOST_COMPARED:])))
+    others = markdown(columns, rows[MOST_COMPARED:])
+    tables.append(folded(f"The other {len(rows) - MOST_COMPARED} comparisons", others))
     columns = "group | n | loss | sd | s | sd | steps | MiB | off the clock, s: mean (most)"
     tables.append(markdown(columns, [group_row(result, name) for name in stated["groups"]]))
     tables += settings(result, sides, parent, diff)
-    tables.append(folded("Every run: loss, training s" + " (a pair has one seed)" * (len(sides) > 1), run_table(result)))
+    what = "Every run: loss, training s" + " (a pair has one seed)" * (len(sides) > 1)
+    tables.append(folded(what, run_table(result)))
     tables.append(folded("Facts from the logs", markdown("fact | value", [*facts(result)])))
     rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
     tables.append(folded("Runs that did not finish", markdown("run | outcome | cause", rows)))
@@ -101,21 +103,27 @@ def answer(result: Facts) -> str:
     for role in ("base", "parent"):
         if role in ratios and (role == "base" or ratios[role]["record"] != ratios["base"]["record"]):
             whose = "the base's time" if role == "base" else f"{ratios[role]['record'].split('_')[1]}'s"
-            parts.append("{ratio:#.3g} of {whose} ({low:#.3g} to {high:#.3g})".format_map(ratios[role] | {"whose": whose}))
+            parts.append(ratio_of(ratios[role]).replace(" (", f" of {whose} (", 1))
     if parts:
         return ", ".join(parts)
     stated = result["stated"]
-    others = {name: found for name, found in result["verdicts"].items() if found["loss"]}
+    others = [(name, stated["base"], found) for name, found in result["verdicts"].items() if found["loss"]]
+    others += [(f"B of {name}", "A", found) for name, found in other_benches(result).items()]
     if others:
-        name, best = min(others.items(), key=lambda item: item[1]["loss"]["mean"])
-        few = f" (lowest loss of {len(others)})" * (len(others) > 1)
+        name, base, best = min(others, key=lambda item: (item[2]["verdict"] != "faster", item[2]["loss"]["mean"]))
         if best["share"] and not best["verdict"].endswith(" loss"):
-            return f"{name}{few} takes {ratio_of(best)} of {stated['base']}'s time"
-        return f"{name}{few} less {stated['base']}: loss {loss_of(best)}"
+            return f"{name} takes {ratio_of(best)} of {base}'s time"
+        few = f" (lowest loss of {len(others)})" * (len(others) > 1)
+        return f"{name}{few} less {base}: loss {loss_of(best)}"
     group = result["groups"][stated["main"]]
     n, mean, sd = group["loss"].values()
     half = student_t(ALPHA / 2, n - 1) * sd / math.sqrt(n) if n > 1 else math.nan
     return f"loss {mean:.3f} ({mean - half:.3f} to {mean + half:.3f}) in {group['time']['mean']:.1f} s"
+
+def other_benches(result: Facts) -> Facts:
+    """Return the benches of an earlier form of records that have other numbers than the comparisons of the groups."""
+    known = [found["share"] for found in result["verdicts"].values()]
+    return {name: found for name, found in result["bench"].items() if found["share"] not in known}
 
 def compared(result: Facts) -> list[list[Any]]:
     """Return a row per comparison: of an entry of a chain with its opponents, or of groups with the base group."""
@@ -124,9 +132,7 @@ def compared(result: Facts) -> list[list[Any]]:
         name = f"{role} [{ratio['record']}](../{ratio['record']}/{PAGE})"
         rows.append([name, ratio_of(ratio), ratio["pairs"], loss_of(ratio), ratio["word"]])
     verdicts = sorted(result["verdicts"].items(), key=lambda item: (item[1]["loss"] or {"mean": math.inf})["mean"])
-    # A bench of an earlier form is named only if it has other numbers than the groups.
-    benches = [(f"[{name}]({name})", found) for name, found in result["bench"].items()
-               if found["share"] not in [its["share"] for _, its in verdicts]]
+    benches = [(f"[{name}]({name})", found) for name, found in other_benches(result).items()]
     for name, found in [*verdicts, *benches]:
         rows.append([f"{name} with {result['stated']['base']}" if name in result["groups"] else name,
                      ratio_of(found), found["pairs"] or None, loss_of(found), found["verdict"]])
@@ -186,7 +192,8 @@ def settings(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: 
     if parent:
         stated = parent["stated"]
         number = f"{stated['number']} {stated['name']}"
-        rows = [row for key, (old, new) in result["changed"].items() for row in report.rows_of_change(key, old, new)]
+        changes = [(key, *pair) for key, pair in result["changed"].items() if pair[0] != pair[1]]
+        rows = [row for change in changes for row in report.rows_of_change(*change)]
         yield f"**Changes from {number}:** {len(rows)} settings, [{changed_lines(diff)} lines of source]({DIFF})."
         words = markdown(f"setting | {number} | this", [clipped(row) for row in rows])
         yield words if len(rows) <= MOST_SETTINGS else folded("Changed settings", words)
@@ -219,6 +226,5 @@ def facts(result: Facts) -> Iterator[list[str]]:
     for key, fact in (result["entry"] | stated | result["machine"] | mean).items():
         for inner, value in fact.items() if isinstance(fact, dict) else [("", fact)]:
             if value is not None:
-                name = f"{key}, {inner}" if inner else key
-                yield [name, f"{value:,}" if isinstance(value, int) and value > 9999 else str(value) +
-                       " (stated, not logged)" * (key in stated)]
+                shown = f"{value:,}" if isinstance(value, int) else str(value)
+                yield [f"{key}, {inner}" if inner else key, shown + " (stated, not logged)" * (key in stated)]

@@ -65,7 +65,8 @@ def line(points: Sequence[tuple[float, float]], color: str = INK, width: float =
 def save(drawn: Sequence[str], height: float, path: Path) -> None:
     """Write an SVG file. A link at `path` is replaced, not followed. Raises ToolError for a name that is not *.svg."""
     if path.suffix != ".svg":
-        raise ToolError("file of a plot", found=path, expected="a name that ends in .svg", hint=path.with_suffix(".svg"))
+        raise ToolError("file of a plot", found=path, expected="a name that ends in .svg",
+                        hint=path.with_suffix(".svg"))
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
             f'font-family="sans-serif" font-size="{FONT}" role="img">')
     frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'

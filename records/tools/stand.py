@@ -86,8 +86,8 @@ def stand(folder: Path, root: Path) -> int:
         pool = record.grouped(entry[0], entry[1]["stated"])[entry[1]["stated"]["main"]]
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {entry[1]['stated']['number']}"
-        words.append(f"{name} {statistics.summary(pool.losses()).mean:.3f}, {'in' if low <= mean <= high else 'out'}side "
-                     f"its 99 % band {low:.2f} to {high:.2f}")
+        where = "inside" if low <= mean <= high else "outside"
+        words.append(f"{name} {(low + high) / 2:.3f}, {where} its 99 % band {low:.2f} to {high:.2f}")
         groups[name] = pool.runs
     several = f", mean of {n} runs" if n > 1 else ""
     beside = ", ".join(words) or "no record has this preset, these data and as many tokens"

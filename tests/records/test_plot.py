@@ -83,7 +83,8 @@ def test_save__svg_only(tmp_path, monkeypatch) -> None:
         plot.save([], 10, tmp_path / "y.png")
 
 @pytest.mark.parametrize("low, high, is_log, ticks", [
-    (0, 60, False, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, False, [2.5, 3]), (0.04, 1, True, [0.05, 0.1, 0.2, 0.5, 1])])
+    (0, 60, False, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, False, [2.5, 3]),
+    (0.04, 1, True, [0.05, 0.1, 0.2, 0.5, 1])])
 def test_ticks__round_values(low, high, is_log, ticks) -> None:
     axis = plot.Axis(low, high, 0, 100, is_log)
     assert axis.ticks() == pytest.approx(ticks) and (axis.at(low), axis.at(high)) == (0, 100)
