@@ -26,8 +26,13 @@ GRID = 100                             # points of the x axis at which runs are 
 SMOOTHING = 0.04                       # fraction of the run over which training losses are averaged
 MOST_TRAINED = 6                       # more groups than this are drawn without their training losses
 LOG_RATIO = 3                          # the x axis is logarithmic if the groups' ends differ by more than this
+CLIP = 'clip-path="url(#frame)"'
 SHOWN_FROM = 0.15                      # the plot ignores the losses of this first fraction of a run; they are very high
+TINY = 1e-9
+ROUND = [float(f"{digit}e{power}") for power in range(-6, 9) for digit in (1, 2, 5)]
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}              # time of the base over itself
+
+Curve = tuple[np.ndarray, np.ndarray]                         # x values (P,), losses (runs, P)
 
 class Axis(NamedTuple):
     """A linear or logarithmic map from values to coordinates."""
@@ -38,20 +43,20 @@ class Axis(NamedTuple):
     is_log: bool = False
 
     def at(self, value: float) -> float:
-        """Return the coordinate of a value. A value outside of the axis is moved far outside, if it has no logarithm.
-        """
+        """Return the coordinate of a value, rounded. On a logarithmic axis, values below TINY count as TINY."""
         low, high = self.low, self.high
         if self.is_log:
-            value, low, high = (math.log(max(number, 1e-9)) for number in (value, low, high))
+            value, low, high = (math.log(max(number, TINY)) for number in (value, low, high))
         return round(self.start + (self.end - self.start) * (value - low) / (high - low), 1)
 
     def ticks(self) -> list[float]:
         """Return up to seven round values on a linear axis; on a logarithmic one 1, 2, 5, 10, 20, ... as they fit."""
-        steps = [float(f"{digit}e{power}") for power in range(-6, 9) for digit in (1, 2, 5)]
         if self.is_log:
-            return [step for step in steps if self.low <= step <= self.high]
-        step = next(step for step in steps if (self.high - self.low) / step <= 6)
-        return [number * step for number in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
+            return [step for step in ROUND if self.low <= step <= self.high]
+        step = next(step for step in ROUND if (self.high - self.low) / step <= 6)
+        first = math.ceil(self.low / step)
+        last = math.floor(self.high / step)
+        return [number * step for number in range(first, last + 1)]
 
 def text(x: float, y: float, words: str, color: str = INK, anchor: str = "start") -> str:
     """Return an SVG text."""
@@ -77,86 +82,121 @@ def save(drawn: Sequence[str], height: float, path: Path) -> None:
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
     """Plot the validation losses of each group (points, mean and range) and its training loss (mean, smoothed).
 
-    The x axis is the training time, or the step if a run has no time that counts. The y axis fits the validation losses
-    after the first step and the training losses of the next token; a weighted sum over several tokens is larger.
-    Later groups are drawn over earlier ones.
+    The x axis is the training time, or the step if a run has no time that counts. Later groups are drawn over earlier
+    ones.
     """
-    runs = [run for group in groups.values() for run in group]
-    column = int(all(run.seconds is not None for run in runs))
+    column = int(all(run.seconds is not None for group in groups.values() for run in group))
     validated = {name: validations(group, column) for name, group in groups.items()}
-    trained = {name: sampled(group, column) for name, group in groups.items() if len(groups) <= MOST_TRAINED}
-    kinds = {name: group[0].training_loss for name, group in groups.items() if len(trained.get(name, ((),))[0])}
-    limits = [target] if target else []
-    for name in groups:
-        limits += validated[name][1].flatten().tolist()
-        if name in kinds:
-            xs, losses = trained[name]
-            shown = losses.mean(0)[xs >= SHOWN_FROM * xs[-1]]
-            limits += (shown[-1:] if kinds[name] == WEIGHTED else shown).tolist()
-    limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
-    margin = 0.06 * (max(limits) - min(limits)) + 1e-6
-    ends = [max([*validated[name][0].tolist(), *trained.get(name, ((),))[0]], default=1.0) for name in groups]
-    is_log = max(ends) > LOG_RATIO * min(ends)
-    across = Axis(SHOWN_FROM * min(ends) if is_log else 0.0, 1.03 * max(ends), LEFT, RIGHT, is_log)
-    down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
-
-    drawn = grid(across, down, ("step", "training time, s")[column] + ", logarithmic" * is_log)
+    trained: dict[str, Curve] = {}
+    for name, group in groups.items():
+        curve = sampled(group, column)
+        if len(curve[0]) and len(groups) <= MOST_TRAINED:
+            trained[name] = curve
+    kinds = {name: groups[name][0].training_loss for name in trained}
+    across, down = axes(validated, trained, kinds, target)
+    # The legend does not name curves above the frame.
+    for name, (_, losses) in trained.items():
+        if losses.mean(0).min() > down.high:
+            del kinds[name]
+    unit = ("step", "training time, s")[column] + ", logarithmic" * across.is_log
+    drawn = grid(across, down, unit)
     if target:
         y = down.at(target)
-        drawn += [line([(LEFT, y), (RIGHT, y)], INK, 2, 'stroke-dasharray="8 6"'),
-                  text(LEFT + 6, y - 8, f"target {target:.2f}")]
+        drawn.append(line([(LEFT, y), (RIGHT, y)], INK, 2, 'stroke-dasharray="8 6"'))
+        drawn.append(text(LEFT + 6, y - 8, f"target {target:.2f}"))
     for index, name in enumerate(groups):
         color, dashes = style_of(index)
-        clip = 'clip-path="url(#frame)"'
         if name in kinds:
             xs, losses = trained[name]
-            points = [(across.at(x), down.at(loss)) for x, loss in zip(xs.tolist(), losses.mean(0).tolist())]
-            is_sum = kinds[name] == WEIGHTED
-            drawn.append(line(points, color, 2, f'{clip} opacity="0.8" stroke-dasharray="{DASHES[2 * is_sum]}"'))
-        points = []
-        for x, losses in zip(validated[name][0].tolist(), validated[name][1].T.tolist()):
-            points.append((across.at(x), down.at(float(np.mean(losses)))))
-            span = [(across.at(x), down.at(loss)) for loss in (min(losses), max(losses))]
-            drawn.append(line(span, color, 14, f'{clip} opacity="0.4"'))
-        drawn.append(line(points, color, 4, f'{clip} stroke-dasharray="{dashes}"'))
-        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}" {clip}/>' for x, y in points]
+            points = located(across, down, xs, losses.mean(0))
+            drawn.append(line(points, color, 2, f'{CLIP} opacity="0.8" {dashed(kinds[name])}'))
+        xs, losses = validated[name]
+        points = located(across, down, xs, losses.mean(0))
+        ranges = zip(points, losses.min(0).tolist(), losses.max(0).tolist())
+        for (x, _), least, most in ranges:
+            span = [(x, down.at(least)), (x, down.at(most))]
+            drawn.append(line(span, color, 14, f'{CLIP} opacity="0.4"'))
+        drawn.append(line(points, color, 4, f'{CLIP} stroke-dasharray="{dashes}"'))
+        drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}" {CLIP}/>' for x, y in points]
     legend, height = key(groups, list(dict.fromkeys(kinds.values())))
     save([*drawn, *legend], height, path)
+
+def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str, str],
+         target: float | None) -> tuple[Axis, Axis]:
+    """Return both axes for some curves.
+
+    The y axis fits the target, the validation losses and the training losses of the next token, but not the weighted
+    sum over several tokens, which is larger.
+    """
+    limits = [target] if target else []
+    ends = []
+    for name, (times, losses) in validated.items():
+        limits += losses.flatten().tolist()
+        xs = times
+        if name in trained:
+            xs, losses = trained[name]
+            if kinds[name] != WEIGHTED:
+                limits += losses.mean(0)[xs >= SHOWN_FROM * xs[-1]].tolist()
+        ends.append(float(max([*times, *xs], default=1.0)))
+    limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
+    margin = 0.06 * (max(limits) - min(limits)) + 1e-6
+    down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
+    is_log = max(ends) > LOG_RATIO * min(ends)
+    low = SHOWN_FROM * min(ends) * is_log
+    return Axis(low, 1.03 * max(ends), LEFT, RIGHT, is_log), down
+
+def located(across: Axis, down: Axis, xs: np.ndarray, losses: np.ndarray) -> list[tuple[float, float]]:
+    """Return the coordinates of some losses."""
+    values = zip(xs.tolist(), losses.tolist())
+    return [(across.at(x), down.at(loss)) for x, loss in values]
+
+def dashed(kind: str) -> str:
+    """Return the style of a training loss: dotted for a weighted sum over predicted tokens."""
+    return f'stroke-dasharray="{DASHES[2 * (kind == WEIGHTED)]}"'
 
 def style_of(index: int) -> tuple[str, str]:
     """Return the color and the dashes of a group."""
     return COLORS[index % len(COLORS)], DASHES[index // len(COLORS) % len(DASHES)]
 
-def grid(across: Axis, down: Axis, words: str) -> list[str]:
+def grid(across: Axis, down: Axis, unit: str) -> list[str]:
     """Return the lines of the grid with their values, and the names of both axes."""
-    drawn = [text(LEFT, TOP - 20, "loss, nats per token"), text(RIGHT, BOTTOM + 2 * LINE, words, anchor="end")]
+    drawn = [text(LEFT, TOP - 20, "loss, nats per token")]
+    drawn.append(text(RIGHT, BOTTOM + 2 * LINE, unit, anchor="end"))
     for tick in down.ticks():
-        drawn += [line([(LEFT, down.at(tick)), (RIGHT, down.at(tick))], more='opacity="0.35"'),
-                  text(LEFT - 10, down.at(tick) + 9, f"{tick:.4g}", anchor="end")]
+        y = down.at(tick)
+        drawn.append(line([(LEFT, y), (RIGHT, y)], more='opacity="0.35"'))
+        drawn.append(text(LEFT - 10, y + 9, f"{tick:.4g}", anchor="end"))
     for tick in across.ticks():
-        drawn += [line([(across.at(tick), TOP), (across.at(tick), BOTTOM)], more='opacity="0.35"'),
-                  text(across.at(tick), BOTTOM + LINE - 4, f"{tick:g}", anchor="middle")]
+        x = across.at(tick)
+        drawn.append(line([(x, TOP), (x, BOTTOM)], more='opacity="0.35"'))
+        drawn.append(text(x, BOTTOM + LINE - 4, f"{tick:g}", anchor="middle"))
     return drawn
 
 def key(groups: dict[str, list[Run]], kinds: Sequence[str]) -> tuple[list[str], float]:
     """Return the legend below the frame, and the height of the picture. kinds: what the thin lines show."""
     columns = min(2, len(groups))
+    size = FONT
+    if len(groups) > MOST_TRAINED:
+        size = SMALL_FONT
     y = BOTTOM + 3.2 * LINE
-    drawn = [f'<g font-size="{FONT if len(groups) <= MOST_TRAINED else SMALL_FONT}">']
+    drawn = [f'<g font-size="{size}">']
     for index, (name, runs) in enumerate(groups.items()):
         color, dashes = style_of(index)
         x = 10 + index % columns * WIDTH / 2
         row = y + index // columns * LINE
-        drawn += [line([(x, row - 8), (x + 44, row - 8)], color, 6, f'stroke-dasharray="{dashes}"'),
-                  text(x + 54, row, f"{name or 'runs'} (n = {len(runs)})", color)]
+        sample = [(x, row - 8), (x + 44, row - 8)]
+        drawn.append(line(sample, color, 6, f'stroke-dasharray="{dashes}"'))
+        drawn.append(text(x + 54, row, f"{name or 'runs'} (n = {len(runs)})", color))
     drawn.append("</g>")
     y += math.ceil(len(groups) / columns) * LINE
-    drawn += [line([(32, y - 18), (32, y + 2)], INK, 14, 'opacity="0.4"'), line([(10, y - 8), (54, y - 8)], INK, 4),
-              text(64, y, "validation loss, mean and range of the runs")]
+    bar = [(32, y - 18), (32, y + 2)]
+    drawn.append(line(bar, INK, 14, 'opacity="0.4"'))
+    drawn.append(line([(10, y - 8), (54, y - 8)], INK, 4))
+    drawn.append(text(64, y, "validation loss, mean and range of the runs"))
     for kind in kinds:
         y += LINE
-        dashes = DASHES[2 * (kind == WEIGHTED)]
-        drawn += [line([(10, y - 8), (54, y - 8)], INK, 2, f'stroke-dasharray="{dashes}"'), text(64, y, kind)]
+        drawn.append(line([(10, y - 8), (54, y - 8)], INK, 2, dashed(kind)))
+        drawn.append(text(64, y, kind))
     return drawn, y + LINE / 2
 
 def chain(results: Sequence[Facts], path: Path) -> None:
@@ -165,42 +205,52 @@ def chain(results: Sequence[Facts], path: Path) -> None:
     results: result.json of each entry, oldest first.
     """
     ratios = [result["in_turn"].get("base", ITSELF) for result in results]
-    across = Axis(0.7 * min(ratio["low"] for ratio in ratios), 1.0, 10, WIDTH - 40, is_log=True)
-    drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)"),
-             text(10, 2 * LINE, f"Target: mean loss below {results[0]['target']:.2f} nats per token, p < 0.01"),
-             text(10, 3 * LINE, "class plain", COLORS[0]), text(170, 3 * LINE, "class table", COLORS[1])]
-    y = 3.6 * LINE
-    foot = y + 2.1 * LINE * len(results)
+    lowest = min(ratio["low"] for ratio in ratios)
+    across = Axis(0.7 * lowest, 1.0, 10, WIDTH - 40, is_log=True)
+    target = f"{results[0]['target']:.2f} nats per token"
+    drawn = [text(10, LINE, "Training time relative to the base's (99 % interval)")]
+    drawn.append(text(10, 2 * LINE, f"Target: mean loss below {target}, p < 0.01"))
+    drawn.append(text(10, 3 * LINE, "class plain", COLORS[0]))
+    drawn.append(text(170, 3 * LINE, "class table", COLORS[1]))
+    top = 3.6 * LINE
+    foot = top + 2.1 * LINE * len(results)
     for tick in across.ticks():
-        drawn += [line([(across.at(tick), y), (across.at(tick), foot)], more='opacity="0.5"'),
-                  text(across.at(tick), foot + LINE - 6, f"{tick:g}", anchor="middle")]
-    for result, ratio in zip(results, ratios):
+        x = across.at(tick)
+        drawn.append(line([(x, top), (x, foot)], more='opacity="0.5"'))
+        label_y = foot + LINE - 6
+        drawn.append(text(x, label_y, f"{tick:g}", anchor="middle"))
+    for index, (result, ratio) in enumerate(zip(results, ratios)):
         color = COLORS[result["class"] == "table"]
+        row = top + (2.1 * index + 0.85) * LINE
+        bar = row + LINE / 2
         numbers = "1"
         if ratio is not ITSELF:
-            numbers = f"{ratio['ratio']:#.3g} ({ratio['low']:#.3g} to {ratio['high']:#.3g})"
-        middle = y + 1.35 * LINE
-        drawn += [text(10, y + 0.85 * LINE, f"{result['stated']['number']} {result['stated']['idea']}", color),
-                  text(WIDTH - 10, y + 0.85 * LINE, numbers, color, "end"),
-                  line([(10, middle), (across.at(ratio["ratio"]), middle)], color, 18, 'opacity="0.6"'),
-                  line([(across.at(ratio["low"]), middle), (across.at(ratio["high"]), middle)], INK, 5)]
-        y += 2.1 * LINE
+            numbers = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})".format_map(ratio)
+        low, end, high = (across.at(ratio[part]) for part in ("low", "ratio", "high"))
+        stated = result["stated"]
+        drawn.append(text(10, row, f"{stated['number']} {stated['idea']}", color))
+        drawn.append(text(WIDTH - 10, row, numbers, color, "end"))
+        drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
+        drawn.append(line([(low, bar), (high, bar)], INK, 5))
     save(drawn, foot + 1.2 * LINE, path)
 
-def validations(runs: Sequence[Run], column: int) -> tuple[np.ndarray, np.ndarray]:
+def validations(runs: Sequence[Run], column: int) -> Curve:
     """Return the x values (P,) and the losses (runs, P) of the validations after training began.
 
     column: 0 for steps, 1 for times, of which x is the mean. If the runs have different numbers of validations, only
     the final ones are returned.
     """
-    points = [[point for point in run.val if point.step] for run in runs]
-    if len(set(map(len, points))) > 1:
-        points = [[run.final] for run in runs]
-    xs = [[(point.step, point.seconds)[column] for point in of_run] for of_run in points]
-    losses = [[point.loss for point in of_run] for of_run in points]
-    return np.array(xs, float).mean(0), np.array(losses, float)
+    tables = []
+    for run in runs:
+        rows = [(point.step, point.seconds, point.loss) for point in run.val if point.step]
+        tables.append(np.array(rows, float).reshape(-1, 3))                # None becomes nan
+    fewest = min(map(len, tables))
+    if fewest < max(map(len, tables)):
+        fewest = min(1, fewest)
+    table = np.array([rows[len(rows) - fewest:] for rows in tables])
+    return table[:, :, column].mean(0), table[:, :, 2]
 
-def sampled(runs: Sequence[Run], column: int) -> tuple[np.ndarray, np.ndarray]:
+def sampled(runs: Sequence[Run], column: int) -> Curve:
     """Interpolate smoothed training losses on a common grid of the x axis; return the grid (G,) and losses (runs, G).
 
     column: 0 for steps, 1 for times. Both arrays are empty if a run has fewer than two points.
@@ -208,7 +258,7 @@ def sampled(runs: Sequence[Run], column: int) -> tuple[np.ndarray, np.ndarray]:
     tables = []
     for run in runs:
         table = run.steps
-        known = np.isfinite(table).all(axis=1) if column else np.isfinite(table[:, 2])
+        known = np.isfinite(table[:, [column, 2]]).all(axis=1)
         table = table[known]
         if len(table) < 2:
             return np.empty(0), np.empty((0, 0))
@@ -219,4 +269,5 @@ def sampled(runs: Sequence[Run], column: int) -> tuple[np.ndarray, np.ndarray]:
     first = max(xs[0] for xs, _ in tables)
     last = min(xs[-1] for xs, _ in tables)
     xs_of_grid = np.linspace(first, last, GRID)
-    return xs_of_grid, np.array([np.interp(xs_of_grid, xs, losses) for xs, losses in tables])
+    interpolated = [np.interp(xs_of_grid, xs, losses) for xs, losses in tables]
+    return xs_of_grid, np.array(interpolated)

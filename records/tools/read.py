@@ -119,10 +119,13 @@ class Run:
 
         It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
         """
-        stages = self.facts.get("config", {}).get("stages") or ()
-        if self.has_next_loss or stages and all(len(stage.get(key, ())) == 1 for stage in stages for key in PREDICTED):
+        stages = self.facts.get("config", {}).get("stages", ())
+        weights = [stage.get(key, ()) for stage in stages for key in PREDICTED]
+        if self.has_next_loss:
             return NEXT_TOKEN
-        return WEIGHTED if stages else AS_LOGGED
+        if not weights:
+            return AS_LOGGED
+        return (NEXT_TOKEN, WEIGHTED)[max(map(len, weights)) > 1]
 
     @property
     def reached(self) -> int:

@@ -398,7 +398,7 @@ def differing_rows(a: Side, b: Side) -> Iterator[tuple[str, Any, Any]]:
 
 def rows_of_change(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, old, new) of a setting; of one that is a list of rows, each row and column that differs."""
-    if not all(isinstance(table, list) and all(isinstance(row, dict) for row in table) for table in (old, new)):
+    if not (isinstance(old, list) and isinstance(new, list) and isinstance([*old, *new][0], dict)):
         yield key, old, new
         return
     for row in range(max(len(old), len(new))):

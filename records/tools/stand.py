@@ -18,7 +18,7 @@ from tools.read import Facts, Run, ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
 SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"
-MOST_COUNTED = 5_000_000               # training tokens of a trigram model, which takes 100 bytes for each
+MOST_COUNTED = 5_000_000               # training tokens of a trigram model, in memory of 170 MiB (measured)
 LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends `stand` after 60 s
 SAME_TEXT = 1e-4                       # largest relative difference of two unigram entropies of the same tokens
 
@@ -30,10 +30,13 @@ def counting_models(run: Run) -> list[str]:
     """
     entropy = record.value(run, "unigram_nats")
     counted = trigram_model(run)
-    if counted and entropy and abs(counted["unigram_nats"] / entropy - 1) > SAME_TEXT:
+    if entropy is None:
+        entropy = counted.get("unigram_nats")
+    elif counted and abs(counted["unigram_nats"] / entropy - 1) > SAME_TEXT:
         counted = {}
-    entropy = entropy or counted.get("unigram_nats")
-    words = [f"unigram entropy {entropy:.3f}"] if entropy else []
+    words = []
+    if entropy:
+        words.append(f"unigram entropy {entropy:.3f}")
     if counted:
         words.append(f"trigram model of {counted['train_tokens']:,} training tokens {counted['trigram_nats']:.3f}")
     return words
@@ -42,12 +45,15 @@ def trigram_model(run: Run) -> Facts:
     """Return the results of data/ngram.py for the files of a run; {} if it has none, or if that fails."""
     patterns = []
     for key in ("train_files", "val_files"):
+        pattern = str(run.facts["config"].get(key))
         # Patterns are relative to the directory in which the run was started, usually the root of the repository.
-        wanted = str(run.facts["config"].get(key))
-        patterns.append(wanted if glob.glob(wanted) else str(ROOT / wanted))
-    if not all(map(glob.glob, patterns)):
-        return {}
-    tokens = min(record.value(run, "tokens_trained") or MOST_COUNTED, MOST_COUNTED, shard_tokens(patterns[0]))
+        if not glob.glob(pattern):
+            pattern = str(ROOT / pattern)
+        if not glob.glob(pattern):
+            return {}
+        patterns.append(pattern)
+    trained = record.value(run, "tokens_trained") or MOST_COUNTED
+    tokens = min(trained, MOST_COUNTED, shard_tokens(patterns[0]))
     command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}",
                f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
     try:
@@ -86,10 +92,10 @@ def stand(folder: Path, root: Path) -> int:
         pool = record.grouped(entry[0], entry[1]["stated"])[entry[1]["stated"]["main"]]
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {entry[1]['stated']['number']}"
-        where = "inside" if low <= mean <= high else "outside"
+        where = ("outside", "inside")[low <= mean <= high]
         words.append(f"{name} {(low + high) / 2:.3f}, {where} its 99 % band {low:.2f} to {high:.2f}")
         groups[name] = pool.runs
-    several = f", mean of {n} runs" if n > 1 else ""
+    several = f", mean of {n} runs" * (n > 1)
     beside = ", ".join(words) or "no record has this preset, these data and as many tokens"
     print(f"{mean:.3f} nats per token{several}; for comparison: {beside}")
     plot.curves(groups | {"this run": side.runs}, folder / page.PLOT)

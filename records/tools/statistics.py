@@ -107,8 +107,11 @@ def student_t(level: float, free: int) -> float:
     With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
     """
     angles = np.linspace(0, math.pi / 2, 100_001)
-    mass = np.concatenate([[0.0], np.cumsum(np.cos((angles[1:] + angles[:-1]) / 2) ** (free - 1))])
-    return math.sqrt(free) * math.tan(float(np.interp(1 - 2 * level, mass / mass[-1], angles)))
+    middles = (angles[1:] + angles[:-1]) / 2
+    mass = np.cumsum(np.cos(middles) ** (free - 1))
+    mass = np.append(0.0, mass)
+    angle = float(np.interp(1 - 2 * level, mass / mass[-1], angles))
+    return math.sqrt(free) * math.tan(angle)
 
 def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[float, float] | None:
     """Return the interval that contains the mean of `runs` more values of the same kind with probability 1 - level.
@@ -118,7 +121,8 @@ def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[
     n, mean, sd = summary(values)
     if n < 2:
         return None
-    half = student_t(level / 2, n - 1) * sd * math.sqrt(1 / runs + 1 / n)
+    reach = student_t(level / 2, n - 1)
+    half = reach * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 
 def pairs_in_turn(sides: str) -> list[int] | None:

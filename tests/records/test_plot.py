@@ -18,25 +18,31 @@ SVG = "{http://www.w3.org/2000/svg}"
 def texts(picture: Path) -> list[str]:
     return [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
 
+LABELS = {"loss, nats per token", "training time, s", "training loss, as logged",
+          "validation loss, mean and range of the runs"}
+
+def check_drawing(picture: Path) -> None:
+    """Check that a picture is legible on white and on black, without a background, at a width of 400 pixels."""
+    drawing = picture.read_text()
+    colors = set(re.findall(r"#(\w{6})", drawing))
+    brightness = [sum(bytes.fromhex(color)) / 3 / 255 for color in colors]
+    assert 0.25 < min(brightness) and max(brightness) < 0.85, "no ink that vanishes on white or black"
+    shapes = [element.tag for element in ElementTree.parse(picture).getroot()]
+    assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "transparent"
+    height = float(re.search(r'viewBox="0 0 800 (\d+)', drawing)[1])
+    sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
+    assert height < 800 and min(sizes) * 400 / plot.WIDTH >= 12, "pixels of a letter"
+
 def test_curves__training_and_validation_over_time(tmp_path) -> None:
     a, b = make_sides(tmp_path)
     for verb in (["compare", a, b], ["show", a], ["place", b / "seed0", a]):
         picture = tmp_path / verb[0] / "curves.svg"
         call(*verb, "--target=3.28", f"--plot={picture}")
         words = texts(picture)
-        for part in ("loss, nats per token", "training time, s", "training loss, as logged",
-                     "validation loss, mean and range of the runs", *["target 3.28"][:verb[0] != "place"]):
-            assert part in words
-        assert len([name for name in words if "(n = " in name]) == (1 if verb[0] == "show" else 2), words
-        drawing = picture.read_text()
-        colors = {tuple(bytes.fromhex(color)) for color in re.findall(r"#(\w{6})", drawing)}
-        brightness = [sum(color) / 3 / 255 for color in colors]
-        assert 0.25 < min(brightness) and max(brightness) < 0.85, "no ink that vanishes on white or black"
-        height = float(re.search(r'viewBox="0 0 800 (\d+)', drawing)[1])
-        backgrounds = [element for element in ElementTree.parse(picture).getroot() if element.tag == f"{SVG}rect"]
-        assert not backgrounds and height < 800 and "<image" not in drawing and "@media" not in drawing
-        sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
-        assert min(sizes) * 400 / plot.WIDTH >= 12, "pixels of a letter at a width of 400 pixels"
+        assert LABELS <= set(words) and ("target 3.28" in words) == (verb[0] != "place")
+        named = [name for name in words if "(n = " in name]
+        assert len(named) == 2 - (verb[0] == "show"), words
+        check_drawing(picture)
     same = tmp_path / "again.svg"
     plot.curves({"pool": read_runs([a]).runs}, same, 3.28)
     assert same.read_bytes() == (tmp_path / "show/curves.svg").read_bytes(), "a record's picture has a stored hash"
@@ -45,25 +51,29 @@ def test_curves__a_weighted_training_loss_does_not_flatten_the_validation_loss(t
     """Earlier, the y axis contained the sum over several predicted tokens, which is larger than a loss per token."""
     stages = [dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.5])]
     a = make_side(tmp_path / "a", config=dict(stages=stages))
-    for name, factor in (("sum", 3), ("next", 1)):
+    picture = tmp_path / "a.svg"
+    for more, label in (({}, "training loss, weighted sum over predicted tokens"),
+                        ({"train_loss_next": 3.3}, "training loss of the next token")):
         for log in a.glob("*/log.jsonl"):
-            more = {"train_loss_next": 3.3} if name == "next" else {}
-            write_events(log, [event | (dict(train_loss=factor * event["train_loss"]) | more
-                                        if event["type"] == "step" else {}) for event in events_of(log)])
-        plot.curves({"a": read_runs([a]).runs}, tmp_path / f"{name}.svg")
-    ticks = {name: [float(word) for word in texts(tmp_path / f"{name}.svg") if re.fullmatch(r"\d\.\d+", word)]
-             for name in ("sum", "next")}
-    assert max(ticks["next"]) < 4
-    assert "training loss, weighted sum over predicted tokens" in texts(tmp_path / "sum.svg")
-    assert "training loss of the next token" in texts(tmp_path / "next.svg")
+            events = events_of(log)
+            for event in events:
+                if event["type"] == "step":
+                    event |= dict(train_loss=9.0 - 0.55 * event["step"]) | more
+            write_events(log, events)
+        plot.curves({"a": read_runs([a]).runs}, picture)
+        words = texts(picture)
+        ticks = [float(word) for word in words if re.fullmatch(r"\d(\.\d+)?", word)]
+        assert label in words and max(ticks) < 4, words
 
 @pytest.mark.parametrize("column, last", [(0, 10), (1, 79.9)])
 def test_sampled__losses_on_a_common_axis(tmp_path, column, last) -> None:
     runs = read_runs([make_side(tmp_path / "a")]).runs
     xs, losses = plot.sampled(runs, column)
     assert xs[-1] == pytest.approx(last, rel=1e-3) and losses.shape == (5, plot.GRID) and np.isfinite(losses).all()
-    assert losses[:, -1] == pytest.approx([run.steps[-1, 2] for run in runs], abs=4e-3)
-    assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], column)[0].size, "no training losses"
+    finals = [run.steps[-1, 2] for run in runs]
+    assert losses[:, -1] == pytest.approx(finals, abs=4e-3)
+    without, = read_runs([GOLDEN / "i_one"]).runs
+    assert not plot.sampled([runs[0], without], column)[0].size, "no training losses"
 
 @pytest.mark.parametrize("column, xs", [(0, [5, 8, 10]), (1, [40, 64, 80])])
 def test_validations__points_after_the_first_step(tmp_path, column, xs) -> None:
