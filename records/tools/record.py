@@ -595,7 +595,11 @@ def table(args: argparse.Namespace, root: Path) -> int:
             lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
     boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.plot:
-        plot.chain([entry for _, track in CHAINS for entry in entries_of(root, track)], args.plot)
+        chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
+        if not chained:
+            raise ToolError(f"--plot={args.plot}", found=f"no chain in {shown(root)}",
+                            expected="entries of pocket_time", hint="leave out --plot")
+        plot.chain(chained, args.plot)
     if args.json:
         print(json.dumps(boards, indent=1))
         return 0

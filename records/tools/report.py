@@ -365,7 +365,7 @@ def mixtures(side: Side) -> list[str]:
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
         problems.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
-    for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
+    for key in ("source_sha256", *MACHINE[:2], "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
             problems.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")

@@ -480,6 +480,8 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
     assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2}
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
+    status, _, error = call("table", "--records", root, f"--plot={tmp_path}/chain.svg")
+    assert status == 2 and "no chain in" in error
 
 def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     """The tools read the same results from its log.txt and its log.jsonl."""
