@@ -84,7 +84,7 @@ has_packages() {
 import importlib.metadata, importlib.util, platform, re, sys
 needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
 if sys.argv[1] == "test":
-    needs += ["pytest", "xdist", "scipy", "matplotlib"]
+    needs += ["pytest", "xdist", "scipy"]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         needs += ["triton"]
 complete = sys.version_info >= (3, 11) and all(importlib.util.find_spec(name) for name in needs)

@@ -5,7 +5,7 @@
     compare   is B faster than A, or its loss lower? From logs of this trainer and of related ones
     show      summarize a pool of runs, and test whether it proves the target
     place     is a run inside the band of a pool? Also during the run
-    stand     compare the loss of a run with a record and a trigram model of its data, and plot it; run.sh does so
+    stand     compare the loss of a run with a record and with counts of its text, and plot it; run.sh does so
     new       create a record from runs
     check     compute every number of every record again
     table     print the records by track
@@ -19,7 +19,7 @@ import importlib
 import sys
 
 VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report", "place": "report", "new": "record",
-         "check": "record", "table": "record", "stand": "record"}
+         "check": "record", "table": "record", "stand": "stand"}
 
 def main(argv: list[str]) -> int:
     """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""

@@ -1,6 +1,7 @@
 """Pages: links work, cited sections exist, the picture matches the logs, and pages are not too long."""
-import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,11 @@ def test_citations_are_of_this_repository(page) -> None:
     cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
     assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
 
-def test_race_svg__follows_from_the_logs() -> None:
-    spec = importlib.util.spec_from_file_location("race", ROOT / "records/guide/race.py")
-    race = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(race)
-    assert (ROOT / "records/guide/race.svg").read_text() == race.draw(), "run python records/guide/race.py"
+def test_chain_svg__follows_from_the_records(tmp_path) -> None:
+    command = [sys.executable, "records", "table", f"--plot={tmp_path}/chain.svg"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=60)
+    picture = ROOT / "records/guide/chain.svg"
+    assert picture.read_text() == (tmp_path / "chain.svg").read_text(), f"python records table --plot={picture}"
 
 @pytest.mark.style
 @pytest.mark.parametrize("pattern", LONGEST)

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -30,7 +31,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import files, plot, report
+from tools import files, page, plot, record, report
 from tools.files import inside
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of, test_in_words
@@ -326,6 +327,21 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: make_trainer(script, flags) for name, script in scripts.items()}
 
+def longest_in_words(args: argparse.Namespace) -> str:
+    """Say how long `try` may take: the latest entry with the preset of its runs tells how long one of them takes."""
+    flags = dict(flag.lstrip("-").split("=", 1) for flag in ["--preset=pocket", *args.both] if "=" in flag)
+    runs = f"up to {args.pairs} pairs, {2 * args.pairs} runs"
+    entries = [result for result in map(record.load, record.folders(record.RECORDS))
+               if result["stated"]["kind"] == "entry" and result["machine"]["preset"] == flags["preset"]]
+    if not entries:
+        return f"{runs}; the first one shows how long they take"
+    of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])
+    share = min(1.0, int(flags.get("max_steps") or of_runs[0]["steps"]) / of_runs[0]["steps"])
+    seconds = max(share * run["seconds"] + sum(page.untimed(run).values()) for run in of_runs)
+    machine = entries[-1]["machine"]["hardware"]
+    return (f"{runs}; at most about {math.ceil(2 * args.pairs * seconds / 60)} minutes on {machine}, where a run takes "
+            f"{seconds:.0f} s; other flags change that")
+
 def side_as_typed(text: str) -> tuple[Path, list[str]]:
     """Split a side into the trainer and the flags that follow it in the same quotes."""
     words = [text] if Path(text).is_file() else shlex.split(text)
@@ -351,8 +367,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="output directory; repeat a command with the same one to continue")
     parser.add_argument("--data", type=Path,
                         help="directory that the runs see as `data` [next to the trainer, or else here]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png",
-                        help="file for a plot of the losses [try: OUT/curves.png]")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg",
+                        help="file for a plot of the losses [try: OUT/curves.svg]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
@@ -370,7 +386,8 @@ def main(argv: list[str]) -> int:
     base_dir = ROOT
     if argv[0] == "try":
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        args.plot = args.out / "curves.png" if args.plot is None else args.plot
+        args.plot = args.out / "curves.svg" if args.plot is None else args.plot
+        print(longest_in_words(args), flush=True)
     else:
         base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -396,7 +413,8 @@ def run_bench(args: argparse.Namespace, lock: int, is_try: bool) -> int:
     if status == 1:
         return status
     groups = {name: bench.side(name).runs for name in sides}
-    if args.plot and plot.curves(groups, args.plot, args.target):
+    if args.plot:
+        plot.curves(groups, args.plot, args.target)
         print(f"picture: {args.plot}")
     if is_try:
         name = re.sub(r"\W|_", "", args.patch.stem.title())

@@ -1,4 +1,4 @@
-"""Read training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
+"""Read training logs: log.jsonl and log.txt of this trainer, and text logs of the public records.
 
 A text log starts with its source, which contains print statements that look like lines of a run. Regular expressions
 are therefore anchored to whole lines, and applied after the environment block only.
@@ -40,14 +40,15 @@ GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # date in the name of a run directory
-LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
-DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
-LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
-LOSS_RANGE = 1.0, 4.0                  # losses in lists of a README
-BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "save", "checkpoints"
+LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl")
+BESIDE_A_LOG = "log.txt", "settings.json", "train_gpt.py", "loss.png", "loss.svg", "save", "checkpoints"
 # Names of settings in logs and records from before 2026-11-26, and the names that the trainer uses now.
 RENAMED = {"num_slots": "seqs_per_step", "slots_per_micro_batch": "micro_batch_size", "document_start": "bos_id"}
 RENAMED_IN_TABLES = {"place": "layer", "home": "location", "cadence": "update_every"}
+NEXT_TOKEN = "training loss of the next token"
+WEIGHTED = "training loss, weighted sum over predicted tokens"
+AS_LOGGED = "training loss, as logged"
+PREDICTED = "mtp_start", "mtp_end"      # columns of --stages with one weight per predicted token
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
 # Limits of the consistency checks.
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
@@ -74,10 +75,11 @@ class Point(NamedTuple):
 class Run:
     """One training run, as its log states it; times in s, losses in nats per token."""
     path: Path
-    kind: str                                             # "ours" (log.jsonl), "text", "list" (in a README)
+    kind: str                                             # "ours" (log.jsonl) or "text"
     total: int | None = None                              # planned steps
     val: list[Point] = field(default_factory=list)
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: unknown
+    has_next_loss: bool = False                           # the training loss is `train_loss_next`, not `train_loss`
     seed: int | None = None
     facts: Facts = field(default_factory=dict)   # ours: the header, its settings under current names
     logged_config: Facts = field(default_factory=dict)    # ours: its settings under the names in the log
@@ -113,26 +115,39 @@ class Run:
         return bool(self.final) and self.total in (None, self.final.step)
 
     @property
+    def training_loss(self) -> str:
+        """What the training loss of the log is, in words.
+
+        It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
+        """
+        stages = self.facts.get("config", {}).get("stages", ())
+        weights = [stage.get(key, ()) for stage in stages for key in PREDICTED]
+        if self.has_next_loss:
+            return NEXT_TOKEN
+        if not weights:
+            return AS_LOGGED
+        return (NEXT_TOKEN, WEIGHTED)[max(map(len, weights)) > 1]
+
+    @property
     def reached(self) -> int:
         """The last step in the log."""
         steps = [point.step for point in self.val]
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
     def identity(self) -> tuple[Any, ...]:
-        """Return a key that is equal for two logs of one run, even if one of them is incomplete; () for a list.
+        """Return a key that is equal for two logs of one run, even if one of them is incomplete.
 
         Other text logs are compared as printed. Ours are compared with all digits, because two runs may print the same.
         """
         timed = [point for point in self.val if point.seconds] or self.val
         if self.kind == "ours":
             return tuple(timed[:2])
-        return () if self.kind == "list" else tuple(point.printed() for point in timed[:2])
+        return tuple(point.printed() for point in timed[:2])
 
 class Reading(NamedTuple):
     """The runs below some paths, and the files that contain none."""
     runs: list[Run]
     unread: Sequence[tuple[Path, str]] = ()               # files without a run, and the reasons
-    stated: Sequence[Run] = ()                            # lists in a README next to logs
 
     def unread_in_words(self) -> str:
         """Return how many files were not read, by reason; "" for none."""
@@ -143,8 +158,7 @@ class Reading(NamedTuple):
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files, and directories recursively in order of names.
 
-    In a run directory, log.txt is not read, because it is the same run as log.jsonl. Lists in a README are returned as
-    `stated`, or as runs if no log was found.
+    In a run directory, log.txt is not read, because it is the same run as log.jsonl.
     """
     runs: list[Run] = []
     unread = []
@@ -153,13 +167,9 @@ def read_runs(paths: Iterable[Path]) -> Reading:
         runs += found
         if reason is not None:
             unread.append((path, reason))
-    stated = [run for run in runs if run.kind == "list"]
-    logged = [run for run in runs if run.kind != "list"]
-    if not logged:
-        return Reading(runs, unread)
-    run_ids = without_duplicates(logged)
-    unread += [(run.path, "duplicate run") for run in logged if id(run) not in run_ids]
-    return Reading([run for run in logged if id(run) in run_ids], unread, stated)
+    run_ids = without_duplicates(runs)
+    unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
+    return Reading([run for run in runs if id(run) in run_ids], unread)
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
@@ -197,8 +207,6 @@ def read_file(path: Path) -> list[Run]:
         raise NotALog("binary" if data.strip() else "empty")
     if suffix == ".jsonl":
         return [read_ours(path, data)]
-    if suffix.lower() == ".md":
-        return read_readme(path, data)
     return read_text(path, data)
 
 def without_duplicates(runs: list[Run]) -> set[int]:
@@ -265,7 +273,8 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
             raise NotALog("no header line at the start")
         take_header(run, event)
     elif kind == "step":
-        loss = event.get("train_loss", math.nan)
+        run.has_next_loss |= "train_loss_next" in event
+        loss = event.get("train_loss_next", event.get("train_loss", math.nan))
         rows.append((float(event["step"]), event["train_time_ms"] / 1000, float(loss)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
@@ -472,17 +481,3 @@ def clock_contradicts(run: Run) -> str | None:
     if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
         return None
     return f"its final time is {final.seconds:.3f} s, but its training step {step:.0f} ended at {seconds:.3f} s"
-
-def read_readme(path: Path, data: bytes) -> list[Run]:
-    """Read lists of losses from a README; each is a pool. Raises NotALog if there are none.
-
-    Times next to such lists are not read, because their machine is unknown.
-    """
-    runs: list[Run] = []
-    for name, body in LIST.findall(data.decode(errors="replace")):
-        losses = [float(number) for number in DECIMAL.findall(body)]
-        if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
-            runs += [Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}) for loss in losses]
-    if not runs:
-        raise NotALog("no list of losses")
-    return runs

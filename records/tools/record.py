@@ -1,4 +1,4 @@
-"""Verbs `new`, `check`, `table` and `stand`: a record is logs, and pages that are generated from them.
+"""Verbs `new`, `check` and `table`: a record is logs, and pages that are generated from them.
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
 without .gz. Records of other tools (predictions, and the ablation 03) are sealed: `check` compares their files, numbers
@@ -25,22 +25,18 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, consistency, plot, report, statistics
+from tools import compressed, consistency, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import UNFINISHED, inside, locked, unfinished_name, write_bytes
+from tools.page import DIFF, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number and name
-MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
-SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.png", "source.diff"
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
-TRIGRAM = "2026-11-20_01_RecipeA", 2.806             # record whose page has the loss of a trigram model, rounded
-SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"           # the first two identify the data
-T_95 = 12.706, 4.303, 3.182, 2.776, 2.571             # Student's t, two-sided, for 1, 2, ... and at least 5 degrees
 TWO_DAYS_S = 2 * 86_400.0
 COPIED_STEPS = 10                      # training losses by which a copied run is recognized
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
@@ -49,12 +45,10 @@ ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
-RATIO = "{ratio:.4g} ({low:.4g} to {high:.4g})"                      # ratio of times, with its 99 % interval
 LINK_OUT = "a link out of the record"
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
-RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 
 Sides = dict[str, Side]                # by group
 
@@ -357,7 +351,7 @@ def chain_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
     for role, opponent in opponents.items():
         ratio = ratios.get(role)
         if not ratio or ratio["word"] != "faster":
-            found = f"{ratio['word']}: {RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
+            found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
             yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
 def slow_evaluations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
@@ -437,68 +431,12 @@ def untimed_s(run: Run) -> dict[str, float]:
             found[phase["name"]] += phase["ms"] / 1000
     return dict(found)
 
-def page(folder: Path, result: Facts) -> str:
-    """Generate the part of a record's README below the marker.
-
-    folder: the record's directory; links to logs depend on whether they are compressed.
-    """
-    stated = result["stated"]
-    what = stated["kind"].capitalize()
-    if stated["kind"] == "entry":
-        what += f" of track `{stated['track']}`, class {result['class']}"
-    if "idea" in stated:
-        what += f", idea: {stated['idea']}"
-    head = f"## Numbers\n\n{what}, {stated['date']}: [source]({SOURCE}), [logs](logs), [all numbers]({RESULT})."
-    if stated["parent"]:
-        head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
-    rows = []
-    for name, group in result["groups"].items():
-        runs = group["runs"]
-        if group["started"] != runs:
-            runs = f"{runs} of {group['started']} started"
-        counts = [name or "all", runs, group["loss"]["n"]]
-        means = [group[key][part] for key in ("loss", "time") for part in ("mean", "sd")]
-        rows.append([*counts, *means, group["p"]])
-    columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
-    not_done = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
-    parts = [head, markdown(columns, rows), markdown("started, but not done | outcome | cause", not_done)]
-    rows = []
-    benches = {f"[{name}]({name})": comparison for name, comparison in result["bench"].items()}
-    for name, comparison in (result["verdicts"] | benches).items():
-        rows.append([name, f"**{comparison['verdict']}**", interval(comparison["loss"]),
-                     interval(comparison["time"]), comparison["reason"]])
-    raced = []
-    for role, ratio in result.get("in_turn", {}).items():
-        name = f"[{role} {ratio['record']}](../{ratio['record']}/{PAGE})"
-        raced.append([name, RATIO.format_map(ratio), ratio["pairs"], interval(ratio["loss"]), ratio["word"]])
-    parts.append(markdown("in turn with | time over its (99 %) | pairs | loss less its (99 %) | word", raced))
-    columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
-    parts.append(markdown(columns, rows))
-    rows = []
-    for name, run in result["runs"].items():
-        untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
-        log = log_of(folder, name)
-        rows.append([f"[{Path(name).name}](logs/{name}/{log.name})", *(run[key] for key in RUN_COLUMNS), untimed])
-    parts.append(markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows))
-    for name, group in result["groups"].items():
-        losses = [round(loss, 6) for loss in group["losses"]]
-        times = [round(seconds, 3) for seconds in group["times"]]
-        parts.append(f"{name}:\n\n" * bool(name) + f"```\nlosses = {losses}\ntimes = {times}\n```")
-    parts.append(f"![training and validation loss over steps and over time]({PLOT})")
-    rows = []
-    for key, fact in (result["entry"] | stated["entry"] | result["machine"]).items():
-        if fact is not None:
-            rows.append([key, json.dumps(fact), "stated, not logged" if key in stated["entry"] else "log"])
-    parts.append(markdown("fact | value | from", rows))
-    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
-    parts.append(markdown("setting | parent | here", rows))
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-def interval(test: Facts | None) -> str | None:
-    """Format the mean and the interval of a test."""
-    if not test or test["p"] is None:
-        return f"{test['mean']:.4g}" if test else None
-    return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
+def page_of(folder: Path, result: Facts, sides: Sides) -> str:
+    """Generate the page of a record, without the text that is written by hand."""
+    parent = result["stated"]["parent"]
+    if not parent:
+        return page.generate(result, sides, {}, "")
+    return page.generate(result, sides, load(parent_of(folder, result["stated"])), text(folder / DIFF))
 
 def new(args: argparse.Namespace, root: Path) -> int:
     """Create a record from runs, or generate the pages of an existing one again; return the exit status.
@@ -627,9 +565,8 @@ def write(folder: Path, stated: Facts) -> None:
         diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
         write_bytes(folder / DIFF, diff.encode())
     result = build(folder, stated, sides)
-    if not plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"]):
-        raise ToolError(f"plot {PLOT}", found="no matplotlib", expected="a record with its plot",
-                        hint="pip install matplotlib")
+    pools = {page.label(result, name): side.runs for name, side in sides.items()}
+    plot.curves(pools, folder / PLOT, result["target"])
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
@@ -637,10 +574,8 @@ def write(folder: Path, stated: Facts) -> None:
               file=sys.stderr)
     for name, group in result["groups"].items():
         print(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", file=sys.stderr)
-    by_hand, _, _ = text(folder / PAGE).partition(MARK)
-    if not by_hand:
-        by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
-    write_bytes(folder / PAGE, (by_hand + MARK + page(folder, result)).encode())
+    _, by_hand = page.split(text(folder / PAGE))
+    write_bytes(folder / PAGE, page.join(page_of(folder, result, sides), by_hand or "The idea:\n\n").encode())
 
 def in_words(problem: Problem) -> str:
     """Format a problem as one line."""
@@ -686,11 +621,11 @@ def findings(folder: Path) -> Iterator[str]:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
-    """Return the sha256 of the generated parts of a sealed record: numbers, page below the marker, diff."""
+    """Return the sha256 of the generated parts of a sealed record: numbers, generated parts of the page, diff."""
     made = {key: item for key, item in result.items() if key != "sealed"}
     parts = {RESULT: json.dumps(made, sort_keys=True)}
     parts[DIFF] = text(folder / DIFF)
-    _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
+    parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
     return {name: sha256(part) for name, part in parts.items()}
 
 def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
@@ -700,7 +635,7 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     yield from map(in_words, doubts(folder, stated, sides))
     follows = build(folder, stated, sides) | {"files": result["files"]}     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
-    made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(folder, result)
+    made[PAGE] = page.split(text(folder / PAGE))[0], page_of(folder, result, sides)
     if stated["parent"]:
         made[DIFF] = text(folder / DIFF), diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
     for name, pair in made.items():
@@ -724,47 +659,32 @@ def table(args: argparse.Namespace, root: Path) -> int:
     boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
-        sides = [grouped(inside(root, folder_name(entry)), entry["stated"]) for entry in chained]
-        pools = [side[entry["stated"]["main"]].runs for entry, side in zip(chained, sides)]
-        plot.chain(chained, pools, args.plot)
+        if not chained:
+            raise ToolError(f"--plot={args.plot}", found=f"no chain in {shown(root)}",
+                            expected="entries of pocket_time", hint="leave out --plot")
+        plot.chain(chained, args.plot)
     if args.json:
         print(json.dumps(boards, indent=1))
         return 0
     for title, rows in boards.items():
-        columns = max(rows, key=len)                                         # the base lacks the ratios
-        print(f"{title}\n{markdown(' | '.join(columns), [[row.get(key) for key in columns] for row in rows])}\n")
+        columns = [key for key in rows[-1] if any(row[key] is not None for row in rows)]
+        print(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
     print("to verify these: python records check; rules: records/README.md")
     return 0
 
-def links(root: Path, entries: list[Facts]) -> list[Facts]:
-    """Return the rows of a chain, oldest first; the base comes before the entries of either class."""
-    rows = []
-    base = entries_of(root, entries[0]["stated"]["track"])[:1]
-    for result in base + [entry for entry in entries if entry not in base]:
-        stated = result["stated"]
-        loss = main_pool(result)["loss"]
-        row = {"record": f"{stated['number']} {stated['name']}", "class": result["class"], "idea": stated["idea"]}
-        row |= {"loss": loss["mean"], "n": loss["n"]}
-        for role, ratio in result["in_turn"].items():
-            row[f"ratio_to_{role}"] = ratio["ratio"]
-            row[f"{role} 99 %"] = [round(ratio["low"], 4), round(ratio["high"], 4)]
-        if result["in_turn"]:
-            diff = text(inside(root, f"{folder_name(result)}/{DIFF}")).splitlines()[2:]      # without file names
-            row["diff_lines"] = sum(line[0] in "+-" for line in diff)
-        rows.append(row)
-    return rows
-
 def board(root: Path, entries: list[Facts]) -> list[Facts]:
-    """Return the rows of one list, best first.
+    """Return the rows of one list: a chain in the order of its entries, others with the best one first.
 
     With a target, p is that of the losses against it. An entry that has not proven the target has no rank; a systems
     change must be `faster` than its baseline instead. Without a target, p tests whether the loss is lower than that of
-    the next entry.
+    the next entry. The base of a chain comes before the entries of either class.
     """
     track = TRACKS[entries[0]["stated"]["track"]]
     if track.is_chain:
-        return links(root, entries)
-    entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
+        base = entries_of(root, entries[0]["stated"]["track"])[:1]
+        entries = base + [entry for entry in entries if entry not in base]
+    else:
+        entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
     rows: list[Facts] = []
     rank = 0
     for result, after in zip_longest(entries, entries[1:]):
@@ -779,10 +699,18 @@ def board(root: Path, entries: list[Facts]) -> list[Facts]:
         if "systems" in stated["entry"] and "faster" in words:
             proven = True
         rank += proven
-        row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p}
+        row = {"rank": rank if proven and not track.is_chain else None,
+               "record": f"{stated['number']} {stated['name']}", "class": result["class"],
+               "idea": stated.get("idea"), "p": p, "n": own["loss"]["n"]}
         for key in ("loss", "time"):
-            row |= {f"{part} {key}": own[key][part] for part in ("n", "mean", "sd")}
-        row |= {"verdicts": ", ".join(words) or None, "params_total": result["entry"]["params_total"]}
+            row |= {key: own[key]["mean"], f"sd {key}": own[key]["sd"]}
+        for role in ("parent", "base"):
+            ratio = result.get("in_turn", {}).get(role, dict.fromkeys(("ratio", "low", "high")))
+            row |= {f"ratio_to_{role}": ratio["ratio"], f"{role} 99 %": ratio["ratio"] and
+                    [round(ratio["low"], 4), round(ratio["high"], 4)]}
+        diff = text(inside(root, f"{folder_name(result)}/{DIFF}"))
+        row |= {"diff_lines": page.changed_lines(diff) if stated["parent"] else None,
+                "verdicts": ", ".join(words) or None, "params_total": result["entry"]["params_total"]}
         rows.append(row | {"table_bytes": result["entry"]["table_bytes"]})
     return rows
 
@@ -790,48 +718,8 @@ def main_pool(result: Facts) -> Facts:
     """Return the results of the main group."""
     return result["groups"][result["stated"]["main"]]
 
-def stand(args: argparse.Namespace, root: Path) -> int:
-    """Print the mean loss of finished runs next to a trigram model of their data and the latest comparable entry.
-
-    An entry is comparable if preset, data and number of tokens are equal. Does not import scipy. Without matplotlib the
-    curve is drawn in the terminal.
-    """
-    side = report.side_of("run", [args.folder])
-    mixed = report.mixtures(side)
-    if mixed:
-        raise ToolError(f"runs in {args.folder}", found=mixed[0], expected="runs of one program",
-                        hint="name one of them")
-    mine = statistics.summary(side.losses())
-    texts = []
-    comparison = "no entry has this preset, these data and as many tokens"
-    groups = {}
-    for folder in folders(root):
-        result = load(folder)
-        stated = result["stated"]
-        if stated["kind"] != "entry":
-            continue
-        facts = result["machine"] | result["entry"]
-        alike = [facts[key] == value(side.runs[0], key) for key in SAME_RUN]
-        if all(alike[:2]) and folder.name == TRIGRAM[0]:
-            texts.append(f"a trigram model has {TRIGRAM[1]}")
-        n, mean, sd = main_pool(result)["loss"].values()
-        if not all(alike) or n < 2:
-            continue
-        half = T_95[:n - 1][-1] * sd * math.sqrt(1 / n + 1 / mine.n)
-        where = "inside" if abs(mine.mean - mean) <= half else "outside"
-        name = f"record {stated['number']}"
-        comparison = f"{name} {mean:.3f} +- {sd:.3f}: {where} its spread, {mean - half:.2f} to {mean + half:.2f}"
-        groups = {name: grouped(folder, stated)[stated["main"]].runs}
-    several = f", mean of {mine.n} runs" if mine.n > 1 else ""
-    print(f"{mine.mean:.3f} nats per token{several}: {', '.join([*texts, comparison])}")
-    if plot.curves(groups | {"this run": side.runs}, args.folder / PLOT):
-        print(f"picture: {args.folder / PLOT}")
-    elif sys.stdout.isatty():
-        print(plot.characters(side.runs))
-    return 0
-
 def main(argv: list[str]) -> int:
-    """Run `new`, `check`, `table` or `stand`; return the exit status. argv: the verb and its arguments."""
+    """Run `new`, `check` or `table`; return the exit status. argv: the verb and its arguments."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -840,9 +728,7 @@ def main(argv: list[str]) -> int:
         parser.add_argument("chosen", nargs="*", metavar="RECORD", help="records to check [all]")
     elif verb == "table":
         parser.add_argument("--json", action="store_true", help="print a JSON object")
-        parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the chain of pocket_time")
-    elif verb == "stand":
-        parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
+        parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the chain of pocket_time")
     else:
         parser.add_argument("name", nargs="?", help="name of the record: letters, digits, underscores")
         parser.add_argument("runs", nargs="*",
@@ -859,4 +745,4 @@ def main(argv: list[str]) -> int:
     root = args.records.resolve()
     # Two calls of `new` must not choose the same number for their records.
     with locked(root, NEW_WAIT_S) if verb == "new" else contextlib.nullcontext():
-        return {"new": new, "check": check, "table": table, "stand": stand}[verb](args, root)
+        return {"new": new, "check": check, "table": table}[verb](args, root)

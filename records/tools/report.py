@@ -16,7 +16,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -380,8 +380,6 @@ def proof(side: Side, target: float, level: float = ALPHA) -> tuple[str, str]:
         return "not proven", "the losses are unknown"
     p = below(losses, target)
     started = f"by {len(side.runs)} of {side.started} started"
-    if side.runs[0].kind == "list":
-        started = "by a list, as stated"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
     tested = f"mean loss {mean:.5f} against {target:g}:"
     if p < level:
@@ -430,7 +428,7 @@ def mixtures(side: Side) -> list[str]:
     ends = sorted({f"{run.final.step} of {run.total}" for run in unbudgeted})
     if len(ends) > 1:
         problems.append(f"{side.name} mixes last steps: {listed(ends)}; select runs by path")
-    for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
+    for key in ("source_sha256", *MACHINE[:2], "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
             problems.append(f"{side.name} mixes {key}: {clipped(values)}; select runs by path")
@@ -448,25 +446,33 @@ def same_program(a: Side, b: Side) -> bool:
         return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
-def differing(a: Side, b: Side) -> list[str]:
-    """List what both sides state differently: last steps, settings and facts; of lists, the entries that differ."""
-    ends = [sorted({str(run.reached) for run in side.runs}) for side in (a, b)]
-    differences = [f"last step {clipped(ends[0])} -> {clipped(ends[1])}"] * (ends[0] != ends[1])
+def differing_rows(a: Side, b: Side) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, A's value, B's value) of what both sides state differently: last steps, settings and facts."""
+    ends = [clipped(sorted({str(run.reached) for run in side.runs})) for side in (a, b)]
+    if ends[0] != ends[1]:
+        yield "last step", *ends
     for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
         before, after = a.values(key), b.values(key)
-        if before == after or not before or not after:
-            continue
-        old, new = fact(a.runs[0], key), fact(b.runs[0], key)
-        if not (isinstance(old, list) and isinstance(new, list)):
-            differences.append(f"{key} {clipped(before)} -> {clipped(after)}")
-            continue
-        for row in range(max(len(old), len(new))):
-            was, now = (dict(*table[row:row + 1]) for table in (old, new))
-            for column in was | now:
-                before, after = as_text(was.get(column)), as_text(now.get(column))
-                if before != after:
-                    differences.append(f"{key}[{row}] {column} {before} -> {after}")
-    return differences
+        if before and after and before != after:
+            old, new = fact(a.runs[0], key), fact(b.runs[0], key)
+            if not (isinstance(old, list) and isinstance(new, list)):
+                old, new = clipped(before), clipped(after)
+            yield from rows_of_change(key, old, new)
+
+def rows_of_change(key: str, old: Any, new: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, old, new) of a setting; of one that is a list of rows, each row and column that differs."""
+    if not (isinstance(old, list) and isinstance(new, list) and isinstance([*old, *new][0], dict)):
+        yield key, old, new
+        return
+    for row in range(max(len(old), len(new))):
+        was, now = (dict(*table[row:row + 1]) for table in (old, new))
+        for column in was | now:
+            if was.get(column) != now.get(column):
+                yield f"{key}[{row}] {column}", was.get(column), now.get(column)
+
+def differing(a: Side, b: Side) -> list[str]:
+    """List what both sides state differently, in words."""
+    return [f"{name} {as_text(old)} -> {as_text(new)}" for name, old, new in differing_rows(a, b)]
 
 def numbers_of(side: Side, target: float | None) -> Facts:
     """Return the statistics of one side."""
@@ -493,9 +499,6 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
         notes.append(listed(resumed))
-    n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
-    if n:
-        notes.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}; they are not counted")
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*notes, unread) if note]
 
@@ -707,7 +710,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
     parser.add_argument("--systems", action="store_true",
                         help="a systems change, the same mathematics: the loss needs no proof")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="file for a plot of the losses")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the losses")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]

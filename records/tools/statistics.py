@@ -115,13 +115,28 @@ def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
             return n
     return None
 
-def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] | None:
-    """Return the interval that contains one more value of the same kind with probability 1 - level; None for n < 2."""
-    from scipy import stats
+def student_t(level: float, free: int) -> float:
+    """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy.
+
+    With t = sqrt(free) * tan(angle), the density over the angle is proportional to cos(angle)^(free - 1).
+    """
+    angles = np.linspace(0, math.pi / 2, 100_001)
+    middles = (angles[1:] + angles[:-1]) / 2
+    mass = np.cumsum(np.cos(middles) ** (free - 1))
+    mass = np.append(0.0, mass)
+    angle = float(np.interp(1 - 2 * level, mass / mass[-1], angles))
+    return math.sqrt(free) * math.tan(angle)
+
+def band(values: Sequence[float], level: float = ALPHA, runs: int = 1) -> tuple[float, float] | None:
+    """Return the interval that contains the mean of `runs` more values of the same kind with probability 1 - level.
+
+    Returns None for fewer than two values. Does not import scipy.
+    """
     n, mean, sd = summary(values)
     if n < 2:
         return None
-    half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
+    reach = student_t(level / 2, n - 1)
+    half = reach * sd * math.sqrt(1 / runs + 1 / n)
     return mean - half, mean + half
 
 def pair_order(names: Iterable[str], pair: int) -> list[str]:

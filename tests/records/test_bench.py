@@ -333,11 +333,19 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case) -> None:
     monkeypatch.setattr(bench, "ROOT", here)
     status, said, _ = call("try", patch, f"--out={out}", "--", "--lr=3")
     assert status == 0 and "verdict: faster" in said and "-10." in said
+    assert re.search(r"^up to 6 pairs, 12 runs; at most about \d+ minutes on [^\n]*\n(?=001_A)", said, re.M), said
     assert ("already contains idea_one.patch" in said) == (case == "applied already")
     assert all("--preset=pocket --sample_tokens=0 --lr=3" in end["command"] for end in lines(out, "end"))
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()
-    assert (out / "curves.png").is_file() and f"records new IdeaOne {out} --kind=comparison" in said
+    assert (out / "curves.svg").is_file() and f"records new IdeaOne {out} --kind=comparison" in said
+
+@pytest.mark.parametrize("flags, said", [
+    ([], "up to 6 pairs, 12 runs; at most about 23 minutes on AMD EPYC, 2 cores, 2 threads, where a run takes 112 s"),
+    (["--max_steps=53"], "12 runs; at most about 5 minutes"), (["--preset=mine"], "the first one shows how long")])
+def test_longest_in_words__from_the_latest_entry_with_the_preset(flags, said) -> None:
+    """Earlier, `try` began runs of two minutes each without a word."""
+    assert said in bench.longest_in_words(bench.parse_args(["try", "idea.patch", "--", *flags]))
 
 @pytest.mark.parametrize("argv, said", [
     (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"),

@@ -124,15 +124,14 @@ def test_new__stores_logs_compressed_and_hashes_their_contents(root, tmp_path) -
         assert (again / log.relative_to(folder)).read_bytes() == log.read_bytes(), "from compressed logs as from others"
 
 def test_check__of_a_record_in_either_form(root) -> None:
-    """Results and hashes do not change. Only the links of the page contain the names of the stored files."""
+    """Results, hashes and the page do not depend on how the logs are stored."""
     folder, = record.folders(root)
-    numbers = (folder / "result.json").read_bytes()
+    before = [(folder / name).read_bytes() for name in ("result.json", "README.md")]
     logs = sorted((folder / "logs").rglob("*.gz"))
     subprocess.run(["gunzip", *map(str, logs)], check=True, timeout=60)
-    said = call("check", "--records", root)[1]
-    assert said.count("README.md: found") == said.count("\n") == 5, f"the table of runs, and nothing else: {said}"
+    assert call("check", "--records", root)[0] == 0
     assert call("new", "--records", root, "--update=01")[0] == 0 and call("check", "--records", root)[0] == 0
-    assert (folder / "result.json").read_bytes() == numbers and "log.jsonl)" in (folder / "README.md").read_text()
+    assert [(folder / name).read_bytes() for name in ("result.json", "README.md")] == before
 
 @pytest.mark.parametrize("name", ["logs/seed1/log.jsonl", "logs/seed1/log.txt", "README.md", "result.json"])
 def test_check__a_file_in_both_forms(root, name) -> None:

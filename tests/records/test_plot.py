@@ -1,53 +1,100 @@
-"""records/tools/plot.py: content of a plot, light and dark pages, and the message without matplotlib."""
+"""records/tools/plot.py: content of a plot, light and dark pages, and legibility at a width of 400 pixels."""
+import re
 import sys
+from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
-from record_common import A_LOSSES, GOLDEN, call, make_side, make_sides
+from record_common import A_LOSSES, GOLDEN, call, events_of, make_side, make_sides, write_events
 
 from tools import plot                                       # noqa: E402
+from tools.files import ToolError                            # noqa: E402
 from tools.read import read_runs                             # noqa: E402
 
-def test_curves__training_and_validation_against_steps_and_time(tmp_path) -> None:
-    pyplot = pytest.importorskip("matplotlib.image")
+SVG = "{http://www.w3.org/2000/svg}"
+
+def texts(picture: Path) -> list[str]:
+    return [element.text for element in ElementTree.parse(picture).iter(f"{SVG}text")]
+
+LABELS = {"loss, nats per token", "training time, s", "training loss, as logged",
+          "validation loss, mean and range of the runs"}
+
+def check_drawing(picture: Path) -> None:
+    """Check that a picture is legible on white and on black, without a background, at a width of 400 pixels."""
+    drawing = picture.read_text()
+    colors = set(re.findall(r"#(\w{6})", drawing))
+    brightness = [sum(bytes.fromhex(color)) / 3 / 255 for color in colors]
+    assert 0.25 < min(brightness) and max(brightness) < 0.85, "no ink that vanishes on white or black"
+    shapes = [element.tag for element in ElementTree.parse(picture).getroot()]
+    assert f"{SVG}rect" not in shapes and f"{SVG}image" not in shapes, "transparent"
+    height = float(re.search(r'viewBox="0 0 800 (\d+)', drawing)[1])
+    sizes = [int(size) for size in re.findall(r'font-size="(\d+)"', drawing)]
+    assert height < 800 and min(sizes) * 400 / plot.WIDTH >= 12, "pixels of a letter"
+
+def test_curves__training_and_validation_over_time(tmp_path) -> None:
     a, b = make_sides(tmp_path)
     for verb in (["compare", a, b], ["show", a], ["place", b / "seed0", a]):
-        picture = tmp_path / verb[0] / "curves.png"
+        picture = tmp_path / verb[0] / "curves.svg"
         call(*verb, "--target=3.28", f"--plot={picture}")
-        image = pyplot.imread(picture)
-        ink = image[..., 3] > 0.5
-        assert image.shape[1] > 900 and image.shape[2] == 4
-        assert ink[:, :image.shape[1] // 2].any() and ink[:, image.shape[1] // 2:].any(), "both halves"
-        assert 0.3 < (image[..., 3] == 0).mean() < 0.99, "transparent, so it serves light and dark pages"
-        brightness = image[ink][:, :3].mean(axis=1)
-        assert 0.25 < brightness.min() and brightness.max() < 0.85, "no ink that vanishes on white or black"
-    same = tmp_path / "again.png"
+        words = texts(picture)
+        assert LABELS <= set(words) and ("target 3.28" in words) == (verb[0] != "place")
+        named = [name for name in words if "(n = " in name]
+        assert len(named) == 2 - (verb[0] == "show"), words
+        check_drawing(picture)
+    same = tmp_path / "again.svg"
     plot.curves({"pool": read_runs([a]).runs}, same, 3.28)
-    assert same.read_bytes() == (tmp_path / "show/curves.png").read_bytes(), "a record's picture has a stored hash"
+    assert same.read_bytes() == (tmp_path / "show/curves.svg").read_bytes(), "a record's picture has a stored hash"
 
-@pytest.mark.parametrize("is_val, column, last", [(False, 0, 10), (True, 0, 10), (True, 1, 79.9)])
-def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last) -> None:
+def test_curves__a_weighted_training_loss_does_not_flatten_the_validation_loss(tmp_path) -> None:
+    """Earlier, the y axis contained the sum over several predicted tokens, which is larger than a loss per token."""
+    stages = [dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.5])]
+    a = make_side(tmp_path / "a", config=dict(stages=stages))
+    picture = tmp_path / "a.svg"
+    for more, label in (({}, "training loss, weighted sum over predicted tokens"),
+                        ({"train_loss_next": 3.3}, "training loss of the next token")):
+        for log in a.glob("*/log.jsonl"):
+            events = events_of(log)
+            for event in events:
+                if event["type"] == "step":
+                    event |= dict(train_loss=9.0 - 0.55 * event["step"]) | more
+            write_events(log, events)
+        plot.curves({"a": read_runs([a]).runs}, picture)
+        words = texts(picture)
+        ticks = [float(word) for word in words if re.fullmatch(r"\d(\.\d+)?", word)]
+        assert label in words and max(ticks) < 4, words
+
+@pytest.mark.parametrize("column, last", [(0, 10), (1, 79.9)])
+def test_sampled__losses_on_a_common_axis(tmp_path, column, last) -> None:
     runs = read_runs([make_side(tmp_path / "a")]).runs
-    xs, losses = plot.sampled(runs, is_val, column)
+    xs, losses = plot.sampled(runs, column)
     assert xs[-1] == pytest.approx(last, rel=1e-3) and losses.shape == (5, plot.GRID) and np.isfinite(losses).all()
-    finals = [run.loss if is_val else run.steps[-1, 2] for run in runs]
+    finals = [run.steps[-1, 2] for run in runs]
     assert losses[:, -1] == pytest.approx(finals, abs=4e-3)
-    assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], is_val, column)[0].size, "one point"
+    without, = read_runs([GOLDEN / "i_one"]).runs
+    assert not plot.sampled([runs[0], without], column)[0].size, "no training losses"
 
-def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize("column, xs", [(0, [5, 8, 10]), (1, [40, 64, 80])])
+def test_validations__points_after_the_first_step(tmp_path, column, xs) -> None:
+    runs = read_runs([make_side(tmp_path / "a")]).runs
+    found, losses = plot.validations(runs, column)
+    assert found == pytest.approx(xs, rel=1e-3) and losses.shape == (5, 3) and losses[:, -1].tolist() == A_LOSSES
+    runs[0].val = runs[0].val[1:]
+    runs[0].val.pop(0)
+    found, losses = plot.validations(runs, column)
+    assert found == pytest.approx(xs[-1:], rel=1e-3) and losses[:, 0].tolist() == A_LOSSES, "the final ones only"
+
+def test_save__svg_only(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
-    assert status == 0 and "verdict: " in said
-    assert error == f"no plot without matplotlib; to install it: {sys.executable} -m pip install matplotlib\n"
+    assert status == 2 and f"{tmp_path}/x.svg" in error and not (tmp_path / "x.png").exists()
+    with pytest.raises(ToolError, match="ends in .svg"):
+        plot.save([], 10, tmp_path / "y.png")
 
-def test_characters__the_validation_loss_falls_to_the_right(tmp_path) -> None:
-    *rows, last = plot.characters(read_runs([make_side(tmp_path / "a")]).runs).splitlines()
-    heights = [float(row[:8]) for row in rows]
-    columns = list(zip(*(row[9:] for row in rows)))
-    places = [column.index("o") for column in columns]
-    assert (len(heights), len(columns)) == (plot.ROWS, plot.COLUMNS)
-    assert all(column.count("o") == 1 for column in columns)
-    assert places == sorted(places) and (places[0], places[-1]) == (0, plot.ROWS - 1)
-    assert heights == sorted(heights, reverse=True) and heights[-1] == pytest.approx(np.mean(A_LOSSES), abs=6e-4)
-    assert last == "validation loss (nats per token), steps 2 to 10"
+@pytest.mark.parametrize("low, high, is_log, ticks", [
+    (0, 60, False, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, False, [2.5, 3]),
+    (0.04, 1, True, [0.05, 0.1, 0.2, 0.5, 1])])
+def test_ticks__round_values(low, high, is_log, ticks) -> None:
+    axis = plot.Axis(low, high, 0, 100, is_log)
+    assert axis.ticks() == pytest.approx(ticks) and (axis.at(low), axis.at(high)) == (0, 100)

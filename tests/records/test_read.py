@@ -70,19 +70,22 @@ def test_split__a_block_that_begins_elsewhere_is_refused(tmp_path) -> None:
     first, second = read_runs([tmp_path]).runs
     assert (first.loss, first.refused) == (4.0, None) and "starts at step 10" in second.refused
 
-def test_read_readme__lists_are_stated_beside_logs() -> None:
-    pools = {}
-    for run in read_runs([GOLDEN / "r_readme"]).runs:
-        pools.setdefault(run.facts["pool"], []).append(run.loss)
-    for losses in ([3.2781, 3.2795, 3.277, 3.2788], [3.2791, 3.2801, 3.2785]):
-        assert losses in pools.values()
-    beside = read_runs([GOLDEN / "r_readme", GOLDEN / "d_timing.txt"])
-    assert [run.kind for run in beside.runs] == ["text"] and len(beside.stated) == 7
+@pytest.mark.parametrize("config, more, said", [
+    (dict(stages=[dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.0])]), {}, "weighted sum over predicted tokens"),
+    (dict(stages=[dict(mtp_start=[1.0], mtp_end=[1.0])]), {}, "loss of the next token"), ({}, {}, "as logged"),
+    (dict(stages=[dict(mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.0])]), dict(train_loss_next=3.5), "of the next token")])
+def test_take__the_training_loss_of_the_next_token_if_the_log_has_it(tmp_path, config, more, said) -> None:
+    """Earlier, a weighted sum over several tokens was plotted on an axis of nats per token, without a label."""
+    log = make_run(tmp_path / "run", 0, 3.2, 9.0, config=config) / "log.jsonl"
+    write_events(log, [event | (more if event["type"] == "step" else {}) for event in events_of(log)])
+    run, = read_runs([log]).runs
+    assert run.training_loss.endswith(said)
+    assert (run.steps[:, 2] == 3.5).all() == bool(more)
 
 NO_LOGS = {
     "binary.log": "binary", "empty.txt": "empty", "manifest.jsonl": "no header line at the start",
     "metadata.txt": "no validation line", "only_source.txt": "no validation line",
-    "page.md": "no list of losses", "pruning_data.json": "not a log by its name",
+    "page.md": "not a log by its name", "pruning_data.json": "not a log by its name",
     "remote_manifest.txt": "no validation line", "stderr.txt": "no validation line",
     "trainer.py": "not a log by its name",
 }
@@ -92,7 +95,7 @@ def test_read_runs__what_is_no_log_is_counted_by_reason() -> None:
     assert not reading.runs
     assert {path.name: why for path, why in reading.unread} == NO_LOGS
     words = reading.unread_in_words()
-    assert words.startswith("10 files not read: 4 no validation line, 2 not a log by its name")
+    assert words.startswith("10 files not read: 4 no validation line, 3 not a log by its name")
     assert len(words) < 160
 
 def test_read_runs__each_run_once_however_it_is_logged(tmp_path) -> None:

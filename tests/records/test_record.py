@@ -5,22 +5,23 @@ import math
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from scipy import stats
 
-from common import full_disk, run
+from common import ROOT, full_disk, run
 
 from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
                            events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
                            write_text, write_text_log)
 
-from tools import compressed, files, record                         # noqa: E402
+from tools import compressed, files, page, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -99,9 +100,9 @@ def test_build__numbers_are_those_of_the_logs(two_records) -> None:
     assert group["loss"]["mean"] == pytest.approx(np.mean(LOSSES))
     assert group["loss"]["sd"] == pytest.approx(np.std(LOSSES, ddof=1))
     assert result["class"] == "plain" and result["entry"]["params_total"] == 1000
-    page = (two_records / "records" / FIRST / "README.md").read_text()
-    for part in ("2.159", "losses = [2.171, 2.144, 2.162]", "[seed1](logs/seed1/log.jsonl.gz)"):
-        assert part in page
+    shown = (two_records / "records" / FIRST / "README.md").read_text()
+    for part in ("2.1590", "| 1    | 2.1440, 97.7 |", "# 01 First: loss 2.159 (2.080 to 2.238) in 97.5 s"):
+        assert part in shown
     second = two_records / "records" / SECOND
     result = result_of(second)
     verdict = result["verdicts"]["B"]
@@ -110,6 +111,33 @@ def test_build__numbers_are_those_of_the_logs(two_records) -> None:
     assert [line["folder"] for line in result["unfinished"]] == ["runs/007_B"]
     assert "007_B" in (second / "README.md").read_text()
     assert (second / "sources/B.diff").read_text().count("line_7 = 8") == 1
+
+def test_generate__pages_are_short_and_say_nothing_twice(two_records, chain) -> None:
+    for folder in [*record.folders(two_records / "records"), *record.folders(chain / "records")]:
+        generated, _ = page.split((folder / "README.md").read_text())
+        assert max(map(len, generated.splitlines())) <= 160 and "{" not in generated
+        losses = re.findall(r"\d\.\d{4}, \d", generated)
+        assert len(losses) == len(result_of(folder)["runs"]), "each run once"
+
+def test_numbers__untimed_phases_of_one_name_add_up(tmp_path) -> None:
+    """Earlier, the last phase of a name replaced the others."""
+    log = make_run(tmp_path / "run", 0, 2.2, 9.0, **CPU) / "log.jsonl"
+    header, *events = events_of(log)
+    write_events(log, [header, dict(type="phase", name="warm-up", ms=250.0, timed=False), *events])
+    assert record.numbers(record.read_log(log))["untimed_s"] == {"warm-up": 5.25}
+
+def test_settings__one_row_per_setting(tmp_path) -> None:
+    """Earlier, a page had both tables of stages as JSON in one row."""
+    root = tmp_path / "records"
+    root.mkdir()
+    stages = [dict(batch_tokens=512, lr_mul=1.0), dict(batch_tokens=1024, lr_mul=1.5)]
+    new(root, "Parent", make_runs(tmp_path / "a", config=dict(stages=stages)), "--kind=comparison")
+    later = [dict(batch_tokens=512, lr_mul=2.0), stages[1], dict(batch_tokens=7)]
+    runs = make_runs(tmp_path / "b", config=dict(stages=later))
+    text = (new(root, "Child", runs, "--kind=comparison", "--parent=01") / "README.md").read_text()
+    rows = [re.sub(" +", " ", line) for line in text.splitlines() if line.startswith("| stages")]
+    assert rows == ["| stages[0] lr_mul | 1.0 | 2.0 |", "| stages[2] batch_tokens | | 7 |"]
+    assert "**Changes from 01 Parent:** 2 settings" in text
 
 def test_new__update_keeps_what_is_written_by_hand(root) -> None:
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
@@ -237,10 +265,10 @@ def test_write__never_through_a_link(root, tmp_path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("precious")
     run = make_run(tmp_path / "run", 0, 2.2, 90.0, **CPU)
-    (run / "loss.png").symlink_to("../precious")
-    (tmp_path / "picture.png").symlink_to("precious")
+    (run / "loss.svg").symlink_to("../precious")
+    (tmp_path / "picture.svg").symlink_to("precious")
     call("stand", run)
-    call("show", run, f"--plot={tmp_path}/picture.png")
+    call("show", run, f"--plot={tmp_path}/picture.svg")
     folder = root / FIRST
     (folder / "page").write_bytes((folder / "README.md").read_bytes())
     (folder / "README.md").unlink()
@@ -249,8 +277,8 @@ def test_write__never_through_a_link(root, tmp_path) -> None:
     edit(folder / "logs/seed1/log.txt", "seed 1", "seed 1 ")
     call("new", "--records", root, "--update=01")
     assert precious.read_text() == "precious" and (folder / "page").read_bytes() == before
-    for picture in (run / "loss.png", tmp_path / "picture.png"):
-        assert not picture.is_symlink() and picture.read_bytes().startswith(b"\x89PNG")
+    for picture in (run / "loss.svg", tmp_path / "picture.svg"):
+        assert not picture.is_symlink() and picture.read_text().startswith("<svg ")
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to("/dev/null")])
 def test_write_bytes__what_is_no_file_stays(tmp_path, make) -> None:
@@ -281,20 +309,21 @@ PAGE_SAID = "README.md: found"
 ADD = Path.write_text, "more\n"
 DAMAGES = {                                  # the finding, the file, how it is damaged
     "a number of the page": (PAGE_SAID, "README.md", edit, "2.159", "2.151"),
-    "a list of times": (PAGE_SAID, "README.md", edit, "97.7", "96.7"),
+    "a time": (PAGE_SAID, "README.md", edit, "97.7", "96.7"),
     "a mean": ("result.json: found", "result.json", edit, "2.159", "2.158"),
     "a stranger's key": ("result.json: found", "result.json", edit, '"target": null', '"target": null, "more": 1'),
     "the mark": (PAGE_SAID, "README.md", edit, "<!-- end of what", "<!-- the end of what"),
-    "a cut page": (PAGE_SAID, "README.md", edit, "[seed0]", "seed0"),
+    "a cut page": (PAGE_SAID, "README.md", edit, "[logs](logs)", "logs"),
+    "the first mark": (PAGE_SAID, "README.md", edit, "<!-- what follows", "<!-- all that follows"),
     "a final loss": ("seed1", "logs/seed1/log.jsonl", edit, '"val_loss": 2.144', '"val_loss": 2.134'),
     "a training loss": ("edited", "logs/seed1/log.jsonl", edit, '"train_loss": 4.9', '"train_loss": 4.8'),
     "no log": ("seed1", "logs/seed1/log.jsonl", remove), "no log.txt": ("seed1", "logs/seed1/log.txt", remove),
     "no run": ("seed2", "logs/seed2", remove), "no source": ("train_gpt.py", "train_gpt.py", remove),
-    "no picture": ("loss.png", "loss.png", remove), "no page": ("README.md", "README.md", remove),
+    "no picture": ("loss.svg", "loss.svg", remove), "no page": ("README.md", "README.md", remove),
     "no result": ("result.json", "result.json", remove),
     "another source": ("not the source", "train_gpt.py", edit, "= 7", "= 6"),
     "a stranger's file": ("notes.txt: added", "logs/notes.txt", *ADD), "a hidden file": ("added", ".hidden", *ADD),
-    "a picture": ("loss.png: edited", "loss.png", *ADD),
+    "a picture": ("loss.svg: edited", "loss.svg", *ADD),
     "a name": ("directory name: expected", "", rename, "2026-01-01_01_Best"),
     "a number twice": ("several records", "", rename, "2026-01-01_02_First"),
     "a date": ("directory name: expected", "result.json", edit, '"2026-01-01"', '"2026-01-03"'),
@@ -459,6 +488,8 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
     assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2}
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
+    status, _, error = call("table", "--records", root, f"--plot={tmp_path}/chain.svg")
+    assert status == 2 and "no chain in" in error
 
 def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     """The tools read the same results from its log.txt and its log.jsonl."""
@@ -469,35 +500,47 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
     assert check(root) == ""
 
+ALONE = "nats per token; for comparison: no record has"
+
 @pytest.mark.parametrize("losses, facts, words", [
-    ([2.21], {}, "2.210 nats per token: record 01 2.159 +- 0.014: inside its spread, 2.09 to 2.23"),
-    ([2.24], {}, "2.240 nats per token: record 01 2.159 +- 0.014: outside its spread, 2.09 to 2.23"),
-    ([2.2, 2.22], {}, "2.210 nats per token, mean of 2 runs: record 01 2.159 +- 0.014: inside its spread, 2.10 to"),
-    ([2.21], dict(data_sha256="e" * 64), "2.210 nats per token: no entry has this preset, these data and"),
-    ([2.21], dict(config={"val_tokens": 131_072}), "2.210 nats per token: no entry has"),
-    ([2.21], dict(preset="pocket_tables"), "2.210 nats per token: no entry has"),
-    ([2.21], dict(result={"tokens": 1024}), "2.210 nats per token: no entry has")])
+    ([2.21], {}, "2.210 nats per token; for comparison: record 01 2.159, inside its 99 % band 2.00 to 2.32"),
+    ([2.34], {}, "2.340 nats per token; for comparison: record 01 2.159, outside its 99 % band 2.00 to 2.32"),
+    ([2.2, 2.22], {}, "2.210 nats per token, mean of 2 runs; for comparison: record 01 2.159, inside its 99 % band"),
+    ([2.21], dict(data_sha256="e" * 64), f"2.210 {ALONE}"), ([2.21], dict(config={"val_tokens": 131_072}), ALONE),
+    ([2.21], dict(preset="pocket_tables"), ALONE), ([2.21], dict(result={"tokens": 1024}), ALONE)])
 def test_stand__beside_the_latest_entry_of_its_data(root, tmp_path, monkeypatch, losses, facts, words) -> None:
-    """Does not import scipy. The range is by Student's t: 2.159 +- 0.0137 x 4.303 x sqrt(1/3 + 1/runs)."""
+    """Does not import scipy. The band is by Student's t: 2.159 +- 0.0137 x 9.925 x sqrt(1/3 + 1/runs)."""
     monkeypatch.setitem(sys.modules, "scipy", None)
     runs = make_runs(tmp_path / "runs", losses, SECONDS, **facts)
     status, out, error = call("stand", "--records", root, runs)
-    assert status == 0 and out.startswith(words) and "trigram" not in out, out + error
-    assert f"picture: {runs / 'loss.png'}" in out and (runs / "loss.png").exists()
+    assert status == 0 and words in out and "trigram" not in out, out + error
+    assert f"picture: {runs / 'loss.svg'}" in out and (runs / "loss.svg").exists()
+
+@pytest.mark.parametrize("entropy, trained, said", [
+    (None, 3000, "unigram entropy {unigram_nats:.3f}, trigram model of 3,000 training tokens {trigram_nats:.3f}"),
+    (None, 50_000, "trigram model of 5,000 training tokens"), (2.5, 3000, "for comparison: unigram entropy 2.500\n")])
+def test_stand__any_text_has_models_that_count(root, tmp_path, entropy, trained, said) -> None:
+    """Earlier, the line had no number for a text that no record has. Other files than those of the run do not count."""
+    rng = np.random.default_rng(0)
+    for name, count in (("train", 5000), ("val", 400)):
+        header = np.zeros(256, "<i4")
+        header[:5] = 20240520, 1, count, 100, 1
+        (tmp_path / f"my_{name}_0.bin").write_bytes(
+            header.tobytes() + rng.binomial(99, 0.5, count).astype("<u2").tobytes())
+    patterns = {f"{name}_files": str(tmp_path / f"my_{name}_*.bin") for name in ("train", "val")}
+    result = dict(tokens=trained) | ({"unigram_nats": entropy} if entropy else {})
+    run = make_run(tmp_path / "run", 0, 2.2, 9.0, config=dict(val_tokens=300, **patterns), result=result)
+    _, out, error = call("stand", "--records", root, run)
+    command = [sys.executable, ROOT / "data/ngram.py", *(f"--{key.removesuffix('_files')}={pattern}"
+               for key, pattern in patterns.items()), "--train_tokens=3000", "--val_tokens=300"]
+    numbers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
+    assert said.format(**numbers) in out, out + error
 
 def test_stand__a_run_that_is_not_finished(root, tmp_path) -> None:
     run = make_run(tmp_path / "run", 0, 2.2, 9.0)
     write_events(run / "log.jsonl", events_of(run / "log.jsonl")[:-1])
     status, out, error = call("stand", "--records", root, run)
     assert (status, out) == (2, "") and "no result yet" in error
-
-def test_stand__what_it_knows() -> None:
-    """The loss of the trigram model is that of the page and of race.svg; the quantiles of t are scipy's."""
-    named, nats = record.TRIGRAM
-    stated, = re.findall(r"Witten-Bell trigram.* \| (\d\.\d{4}) \|", (record.RECORDS / named / "README.md").read_text())
-    drawn, = re.findall(r"^TRIGRAM_NATS = (\S+)", (record.RECORDS / "guide/race.py").read_text(), re.M)
-    assert float(stated) == pytest.approx(nats, abs=5.1e-4) and float(drawn) == nats
-    assert record.T_95 == pytest.approx([stats.t.isf(0.025, free) for free in range(1, 6)], rel=2e-4)
 
 CHAIN_CONFIG = dict(val_every=5, compile=1, train_files="data/pocket/train_*.bin", val_files="data/pocket/val_*.bin")
 RECORD_OF_CHAIN = dict(data_sha256=record.POCKET_DATA, hardware="a CPU, 2 cores, 2 threads", world_size=1,
@@ -545,17 +588,25 @@ def test_chain__ratios_are_those_of_the_benches(chain) -> None:
     assert [row["idea"] for row in rows] == ["recipe A, fewest steps", "eight for seven", "ninety nine for nine"]
     assert [row.get("ratio_to_parent") for row in rows] == [None, pytest.approx(0.8), pytest.approx(0.75)]
     assert [row.get("ratio_to_base") for row in rows] == [None, pytest.approx(0.8), pytest.approx(59 / 101)]
-    assert not [key for key in rows[0] if "ratio" in key or "diff" in key], "the base has none"
+    assert {fact for key, fact in rows[0].items() if "ratio" in key or "diff" in key} == {None}, "the base has none"
     assert [row["n"] for row in rows] == [6, 6, 6] and [row.get("diff_lines") for row in rows] == [None, 2, 2]
-    page = (chain / "records/2026-01-03_03_NinetyNine/README.md").read_text()
-    assert "class plain, idea: ninety nine for nine" in page and "[base 2026-01-01_01_Base]" in page
+    shown = (chain / "records/2026-01-03_03_NinetyNine/README.md").read_text()
+    assert "class plain: ninety nine for nine." in shown and "base [2026-01-01_01_Base]" in shown
+    assert shown.startswith("# 03 NinetyNine: 0.584 of the base's time (")
+    assert "), 0.750 of 02's (" in shown.splitlines()[0]
+    assert "**Changes from 02 Eight:** 0 settings, [2 lines of source](source.diff)." in shown
+    runs, = re.findall(r"<details><summary>Every run.*?</details>", shown, re.S)
+    assert runs.count("\n| ") == 14, "a head, a rule, and a row per seed of the two benches"
 
 def test_chain__picture(chain, tmp_path) -> None:
-    image = pytest.importorskip("matplotlib.image")
-    status, said, _ = call("table", "--records", chain / "records", f"--plot={tmp_path}/chain.png")
+    picture = tmp_path / "chain.svg"
+    status, said, _ = call("table", "--records", chain / "records", f"--plot={picture}")
     assert status == 0 and "eight for seven" in said
-    ink = image.imread(tmp_path / "chain.png")[..., 3] > 0.5
-    assert ink[:, :ink.shape[1] // 2].any() and ink[:, ink.shape[1] // 2:].any(), "both halves"
+    texts = [element.text for element in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}text")]
+    assert [name for name in texts if name[:2] in ("01", "02", "03")] == [
+        "01 recipe A, fewest steps", "02 eight for seven", "03 ninety nine for nine"]
+    assert any(re.fullmatch(r"0\.584 \(0\.5\d+ to 0\.5\d+\)", name) for name in texts), texts
+    assert "Target: mean loss below 2.20 nats per token, p < 0.01" in texts and "class table" in texts
 
 def test_chain__a_run_is_placed_beside_those_of_its_own_source(chain, tmp_path) -> None:
     """A record of a chain also contains runs of base and parent, which have other times."""

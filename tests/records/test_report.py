@@ -141,16 +141,6 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path) -> 
     assert faster["verdict"] == "partly proven" and "B takes 2." in faster["reason"], faster["reason"]
     assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
 
-def test_proof__lists_in_a_readme_are_stated(tmp_path) -> None:
-    make_peer(tmp_path / "one.txt", 3.279, 80.0)
-    (tmp_path / "README.md").write_text(f"losses = {A_LOSSES}\n")
-    found = show(tmp_path, TARGET)
-    assert found["verdict"] == "not proven" and "(n = 1)" in found["reason"]
-    assert any("a README states 5 losses, mean 3.27828" in note and "not counted" in note for note in found["notes"])
-    (tmp_path / "one.txt").unlink()
-    alone = show(tmp_path, TARGET)
-    assert alone["verdict"] == "proven" and "as stated" in alone["reason"]
-
 def test_verdict__systems_waives_p(tmp_path) -> None:
     """The speedrun requires no proof of the loss for the same mathematics."""
     a, b = make_sides(tmp_path, b=dict(losses=LEVEL))

@@ -1,0 +1,279 @@
+"""The page of a record, generated from its result.json: the answer and the plot, then tables and all runs, folded.
+
+A page has three parts: the head is generated, the middle is written by hand, and the rest is generated.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tools import report
+from tools.read import Facts
+from tools.report import markdown
+from tools.statistics import ALPHA, student_t
+
+HAND_MARK = "<!-- what follows is written by hand -->\n\n"
+MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
+SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.svg", "source.diff"
+RATIO = "{ratio:#.3g} ({low:#.3g} to {high:#.3g})"            # ratio of times, with its 99 % interval
+MOST_COMPARED, MOST_SETTINGS = 5, 12   # rows of a table that is not folded
+MOST_ACROSS = 4                        # groups that are columns of the table of runs; more groups are its rows
+SHORT_S = 0.5                          # a phase that is always shorter is left out
+MOST_CHARACTERS = 40                   # of a setting
+PART = "warm-up of "                   # phases of this prefix are contained in "warm-up"
+
+def split(page: str) -> tuple[str, str]:
+    """Split a page into what is generated and what is written by hand.
+
+    Without the first mark, all text above the second one counts as written by hand.
+    """
+    above, mark, below = page.partition(MARK)
+    head, hand_mark, by_hand = above.partition(HAND_MARK)
+    return (head + mark + below, by_hand) if hand_mark else (mark + below, above)
+
+def join(generated: str, by_hand: str) -> str:
+    """Put the text that is written by hand between both generated parts."""
+    head, mark, below = generated.partition(MARK)
+    return f"{head}{HAND_MARK}{by_hand}{mark}{below}"
+
+def generate(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: str) -> str:
+    """Generate both parts of a page, without the text between them.
+
+    parent: result.json of the parent, or {}. diff: the difference of the sources, "" without a parent.
+    """
+    rows = compared(result)
+    columns = "compared with | time, ratio (99 %) | pairs | loss, difference (99 %) | verdict"
+    parts = ["## Numbers", markdown(columns, rows[:MOST_COMPARED])]
+    others = markdown(columns, rows[MOST_COMPARED:])
+    parts.append(folded(f"The other {len(rows) - MOST_COMPARED} comparisons", others))
+    columns = "group | n | loss | sd | s | sd | steps | MiB | off the clock, s: mean (most)"
+    parts.append(markdown(columns, [group_row(result, name) for name in result["stated"]["groups"]]))
+    parts += changed_settings(result, parent, diff)
+    parts.append(folded("What differs between the groups", group_settings(result, sides)))
+    what = "Every run: loss, training s" + " (a pair has one seed)" * (len(sides) > 1)
+    parts.append(folded(what, run_table(result)))
+    parts.append(folded("Facts from the logs", markdown("fact | value", [*facts(result)])))
+    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    parts.append(folded("Runs that did not finish", markdown("run | outcome | cause", rows)))
+    return head(result) + MARK + "\n\n".join(filter(None, parts)) + "\n"
+
+def head(result: Facts) -> str:
+    """Return the first part of a page: the answer as its title, the loss, what the record is, and the plot."""
+    stated = result["stated"]
+    main = result["groups"][stated["main"]]
+    n, mean, sd = main["loss"].values()
+    whose = f" of {stated['main']}" * bool(stated["main"])
+    loss = f"Loss{whose} {mean:.4f} (n = {n}"
+    if sd is not None:
+        loss += f", sd {sd:.4f}"
+    if result["target"] and main["p"]:
+        loss += f", below {result['target']:.2f} with p {main['p']:.2g}"
+    groups = result["groups"].values()
+    if stated["kind"] == "entry":
+        groups = [main]                                   # the others are of other records
+    counted = sum(group["runs"] for group in groups)
+    started = sum(group["started"] for group in groups)
+    what = stated["kind"].capitalize()
+    if stated["kind"] == "entry":
+        what += f" of track `{stated['track']}`, class {result['class']}"
+    if "idea" in stated:
+        what += f": {stated['idea']}"
+    links = [f"[Source]({SOURCE})", "[logs](logs)", f"[all numbers]({RESULT})"]
+    if stated["parent"]:
+        links.insert(1, f"[parent](../{stated['parent']}/{PAGE})")
+    return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
+            f"{loss}); {counted} of {started} started runs count. The title has 99 % intervals.\n"
+            f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
+            f"{', '.join(links)}.\n\n"
+            f"![Validation and training loss over training time]({PLOT})\n\n")
+
+def folded(title: str, content: str) -> str:
+    """Fold a table; "" for none."""
+    return content and f"<details><summary>{title}</summary>\n\n{content}\n\n</details>"
+
+def ratio_of(comparison: Facts) -> str | None:
+    """Format the ratio of times with its interval; None if the sides were not interleaved."""
+    if "ratio" in comparison:
+        return RATIO.format_map(comparison)
+    share = comparison["share"]
+    if share is None:
+        return None
+    return RATIO.format(ratio=1 + share["mean"], low=1 + share["low"], high=1 + share["high"])
+
+def loss_of(comparison: Facts) -> str | None:
+    """Format the difference of losses with its interval; None if a loss is unknown."""
+    test = comparison["loss"]
+    if test is None:
+        return None
+    if test["p"] is None:
+        return f"{test['mean']:+.4f}"
+    return f"{test['mean']:+.4f} ({test['low']:+.4f} to {test['high']:+.4f})"
+
+def answer(result: Facts) -> str:
+    """Return what the record shows: ratios to base and parent, a comparison, or the mean loss."""
+    stated = result["stated"]
+    ratios = result.get("in_turn", {})
+    if ratios:
+        parts = [ratio_of(ratios["base"]).replace(" (", " of the base's time (", 1)]
+        number = ratios["parent"]["record"].split("_")[1]
+        if ratios["parent"]["record"] != ratios["base"]["record"]:
+            parts.append(ratio_of(ratios["parent"]).replace(" (", f" of {number}'s (", 1))
+        return ", ".join(parts)
+
+    named = [(name, stated["base"], found) for name, found in result["verdicts"].items()]
+    named += [(f"B of {name}", "A", found) for name, found in other_benches(result).items()]
+    candidates = [(found["verdict"] != "faster", found["loss"]["mean"], index)
+                  for index, (_, _, found) in enumerate(named) if found["loss"]]
+    if candidates:
+        _, _, index = min(candidates)
+        name, base, best = named[index]
+        if best["share"] and not best["verdict"].endswith(" loss"):
+            return f"{name} takes {ratio_of(best)} of {base}'s time"
+        few = f" (lowest loss of {len(candidates)})" * (len(candidates) > 1)
+        return f"{name}{few} less {base}: loss {loss_of(best)}"
+
+    group = result["groups"][stated["main"]]
+    n, mean, sd = group["loss"].values()
+    loss = f"loss {mean:.3f}"
+    if n > 1:
+        half = student_t(ALPHA / 2, n - 1) * sd / math.sqrt(n)
+        loss += f" ({mean - half:.3f} to {mean + half:.3f})"
+    return f"{loss} in {group['time']['mean']:.1f} s"
+
+def other_benches(result: Facts) -> Facts:
+    """Return the benches of an earlier form of records that have other numbers than the comparisons of the groups."""
+    known = [found["share"] for found in result["verdicts"].values()]
+    return {name: found for name, found in result["bench"].items() if found["share"] not in known}
+
+def compared(result: Facts) -> list[list[Any]]:
+    """Return a row per comparison: of an entry of a chain with its opponents, or of groups with the base group.
+
+    Groups are in the order of their losses.
+    """
+    rows = []
+    for role, ratio in result.get("in_turn", {}).items():
+        name = f"{role} [{ratio['record']}](../{ratio['record']}/{PAGE})"
+        rows.append([name, ratio_of(ratio), ratio["pairs"], loss_of(ratio), ratio["word"]])
+    base = result["stated"]["base"]
+    by_loss = sorted(result["verdicts"], key=lambda name: result["groups"][name]["loss"]["mean"] or math.inf)
+    named = [(f"{name} with {base}", result["verdicts"][name]) for name in by_loss]
+    named += [(f"[{name}]({name})", found) for name, found in other_benches(result).items()]
+    for name, found in named:
+        rows.append([name, ratio_of(found), found["pairs"] or None, loss_of(found), found["verdict"]])
+    return rows
+
+def runs_of(result: Facts, name: str) -> list[Facts]:
+    """Return the results of the runs of a group."""
+    return [result["runs"][run] for run in result["stated"]["groups"][name]]
+
+def label(result: Facts, name: str) -> str:
+    """Return the name of a group; in a chain that of its record, which has the number of the group."""
+    records = [ratio["record"] for ratio in result.get("in_turn", {}).values()]
+    names = {"": f"{result['stated']['number']} {result['stated']['name']}"}
+    names |= {record.split("_")[1]: " ".join(record.split("_")[1:]) for record in records}
+    return names.get(name, name)
+
+def untimed(run: Facts) -> dict[str, float]:
+    """Return the seconds of the phases of a run that are not timed, without those that another one contains."""
+    return {phase: seconds for phase, seconds in run["untimed_s"].items() if not phase.startswith(PART)}
+
+def group_row(result: Facts, name: str) -> list[Any]:
+    """Return the row of a group: losses, times, steps, memory, and the phases that are not timed."""
+    group = result["groups"][name]
+    runs = runs_of(result, name)
+    phases: dict[str, list[float]] = {}
+    for run in runs:
+        for phase, seconds in untimed(run).items():
+            phases.setdefault(phase, []).append(seconds)
+    off = [f"{phase} {sum(times) / len(runs):.1f} ({max(times):.1f})" for phase, times in phases.items()
+           if max(times) >= SHORT_S]
+    steps = [run["steps"] for run in runs]
+    ends = dict.fromkeys((min(steps), max(steps)))
+    row = [label(result, name), group["loss"]["n"]]
+    for key in ("loss", "time"):
+        row += [group[key]["mean"], group[key]["sd"]]
+    return [*row, " to ".join(map(str, ends)), group["memory"]["mean"], ", ".join(off)]
+
+def run_table(result: Facts) -> str:
+    """Return the table of all runs: a row per seed and a column per group, or the other way round for many groups."""
+    groups = list(result["stated"]["groups"])
+    cells: dict[tuple[str, str], str] = {}
+    for name in groups:
+        for run in runs_of(result, name):
+            seed = str(run["seed"])
+            while (seed, name) in cells:
+                seed += " again"
+            seconds = "no time"
+            if run["seconds"] is not None:
+                seconds = f"{run['seconds']:.5g}"
+            cells[seed, name] = f"{run['loss']:.4f}, {seconds}"
+    seeds = list(dict.fromkeys(seed for seed, _ in cells))
+    labels = [label(result, name) for name in groups]
+    if len(groups) <= MOST_ACROSS:
+        rows = [[seed, *(cells.get((seed, name), "") for name in groups)] for seed in seeds]
+        return markdown(" | ".join(["seed", *labels]), rows)
+    rows = [[label(result, name), *(cells.get((seed, name), "") for seed in seeds)] for name in groups]
+    return markdown(" | ".join(["group", *(f"seed {seed}" for seed in seeds)]), rows)
+
+def changed_settings(result: Facts, parent: Facts, diff: str) -> Iterator[str]:
+    """Yield how many settings and lines of source differ from the parent's, and a table of the settings."""
+    if not parent:
+        return
+    name = f"{parent['stated']['number']} {parent['stated']['name']}"
+    rows: list[list[str]] = []
+    for key, (old, new) in result["changed"].items():
+        if old != new:
+            rows += map(clipped, report.rows_of_change(key, old, new))
+    yield f"**Changes from {name}:** {len(rows)} settings, [{changed_lines(diff)} lines of source]({DIFF})."
+    table = markdown(f"setting | {name} | this", rows)
+    if len(rows) > MOST_SETTINGS:
+        table = folded("Changed settings", table)
+    yield table
+
+def changed_lines(diff: str) -> int:
+    """Return the number of lines that a diff adds or removes. Its first two lines are names of files."""
+    return sum(line[:1] in ("+", "-") for line in diff.splitlines()[2:])
+
+def group_settings(result: Facts, sides: dict[str, report.Side]) -> str:
+    """Return a table of what each group of a comparison states differently from the base group; "" for an entry."""
+    base = sides.get(result["stated"]["base"])
+    rows: list[list[str]] = []
+    for name, side in sides.items():
+        if base and side is not base:
+            rows += [[name, *clipped(row)] for row in report.differing_rows(base, side)]
+    return markdown(f"group | what | {result['stated']['base']} | group's", rows)
+
+def clipped(row: Sequence[Any]) -> list[str]:
+    """Return the cells of a row as text, cut to MOST_CHARACTERS; a missing value is an empty cell."""
+    cells = []
+    for value in row:
+        cell = report.as_text(value) * (value is not None)
+        if len(cell) > MOST_CHARACTERS:
+            cell = f"{cell[:MOST_CHARACTERS - 3]}..."
+        cells.append(cell)
+    return cells
+
+def facts(result: Facts) -> Iterator[list[str]]:
+    """Yield the facts of a record, one in a row, with marks on those that are stated but not logged."""
+    stated = result["stated"]["entry"]
+    for key, value in (result["entry"] | stated | result["machine"] | means(result)).items():
+        values = {key: value}
+        if isinstance(value, dict):
+            values = {f"{key}, {inner}": item for inner, item in value.items()}
+        mark = " (stated, not logged)" * (key in stated)
+        for name, item in values.items():
+            if isinstance(item, int):
+                item = f"{item:,}"
+            if item is not None:
+                yield [name, f"{item}{mark}"]
+
+def means(result: Facts) -> Facts:
+    """Return the means of what each run of the main group states of the text, rounded."""
+    runs = runs_of(result, result["stated"]["main"])
+    found = {}
+    for key in ("bits_per_byte", "of_unigram_entropy"):
+        values = [run[key] for run in runs if run[key] is not None]
+        if values:
+            found[key] = round(sum(values) / len(values), 4)
+    return found

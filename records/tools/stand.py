@@ -1,0 +1,112 @@
+"""Verb `stand`: compare the loss of a run with a record, and with models of its text that only count tokens.
+
+It needs no package but numpy, so `./run.sh` calls it after a run.
+
+Exit status: 0 success; 2 invalid input.
+"""
+from __future__ import annotations
+
+import argparse
+import glob
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from tools import page, plot, record, report, statistics
+from tools.read import Facts, Run, ToolError
+
+ROOT = Path(__file__).resolve().parents[2]
+SAME_RUN = "data_sha256", "val_tokens", "preset", "tokens_trained"
+MOST_COUNTED = 5_000_000               # training tokens of a trigram model, in memory of 170 MiB (measured)
+LIMIT_S = 40                           # a slower trigram model is left out; `./run.sh` ends `stand` after 60 s
+SAME_TEXT = 1e-4                       # largest relative difference of two unigram entropies of the same tokens
+
+def counting_models(run: Run) -> list[str]:
+    """Describe the unigram entropy and the loss of a trigram model on the validation tokens of a run, in words.
+
+    The trigram model counts as many tokens as the run was trained on. It is left out if the files of the run are
+    missing or have changed.
+    """
+    entropy = record.value(run, "unigram_nats")
+    counted = trigram_model(run)
+    if entropy is None:
+        entropy = counted.get("unigram_nats")
+    elif counted and abs(counted["unigram_nats"] / entropy - 1) > SAME_TEXT:
+        counted = {}
+    words = []
+    if entropy:
+        words.append(f"unigram entropy {entropy:.3f}")
+    if counted:
+        words.append(f"trigram model of {counted['train_tokens']:,} training tokens {counted['trigram_nats']:.3f}")
+    return words
+
+def trigram_model(run: Run) -> Facts:
+    """Return the results of data/ngram.py for the files of a run; {} if it has none, or if that fails."""
+    patterns = []
+    for key in ("train_files", "val_files"):
+        pattern = str(run.facts["config"].get(key))
+        # Patterns are relative to the directory in which the run was started, usually the root of the repository.
+        if not glob.glob(pattern):
+            pattern = str(ROOT / pattern)
+        if not glob.glob(pattern):
+            return {}
+        patterns.append(pattern)
+    trained = record.value(run, "tokens_trained") or MOST_COUNTED
+    tokens = min(trained, MOST_COUNTED, shard_tokens(patterns[0]))
+    command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}",
+               f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        return json.loads(result.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, LookupError, ValueError):
+        return {}
+
+def shard_tokens(pattern: str) -> int:
+    """Return the number of tokens in the shards that match a pattern, from their sizes (format: data/README.md)."""
+    return sum(Path(name).stat().st_size // 2 - 512 for name in glob.glob(pattern))
+
+def comparable_entry(run: Run, root: Path) -> tuple[Path, Facts] | None:
+    """Return the latest entry of a track with the same preset, data and number of tokens, if there is one."""
+    found = None
+    for folder in record.folders(root):
+        result = record.load(folder)
+        if result["stated"]["kind"] == "entry":
+            facts = result["machine"] | result["entry"]
+            same = all(facts[key] == record.value(run, key) for key in SAME_RUN)
+            if same and record.main_pool(result)["loss"]["n"] > 1:
+                found = folder, result
+    return found
+
+def stand(folder: Path, root: Path) -> int:
+    """Print the mean loss of finished runs, what it compares with, and the name of their plot."""
+    side = report.side_of("run", [folder])
+    mixed = report.mixtures(side)
+    if mixed:
+        raise ToolError(f"runs in {folder}", found=mixed[0], expected="runs of one program", hint="name one of them")
+    n, mean, _ = statistics.summary(side.losses())
+    words = counting_models(side.runs[0])
+    groups: dict[str, list[Run]] = {}
+    entry = comparable_entry(side.runs[0], root)
+    if entry:
+        pool = record.grouped(entry[0], entry[1]["stated"])[entry[1]["stated"]["main"]]
+        low, high = statistics.band(pool.losses(), runs=n)
+        name = f"record {entry[1]['stated']['number']}"
+        where = ("outside", "inside")[low <= mean <= high]
+        words.append(f"{name} {(low + high) / 2:.3f}, {where} its 99 % band {low:.2f} to {high:.2f}")
+        groups[name] = pool.runs
+    several = f", mean of {n} runs" * (n > 1)
+    beside = ", ".join(words) or "no record has this preset, these data and as many tokens"
+    print(f"{mean:.3f} nats per token{several}; for comparison: {beside}")
+    plot.curves(groups | {"this run": side.runs}, folder / page.PLOT)
+    print(f"picture: {folder / page.PLOT}")
+    return 0
+
+def main(argv: list[str]) -> int:
+    """Run `stand`; return the exit status. argv: the verb and its arguments."""
+    parser = argparse.ArgumentParser("python records stand", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=record.RECORDS, help="directory of all records")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
+    args = parser.parse_args(argv[1:])
+    return stand(args.folder, args.records.resolve())
