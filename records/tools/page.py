@@ -49,13 +49,13 @@ def generate(result: Facts, sides: dict[str, report.Side], parent: Facts, diff: 
     parts.append(folded(f"The other {len(rows) - MOST_COMPARED} comparisons", others))
     columns = "group | n | loss | sd | s | sd | steps | MiB | off the clock, s: mean (most)"
     parts.append(markdown(columns, [group_row(result, name) for name in result["stated"]["groups"]]))
+    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    parts.append(markdown("started, but not counted | outcome | cause", rows))
     parts += changed_settings(result, parent, diff)
     parts.append(folded("What differs between the groups", group_settings(result, sides)))
     what = "Every run: loss, training s" + " (a pair has one seed)" * (len(sides) > 1)
     parts.append(folded(what, run_table(result)))
     parts.append(folded("Facts from the logs", markdown("fact | value", [*facts(result)])))
-    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
-    parts.append(folded("Runs that did not finish", markdown("run | outcome | cause", rows)))
     return head(result) + MARK + "\n\n".join(filter(None, parts)) + "\n"
 
 def head(result: Facts) -> str:
@@ -190,7 +190,10 @@ def group_row(result: Facts, name: str) -> list[Any]:
            if max(times) >= SHORT_S]
     steps = [run["steps"] for run in runs]
     ends = dict.fromkeys((min(steps), max(steps)))
-    row = [label(result, name), group["loss"]["n"]]
+    n = group["loss"]["n"]
+    if group["started"] != group["runs"]:
+        n = f"{n} ({group['runs']} of {group['started']} started)"
+    row = [label(result, name), n]
     for key in ("loss", "time"):
         row += [group[key]["mean"], group[key]["sd"]]
     return [*row, " to ".join(map(str, ends)), group["memory"]["mean"], ", ".join(off)]
