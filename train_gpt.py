@@ -437,11 +437,9 @@ def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, .
     # has no default.
     spec_class, *parsers = SPEC_PARSERS[name]
     specs = []
-    for spec_text in text.split(";"):
-        columns = spec_text.split()
-        if columns:
-            specs.append(spec_class(*(
-                parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True))))
+    for columns in filter(None, map(str.split, text.split(";"))):             # skip empty specs
+        specs.append(spec_class(*(
+            parse(column) for parse, column in zip(parsers[:len(columns)], columns, strict=True))))
     return tuple(specs)
 
 # Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
@@ -921,7 +919,6 @@ class StepConfig:
     normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at
     adam_lr: float                       # --adam_lr * Schedule.lr_factor_at; before the multipliers of parameters
     momentum: float                      # NorMuon momentum
-    update_adam: bool                    # last step of an Adam cycle: Adam updates with the gradients of the Adam cycle
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
     begins_cycle: bool                   # first step of a cycle, the unit of loading and checkpoints
@@ -1087,10 +1084,8 @@ class Schedule:
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
-        long_window_blocks = stage.long_window
         # If the schedule is completed, the final validation uses a wider window. YaRN does not adapt to this window.
-        if progress >= self.planned_steps:
-            long_window_blocks = cfg.final_long_window
+        long_window_blocks = stage.long_window if progress < self.planned_steps else cfg.final_long_window
         lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
@@ -1105,8 +1100,7 @@ class Schedule:
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
-            update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
-            untie_after=step == self.untie_step, begins_cycle=begins_cycle,
+            tied=step <= self.untie_step, untie_after=step == self.untie_step, begins_cycle=begins_cycle,
             checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle_steps,
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
@@ -1124,10 +1118,8 @@ class Schedule:
         for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
             cycle_start = stage_start // self.cycle_steps * self.cycle_steps
             cycle_starts |= {cycle_start: None, cycle_start + self.cycle_steps: None}
-        steps = []
-        for cycle_start in sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step):
-            steps += range(cycle_start, min(cycle_start + self.cycle_steps, self.end_step))
-        return steps
+        ordered_starts = sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step)
+        return [step for start in ordered_starts for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
 
 # ====== Section 3: Data ===============================================================================================
@@ -1929,8 +1921,7 @@ class LinearFunction(torch.autograd.Function):
         main_grad if there is one, and determines what is returned for matrix: None, zeros or the gradient (I, J).
         """
         x, scale, matrix = ctx.saved_tensors
-        weight = matrix if scale is None else scale * matrix
-        grad_x = grad_out @ weight
+        grad_x = grad_out @ (matrix if scale is None else scale * matrix)
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
@@ -2463,10 +2454,8 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
-        sign_ids = None
-        if ngram.signs:
-            sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
-                                         no_ngram=NUM_SIGN_VECTORS)
+        sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
+                                     no_ngram=NUM_SIGN_VECTORS) if ngram.signs else None
         specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.location,
                                update_every=ngram.update_every, sign_ids=sign_ids))
     return tuple(specs)
@@ -2542,23 +2531,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     owners = global_rows - local_rows * W                 # same as global_rows % W, which NumPy does not vectorize
     rows_by_owner = owners * C + local_rows
 
-    if fetch_all:
-        rows_to_fetch = np.arange(W * C)
-        row_index = rows_by_owner
-    else:
-        rows_to_fetch, row_index = unique_with_inverse(rows_by_owner)
+    rows_to_fetch, row_index = (np.arange(W * C), rows_by_owner) if fetch_all else unique_with_inverse(rows_by_owner)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    head_column_ids = None
-    if tied:
-        # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
-        head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)
+    # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
+    head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids)
-    return plan, index_by_step
+    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
@@ -2570,13 +2552,10 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
-    requests_by_table, fetch_counts_by_table, tags = [], [], []
-    for label, plan in plans.items():
-        fetch_counts = [0] * W if plan.tied else plan.fetch_counts
-        fetch_counts_by_table.append(fetch_counts)
-        local_rows = plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows
-        requests_by_table.append(local_rows.int().split(fetch_counts))
-        tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
+    fetch_counts_by_table = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]
+    requests_by_table = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows).int().split(fetch_counts)
+                         for plan, fetch_counts in zip(plans.values(), fetch_counts_by_table)]
+    tags = [plan.tag | dict(table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
 
     # Compare the tags first. Otherwise, ranks with plans of different cycles would exchange wrong rows without an
     # error.
@@ -2623,9 +2602,8 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
-            rows_to_update, serve_to_update = unique_with_inverse(plan.rows_to_serve.numpy())
-            plan.rows_to_update = comm.pinned(rows_to_update)
-            plan.serve_to_update = comm.pinned(serve_to_update)
+            unique_and_inverse = unique_with_inverse(plan.rows_to_serve.numpy())
+            plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
@@ -2691,9 +2669,8 @@ class DeviceRowStore:
         dtype = getattr(torch, cfg.dtype)
         # In host memory, allocate lazily. The table may then exceed the physical memory, because only touched rows take
         # memory.
-        zeros = lazy_zeros
-        if comm.on_cuda and table.location == "device":
-            zeros = functools.partial(torch.zeros, device=comm.device)
+        in_device_memory = comm.on_cuda and table.location == "device"
+        zeros = functools.partial(torch.zeros, device=comm.device) if in_device_memory else lazy_zeros
         self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         self.invalidate()
@@ -3020,7 +2997,8 @@ class ExchangedTable:
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.weights_to_update(plan))
+            weights, index = self.weights_to_update(plan)
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), weights.index_select(0, index))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -3044,11 +3022,10 @@ class ExchangedTable:
         The row cache does not change.
         """
         plan.move_to(self.comm.device)
-        weights, index = self.shard, plan.rows_to_serve
-        if self.store is not None:
-            weights, index = self.store.read_weights(plan.rows_to_serve), None
+        served = (self.store.read_weights(plan.rows_to_serve) if self.store
+                  else self.shard.index_select(0, plan.rows_to_serve))
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
-        wait_for_work(self._launch_fetch(plan, out, weights, index))
+        wait_for_work(self._launch_fetch(plan, out, served))
         return out
 
     def launch_reduce(self) -> None:
@@ -3096,11 +3073,11 @@ class ExchangedTable:
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, weights: Tensor, index: Tensor | None) -> dist.Work | None:
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
 
-        This rank serves weights[index] to the ranks, or all of `weights` if index is None. A tied table copies columns
-        of the head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
+        served (m, D): the weights of the plan's rows_to_serve. A tied table serves no rows, and copies columns of the
+        head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3109,11 +3086,9 @@ class ExchangedTable:
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_column_ids])
             return None
-        if index is not None:
-            weights = weights.index_select(0, index)
         # Also count the bytes of the requests for these rows, which `exchange_row_requests` has exchanged.
         self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
-        return self._all_to_all(plan, fetched, weights, plan.fetch_counts, plan.serve_counts)
+        return self._all_to_all(plan, fetched, served, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
