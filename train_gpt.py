@@ -3740,10 +3740,8 @@ class GPT(nn.Module):
         bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
         residual_inputs = [(bigram_coefs, bigram_rows)]
         value_rows = self.lookup("value_embed", batch, row_buffers)
-        value_embeds = {}
-        for i, layer in enumerate(LAYERS):
-            if layer.value_embed is not None:
-                value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
+        value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
+                        for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
 
         # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
@@ -4128,9 +4126,8 @@ class ShardedGroup:
 
         # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
-        self.comm_buffer = self.main_grad
-        if comm.world_size > 1:
-            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
+        # `to` returns the same tensor if the dtypes are equal.
+        self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each pass writes every matrix once
@@ -4244,16 +4241,17 @@ class HeadGroup(ShardedGroup):
 
 class TableGroup:
     """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
-    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
-        """Create the Adam state of this rank's shard of the table.
+    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
+        """Create the Adam state of this rank's shard of the table. The state of a row-wise table is in its row store.
 
-        adam: `apply_adam` with update_fn and cfg bound.
+        update_fn: `apply_adam` with update_fn and cfg bound; for a row-wise table, `rowwise_update`, compiled if this
+        run compiles.
         """
         self.spec = spec
         self.table = table
-        self.adam = adam
+        self.update_fn = update_fn
         self.update_every = spec.table.update_every
-        self.state = {spec.label: init_optimizer_state(spec, table.shard)}
+        self.state = {} if spec.table.rowwise else {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
         """Return whether a forward pass for training has read the table since the last update."""
@@ -4269,7 +4267,7 @@ class TableGroup:
         Launches no all-gather, because other ranks fetch the updated rows that they need in the next cycle.
         """
         grad = self.table.reduced_grads()
-        self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
+        self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
         """Clear the row gradients, and invalidate the row cache, because the update has changed the rows."""
@@ -4280,15 +4278,10 @@ class RowwiseTableGroup(TableGroup):
 
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
-    def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
-        """Create the group without optimizer state. rowwise: `rowwise_update`, compiled if this run compiles."""
+    def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
+        """Create the group without optimizer state. update_fn: `rowwise_update`, compiled if this run compiles."""
+        super().__init__(spec, table, update_fn)
         self.cfg = cfg
-        self.compiling = comm.compiles(cfg)
-        self.spec = spec
-        self.table = table
-        self.rowwise = rowwise
-        self.update_every = spec.table.update_every
-        self.state: dict[str, dict[str, Tensor]] = {}
 
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, update rows_to_update, and write these rows back to the row store."""
@@ -4297,11 +4290,11 @@ class RowwiseTableGroup(TableGroup):
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
         device_update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
-        if self.compiling:                                # one graph serves all numbers of rows
+        if self.table.comm.compiles(self.cfg):            # one graph serves all numbers of rows
             for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
-                     self.cfg.adam_eps, step_size, decay)
+        self.update_fn(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
+                       self.cfg.adam_eps, step_size, decay)
         self.table.store.write_back(self.table.pending_plan, row_state)
 
 class Optimizer:
@@ -4328,12 +4321,12 @@ class Optimizer:
         for spec in parameter_specs(cfg):
             label = spec.label
             if spec.optimizer == "rowwise":
-                self.groups[label] = RowwiseTableGroup(cfg, comm, spec, tables[label], rowwise)
+                self.groups[label] = RowwiseTableGroup(cfg, spec, tables[label], rowwise)
             elif spec.table:
                 self.groups[label] = TableGroup(spec, tables[label], adam)
             elif spec.optimizer == "normuon":
-                weight = model.get_parameter(label)
-                self.groups[label] = BankGroup(cfg, comm, spec, weight, multiple_micro_batches, normuon)
+                self.groups[label] = BankGroup(cfg, comm, spec, model.get_parameter(label), multiple_micro_batches,
+                                               normuon)
             elif spec.matrix_heights:
                 self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
@@ -4342,13 +4335,11 @@ class Optimizer:
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
-        self.state: dict[str, dict[str, Tensor]] = {}
-        for group in self.groups.values():
-            self.state |= group.state
+        self.state = {label: state for group in self.groups.values() for label, state in group.state.items()}
         # Insert the n-gram tables into both orders. A group that is missing in an order would never be updated.
         ngrams = [table.label for table in cfg.tables]
-        orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
-        self.reduce_order, self.update_order = orders
+        self.reduce_order, self.update_order = (
+            (*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
@@ -4470,23 +4461,21 @@ class Engine:
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
-        self.num_rows = {spec.label: spec.num_rows for spec in specs}
         self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
         self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
         self.reseed(cfg.seed)
         self.model.to(comm.device)
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
-        weights = dict(self.model.named_parameters())
         for spec in specs:
             # The row cache of a table fits this rank's tokens of one cycle of the table. Evaluation uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
-                table = RowwiseTable(spec, cfg, comm, max_tokens)
+                self.tables[spec.label] = RowwiseTable(spec, cfg, comm, max_tokens)
             elif comm.world_size == 1:
-                table = LocalTable(weights[spec.label])
+                self.tables[spec.label] = LocalTable(self.model.get_parameter(spec.label))
             else:
-                table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
-            self.tables[spec.label] = table
+                weight = self.model.get_parameter(spec.label)
+                self.tables[spec.label] = ExchangedTable(spec, cfg, comm, weight, max_tokens, self.model.lm_head)
 
         # Compile only functions that are called often and with few different input shapes.
         self.compiling = comm.compiles(cfg)
@@ -4682,8 +4671,8 @@ class Engine:
         restore also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        stores = [table.store for table in self.tables.values() if table.store]
-        touched_by_store = [(store, list(store.touched_state())) for store in stores]
+        touched_by_store = [(table.store, list(table.store.touched_state()))
+                            for table in self.tables.values() if table.store]
         # Save the state of the CPU generator only, because training never uses the generator of the device.
         rng = torch.get_rng_state()
 
@@ -4723,16 +4712,18 @@ class Engine:
         is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # comm.all_gather gathers Python objects. Gather chunks, because NCCL copies the objects to device memory.
-        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
+        # comm.all_gather gathers Python objects. Gather chunks of up to CHUNK_ROWS rows, because NCCL copies the
+        # objects to device memory. Compute the number of chunks from the full size, so that it is equal on all ranks.
+        num_rows = self.model.specs[label].shape[0]
+        num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
+        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.tensor_split(num_chunks)]
         if self.comm.rank != 0:
             return None
+        shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
         if is_shard:
-            # A shard of a bank or of the head has fewer than CHUNK_ROWS entries in dim 0, so there is one chunk.
-            return torch.cat(*chunks)
+            return torch.cat(shards)
         # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
-        rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
-        return rows[:self.num_rows[label]]
+        return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
@@ -4859,9 +4850,8 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if comm.on_cuda:
-        total_bytes = torch.cuda.mem_get_info(comm.device)[1]
+    total_bytes = (torch.cuda.mem_get_info(comm.device)[1] if comm.on_cuda
+                   else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
@@ -5038,8 +5028,7 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
             if with_moments:
-                state = init_optimizer_state(spec, weight)
-                tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
+                tensors |= {f"{spec.label}.{name}": x for name, x in init_optimizer_state(spec, weight).items()}
     expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with read_errors(path):
         layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
@@ -5066,8 +5055,8 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
-                        state = RowState(rows.to(table.shard.dtype), v, last)
-                        table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
+                        table.store.load_chunk(content["ids"][owned] // comm.world_size,
+                                               RowState(rows.to(table.shard.dtype), v, last))
 
 def settings_json(cfg: Config) -> bytes:
     """Serialize a config as JSON for `read_settings`: {field: value as written on the command line}."""
@@ -5082,8 +5071,8 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
     """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
-        lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
-        files[VOCAB_FILE] = b"".join(lines)
+        files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
+                                     for token, text in enumerate(token_bytes) if text)
     write_directory(directory, run_id, files, engine)
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
