@@ -613,8 +613,7 @@ def read_settings(directory: Path) -> Config:
               expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
               error=DataError)
         # Another version of this trainer, with other flags, may have written the file.
-        settings = json.loads(path.read_bytes())
-        return make_config({name: parse_value(name, text) for name, text in settings.items()})
+        return make_config({name: parse_value(name, text) for name, text in json.loads(path.read_bytes()).items()})
     except ConfigError as error:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
@@ -1872,9 +1871,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
-        main_grads = [None] * len(matrix_heights)
-        if hasattr(bank, "main_grad"):
-            main_grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+        main_grads = (bank.main_grad.view(shape)[i].split(matrix_heights) if hasattr(bank, "main_grad")
+                      else [None] * len(matrix_heights))
         first_count_idx = i * len(matrix_heights)
         by_layer.append([WeightMatrix(bank, matrix, main_grad, first_count_idx + j)
                          for j, (matrix, main_grad) in enumerate(zip(layer.split(matrix_heights), main_grads))])
@@ -2351,9 +2349,9 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     # are added in their original order.
     rows, order = index.sort(stable=True)
     num_lookups, D = grad.shape
-    launch = triton_jit(add_rows_kernel)[(num_lookups,)]
-    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())            # BLOCK_D: a power of 2
-    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
+    triton_jit(add_rows_kernel)[(num_lookups,)](
+        row_grads, rows, order, grad.contiguous(), num_lookups, D, BLOCK_ROWS=ADD_ROWS_BLOCK,
+        BLOCK_D=1 << (D - 1).bit_length())                                    # a power of 2
 
 class RowLookup(torch.autograd.Function):
     """Embedding lookup, source[index], with gradients that accumulate in row_grads.
@@ -3066,8 +3064,7 @@ class ExchangedTable:
 
         With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
         """
-        plan = self.pending_plan
-        self.row_grads[:len(plan.rows_to_fetch)] = 0      # all other rows are zero already
+        self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # all other rows are zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
               found="nonzero gradients in rows that were not planned", expected="zeros",
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
@@ -4363,7 +4360,8 @@ class Optimizer:
         every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
-        due_labels = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
+        due_labels = [label for label in self.update_order
+                      if (step_cfg.step + 1) % self.groups[label].update_every == 0]
         for label in due_labels:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
@@ -4386,10 +4384,9 @@ class Optimizer:
             if label in due_labels:
                 self.groups[label].launch_reduce()
         gather_works = []
-        for label in self.update_order:
-            if label in due_labels:
-                gather_works.append(self.groups[label].update(step_cfg))
-                self.groups[label].zero_grad()
+        for label in due_labels:
+            gather_works.append(self.groups[label].update(step_cfg))
+            self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
         # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
@@ -4965,9 +4962,8 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
-    contents = touched_row_files(engine)                  # a generator: one chunk in memory at a time
-    if comm.rank == 0:
-        contents = itertools.chain(files.items(), contents)
+    # Both arguments are iterated lazily, so that one chunk of rows is in memory at a time.
+    contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
         """Write one file to the partial directory, flush the file to the disk, and return its manifest entry."""
@@ -5416,8 +5412,6 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
         predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
         previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
         schedule.cycle_progress.append(max(previous_progress, predicted_start_ms / budget_ms * schedule.planned_steps))
-    if first_step >= schedule.end_step:
-        return []
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
@@ -5495,8 +5489,7 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
               error=RunError)
 
-        probs = torch.softmax(logits / cfg.temperature, 0)
-        sampled = torch.multinomial(probs, 1, generator=generator)
+        sampled = torch.multinomial(torch.softmax(logits / cfg.temperature, 0), 1, generator=generator)
         token = min(engine.comm.all_gather(int(sampled)))  # same token on all ranks, even if rounding differs
         if token == cfg.bos_id:
             break
@@ -5533,8 +5526,8 @@ def init_distributed(cfg: Config) -> Communicator:
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
-    values = (int(value) if value.isdecimal() else -1 for value in launch_env.values())
-    rank, local_rank, world_size, local_world_size = values
+    rank, local_rank, world_size, local_world_size = (
+        int(value) if value.isdecimal() else -1 for value in launch_env.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
     num_tasks = env.get("SLURM_NTASKS", "1")
     check(0 <= rank < world_size and local_rank >= 0 and not missing, "environment variables of the launch",
@@ -5637,8 +5630,8 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     # Check the shapes of plain and of paired layers. Paired layers have twice the positions and half the heads.
     for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
         num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
-        inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
-        q, k, v, grad = inputs
+        q, k, v, grad = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device,
+                                    generator=generator).to(dtype)
         if positions_per_token == 1:     # v is a slice of qkv, as in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
         attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
@@ -5679,7 +5672,6 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
         candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
 
     # All ranks must use the same kernel, because ranks with different kernels would not train the same model.
-    first_error = ""
     for name in candidates:
         error_text = ""
         try:
@@ -5924,26 +5916,19 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, too little data.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
-        result["recompiles"] = recompiled
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
-    slow_warning = slow_attention_warning(info.attention_name, comm)
-    if slow_warning:
-        result["slow_attention"] = slow_warning
+    void = "the data ended early" if log.steps_done < log.schedule.end_step else ""
     if cfg.profile:
-        result["void"] = "profiled"
-    elif log.steps_done < log.schedule.end_step:
-        result["void"] = "the data ended early"
-    if "void" in result:
-        log.info(f"warning: the training time is not valid: {result['void']}")
-    if cfg.time_budget:
-        result["budget_s"] = cfg.time_budget
+        void = "profiled"
+    if void:
+        log.info(f"warning: the training time is not valid: {void}")
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in peak.items()))
-    result["comms"] = engine.traffic_totals()
     touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
                     for label, table in engine.tables.items() if table.store}
-    if touched_rows:
-        result["touched_rows"] = touched_rows
+    optional = dict(recompiles=recompiled, slow_attention=slow_attention_warning(info.attention_name, comm), void=void,
+                    budget_s=cfg.time_budget, comms=engine.traffic_totals(), touched_rows=touched_rows)
+    result |= {name: value for name, value in optional.items() if value}      # omit 0, "" and {}
 
     # If --save cannot be written, write the weights to the run directory instead.
     save_error: RunError | None = None
@@ -6140,9 +6125,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
     # With --resume, restore the state, log, clock and schedule progress from the last checkpoint.
-    checkpoint = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
-    if cfg.resume:
-        checkpoint = load_checkpoint(Path(cfg.resume), engine)
+    new_run = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
+    checkpoint = load_checkpoint(Path(cfg.resume), engine) if cfg.resume else new_run
     schedule = Schedule(cfg, checkpoint["cycle_progress"])
     resume_facts = check_resume(cfg, checkpoint, fingerprint, schedule.end_step) if cfg.resume else {}
     first_step = checkpoint["log"]["steps_done"]
@@ -6230,9 +6214,7 @@ def sample_from_save(flags: Config) -> None:
 
     # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
-    dtype = saved_cfg.dtype
-    if dtype == "bfloat16" and not comm.on_cuda:
-        dtype = "float32"
+    dtype = "float32" if saved_cfg.dtype == "bfloat16" and not comm.on_cuda else saved_cfg.dtype
     tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
     cfg = replace(saved_cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)
