@@ -455,11 +455,9 @@ def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, .
     # no default.
     spec_class, *parsers = SPEC_PARSERS[name]
     specs = []
-    for spec_text in text.split(";"):
-        field_texts = spec_text.split()
-        if field_texts:
-            specs.append(spec_class(*(
-                parse(field_text) for parse, field_text in zip(parsers[:len(field_texts)], field_texts, strict=True))))
+    for field_texts in filter(None, map(str.split, text.split(";"))):         # skip empty specs
+        specs.append(spec_class(*(
+            parse(field_text) for parse, field_text in zip(parsers[:len(field_texts)], field_texts, strict=True))))
     return tuple(specs)
 
 # Preset `record`, for GPUs: the settings of modded-nanogpt at record 71, which are the defaults of Config.
@@ -636,8 +634,7 @@ def read_settings(directory: Path) -> Config:
               expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
               error=DataError)
         # Another version of this trainer, with other flags, may have written the file.
-        settings = json.loads(path.read_bytes())
-        return make_config({name: parse_value(name, text) for name, text in settings.items()})
+        return make_config({name: parse_value(name, text) for name, text in json.loads(path.read_bytes()).items()})
     except ConfigError as error:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
@@ -948,7 +945,6 @@ class StepConfig:
     normuon_lr: float                    # --normuon_lr * Schedule.lr_factor_at(progress)
     adam_lr: float                       # --adam_lr * Schedule.lr_factor_at(progress), before multipliers of parameters
     momentum: float                      # NorMuon momentum
-    update_adam: bool                    # this is the last step of an Adam cycle, after which Adam updates
     tied: bool                           # head and embedding are one parameter; the embedding is the transposed head
     untie_after: bool                    # split head and embedding into two parameters after the update of this step
     begins_cycle: bool                   # first step of a cycle of the run
@@ -1115,10 +1111,8 @@ class Schedule:
         progress = self.progress(step)
         stage_idx = self.stage_at(progress)
         stage = cfg.stages[stage_idx]
-        long_window_blocks = stage.long_window
         # If the schedule is completed, the final validation uses a wider window. YaRN does not adapt to this window.
-        if progress >= self.planned_steps:
-            long_window_blocks = cfg.final_long_window
+        long_window_blocks = stage.long_window if progress < self.planned_steps else cfg.final_long_window
         lr_factor = self.lr_factor_at(progress)
         begins_cycle = step % self.cycle_steps == 0
 
@@ -1133,8 +1127,7 @@ class Schedule:
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
             mtp_weights=tuple(mtp_weights), rotary=self.rotary[stage_idx], momentum=self.momentum_at(progress),
             normuon_lr=cfg.normuon_lr * lr_factor, adam_lr=cfg.adam_lr * lr_factor,
-            update_adam=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
-            untie_after=step == self.untie_step, begins_cycle=begins_cycle,
+            tied=step <= self.untie_step, untie_after=step == self.untie_step, begins_cycle=begins_cycle,
             checkpoint=begins_cycle and cfg.checkpoint_every > 0 and step % cfg.checkpoint_every < self.cycle_steps,
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
@@ -1152,10 +1145,8 @@ class Schedule:
         for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
             cycle_start = stage_start // self.cycle_steps * self.cycle_steps
             cycle_starts |= {cycle_start: None, cycle_start + self.cycle_steps: None}
-        steps = []
-        for cycle_start in sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step):
-            steps += range(cycle_start, min(cycle_start + self.cycle_steps, self.end_step))
-        return steps
+        ordered_starts = sorted(cycle_starts, key=lambda start: start + self.cycle_steps > self.end_step)
+        return [step for start in ordered_starts for step in range(start, min(start + self.cycle_steps, self.end_step))]
 
 
 # ====== Section 3: Data ===============================================================================================
@@ -1170,6 +1161,7 @@ SYNTHETIC_PREFIX = "formula:"            # synthetic data: formula:VOCAB_SIZE:BO
 # 2^64 / golden ratio. Multiplying adjacent integers by it yields high bits that look unrelated (Fibonacci hashing).
 HASH_MULTIPLIER = 0x9E3779B97F4A7C15
 SYNTHETIC_DOC_LEN = 32                   # mean length of a synthetic document, in tokens
+WARM_UP_SHARD = f"{SYNTHETIC_PREFIX}warm-up#0"                    # synthetic tokens of the warm-up
 
 class ShardHeader(NamedTuple):
     """Name, size and vocabulary of one data shard: a .bin file or synthetic tokens."""
@@ -1200,14 +1192,17 @@ class PackedSeq(NamedTuple):
     # last document may have 0 tokens.
     cu_seqlens: np.ndarray
 
-def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int) -> np.ndarray:
+def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat_ngrams: bool = False) -> np.ndarray:
     """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up.
 
     Each token is a hash of its position and the seed. The first token is BOS, and documents have SYNTHETIC_DOC_LEN
-    tokens on average.
+    tokens on average. repeat_ngrams: repeat 8 tokens in every 64, as text repeats n-grams. A fork that looks up earlier
+    n-grams then compiles the graphs of text during the warm-up.
     """
-    positions = np.arange(count, dtype=np.uint64) + (seed << 32)
-    hashed = positions * HASH_MULTIPLIER >> 40            # high 24 bits; the multiplication wraps at 2^64
+    positions = np.arange(count, dtype=np.uint64)
+    if repeat_ngrams:
+        positions[positions // 8 % 8 == 1] -= 8
+    hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
     tokens = hashed * hashed // 7 % (vocab_size - 1)      # 0 to vocab_size - 2
     tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
@@ -1304,7 +1299,8 @@ def load_shard(header: ShardHeader) -> TokenShard:
     """
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
-        tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos)
+        tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos,
+                                  repeat_ngrams=name == WARM_UP_SHARD)
     else:
         tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     shard = TokenShard(tokens, header.bos_id)
@@ -1845,9 +1841,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     layers = bank.view(shape).unbind()
     by_layer = []
     for i, layer in enumerate(layers):
-        main_grads = [None] * len(matrix_heights)
-        if hasattr(bank, "main_grad"):
-            main_grads = bank.main_grad.view(shape)[i].split(matrix_heights)
+        main_grads = (bank.main_grad.view(shape)[i].split(matrix_heights) if hasattr(bank, "main_grad")
+                      else [None] * len(matrix_heights))
         first_count_idx = i * len(matrix_heights)
         by_layer.append([WeightMatrix(bank, matrix, main_grad, first_count_idx + j)
                          for j, (matrix, main_grad) in enumerate(zip(layer.split(matrix_heights), main_grads))])
@@ -1895,8 +1890,7 @@ class LinearFunction(torch.autograd.Function):
         the hooks of the parameter need a gradient. It is also None if the parameter is frozen or the gradient deferred.
         """
         x, scale, matrix = ctx.saved_tensors
-        weight = matrix if scale is None else scale * matrix
-        grad_x = grad_out @ weight
+        grad_x = grad_out @ (matrix if scale is None else scale * matrix)
         flat_grad_out, flat_x = grad_out.flatten(0, -2), x.flatten(0, -2)
         if scale is None:
             return grad_x, None, ctx.grad_target.add_gradient(flat_grad_out, flat_x), None
@@ -2338,9 +2332,9 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     # are added in their original order.
     rows, order = index.sort(stable=True)
     num_lookups, D = grad.shape
-    launch = triton_jit(add_rows_kernel)[(num_lookups,)]
-    sizes = dict(BLOCK_ROWS=ADD_ROWS_BLOCK, BLOCK_D=1 << (D - 1).bit_length())            # BLOCK_D: a power of 2
-    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)
+    triton_jit(add_rows_kernel)[(num_lookups,)](
+        row_grads, rows, order, grad.contiguous(), num_lookups, D, BLOCK_ROWS=ADD_ROWS_BLOCK,
+        BLOCK_D=1 << (D - 1).bit_length())                                    # a power of 2
 
 class RowLookup(torch.autograd.Function):
     """Embedding lookup, source[index], with gradients that accumulate in row_grads.
@@ -2442,10 +2436,8 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
-        sign_ids = None
-        if ngram.signs:
-            sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
-                                         no_ngram=NUM_SIGN_VECTORS)
+        sign_ids = functools.partial(ngram_hash, factors=sign_factors, modulus=NUM_SIGN_VECTORS,
+                                     no_ngram=NUM_SIGN_VECTORS) if ngram.signs else None
         specs.append(TableSpec(ngram.label, ngram.rows, 1, row_ids, rowwise=True, location=ngram.location,
                                update_every=ngram.update_every, sign_ids=sign_ids))
     return tuple(specs)
@@ -2523,23 +2515,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     owners = global_rows - local_rows * W                 # same as global_rows % W, which NumPy does not vectorize
     rows_by_owner = owners * C + local_rows
 
-    if fetch_all:
-        rows_to_fetch = np.arange(W * C)
-        row_index = rows_by_owner
-    else:
-        rows_to_fetch, row_index = unique_with_inverse(rows_by_owner)
+    rows_to_fetch, row_index = (np.arange(W * C), rows_by_owner) if fetch_all else unique_with_inverse(rows_by_owner)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
 
     fetch_counts = np.bincount(rows_to_fetch // C, minlength=W).tolist()
-    head_column_ids = None
-    if tied:
-        # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
-        head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C)
+    # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
+    head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    plan = RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids)
-    return plan, index_by_step
+    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
@@ -2551,13 +2536,10 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
-    requests_by_table, fetch_counts_by_table, tags = [], [], []
-    for label, plan in plans.items():
-        fetch_counts = [0] * W if plan.tied else plan.fetch_counts
-        fetch_counts_by_table.append(fetch_counts)
-        local_rows = plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows
-        requests_by_table.append(local_rows.int().split(fetch_counts))
-        tags.append(plan.tag | dict(table=label, dtype=dtype, tied=plan.tied))
+    fetch_counts_by_table = [[0] * W if plan.tied else plan.fetch_counts for plan in plans.values()]
+    requests_by_table = [(plan.rows_to_fetch[:sum(fetch_counts)] % plan.shard_rows).int().split(fetch_counts)
+                         for plan, fetch_counts in zip(plans.values(), fetch_counts_by_table)]
+    tags = [plan.tag | dict(table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
 
     # Compare the tags first. Otherwise, ranks with plans of different update cycles would exchange wrong rows without
     # an error.
@@ -2604,9 +2586,8 @@ def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup |
     for table in tables:
         if table.rowwise and table.label in plans:
             plan = plans[table.label]
-            rows_to_update, serve_to_update = unique_with_inverse(plan.rows_to_serve.numpy())
-            plan.rows_to_update = comm.pinned(rows_to_update)
-            plan.serve_to_update = comm.pinned(serve_to_update)
+            unique_and_inverse = unique_with_inverse(plan.rows_to_serve.numpy())
+            plan.rows_to_update, plan.serve_to_update = map(comm.pinned, unique_and_inverse)
 
 
 # ---- Row stores: where an owner stores the shard of a row-wise table
@@ -2672,9 +2653,8 @@ class DeviceRowStore:
         dtype = getattr(torch, cfg.dtype)
         # In host memory, allocate lazily. The table may then exceed the physical memory, because only touched rows take
         # memory.
-        zeros = lazy_zeros
-        if comm.on_cuda and table.location == "device":
-            zeros = functools.partial(torch.zeros, device=comm.device)
+        in_device_memory = comm.on_cuda and table.location == "device"
+        zeros = functools.partial(torch.zeros, device=comm.device) if in_device_memory else lazy_zeros
         self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
                               zeros((C,), dtype=torch.int32))
         self.invalidate()
@@ -3003,7 +2983,8 @@ class ExchangedTable:
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
             plan.move_to(self.comm.device)
-            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), *self.weights_to_update(plan))
+            weights, index = self.weights_to_update(plan)
+            self.fetch_work = self._launch_fetch(plan, self.cache.detach(), weights.index_select(0, index))
             self.cached_plan = plan
 
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
@@ -3027,11 +3008,10 @@ class ExchangedTable:
         The row cache does not change.
         """
         plan.move_to(self.comm.device)
-        weights, index = self.shard, plan.rows_to_serve
-        if self.store is not None:
-            weights, index = self.store.read_weights(plan.rows_to_serve), None
+        served = (self.store.read_weights(plan.rows_to_serve) if self.store
+                  else self.shard.index_select(0, plan.rows_to_serve))
         out = self.cache.new_empty(len(plan.rows_to_fetch), self.cache.shape[1])
-        wait_for_work(self._launch_fetch(plan, out, weights, index))
+        wait_for_work(self._launch_fetch(plan, out, served))
         return out
 
     def launch_reduce(self) -> None:
@@ -3072,18 +3052,17 @@ class ExchangedTable:
 
         With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
         """
-        plan = self.pending_plan
-        self.row_grads[:len(plan.rows_to_fetch)] = 0      # the rest of the buffer is zero already
+        self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
               found="nonzero gradients in rows that were not planned", expected="zeros",
               hint="this is a bug in the trainer; please report it with the log", error=RunError)
         self.pending_plan = self.cached_plan = None
 
-    def _launch_fetch(self, plan: RowPlan, out: Tensor, weights: Tensor, index: Tensor | None) -> dist.Work | None:
+    def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
 
-        This rank serves weights[index], or all of `weights` if index is None. A tied table copies columns of the head
-        instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
+        served (m, D): the weights of the plan's rows_to_serve. A tied table serves no rows, and copies columns of the
+        head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3092,11 +3071,9 @@ class ExchangedTable:
         if plan.tied:
             fetched.copy_(self.head.t()[plan.head_column_ids])
             return None
-        if index is not None:
-            weights = weights.index_select(0, index)
         # Also count the bytes of the requests for these rows, which `exchange_row_requests` has exchanged.
         self._count_bytes(plan, ROW_ID_BYTES, plan.serve_counts, plan.fetch_counts)
-        return self._all_to_all(plan, fetched, weights, plan.fetch_counts, plan.serve_counts)
+        return self._all_to_all(plan, fetched, served, plan.fetch_counts, plan.serve_counts)
 
     def _all_to_all(self, plan: RowPlan, out: Tensor, sent: Tensor, recv_counts: list[int],
                     send_counts: list[int]) -> dist.Work | None:
@@ -3824,10 +3801,8 @@ class GPT(nn.Module):
         bigram_rows, = self.lookup("bigram_embed", batch, row_buffers)
         residual_inputs = [(bigram_coefs, bigram_rows)]
         value_rows = self.lookup("value_embed", batch, row_buffers)
-        value_embeds = {}
-        for i, layer in enumerate(LAYERS):
-            if layer.value_embed is not None:
-                value_embeds[i] = [(layer.value_embed, value_rows[layer.value_embed])]
+        value_embeds = {i: [(layer.value_embed, value_rows[layer.value_embed])]
+                        for i, layer in enumerate(LAYERS) if layer.value_embed is not None}
 
         # In ve_gate_bank, the gates of n-gram tables follow the gates of value embeddings, in the order of --tables.
         gate_idx = NUM_VALUE_EMBEDS
@@ -4214,9 +4189,8 @@ class ShardedGroup:
 
         # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
-        self.comm_buffer = self.main_grad
-        if comm.world_size > 1:
-            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same tensor if the dtypes are equal
+        # `to` returns the same tensor if the dtypes are equal.
+        self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each pass writes every matrix once
@@ -4331,17 +4305,17 @@ class HeadGroup(ShardedGroup):
 
 class TableGroup:
     """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
-    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, adam: Callable):
-        """Create the Adam state of this rank's shard of the table.
+    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
+        """Create the Adam state of this rank's shard of the table. The state of a row-wise table is in its row store.
 
-        adam: functools.partial(apply_adam, update_fn, cfg), where update_fn is `adam_update`, compiled if this run
-        compiles.
+        update_fn: functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if this run compiles. For
+        a row-wise table: `rowwise_update`, compiled if this run compiles.
         """
         self.spec = spec
         self.table = table
-        self.adam = adam
+        self.update_fn = update_fn
         self.update_every = spec.table.update_every
-        self.state = {spec.label: init_optimizer_state(spec, table.shard)}
+        self.state = {} if spec.table.rowwise else {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
         """Return whether a forward pass for training has read the table since the last update."""
@@ -4357,7 +4331,7 @@ class TableGroup:
         Launches no all-gather, because other ranks fetch the updated rows that they need for the next update cycle.
         """
         grad = self.table.reduced_grads()
-        self.adam(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
+        self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
         """Clear the row gradients, and invalidate the row cache, because the update has changed the rows."""
@@ -4368,18 +4342,13 @@ class RowwiseTableGroup(TableGroup):
 
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
-    def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, table: RowwiseTable, rowwise: Callable):
+    def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
         """Create the group. It holds no optimizer state; the table's row store does.
 
-        rowwise: `rowwise_update`, compiled if this run compiles.
+        update_fn: `rowwise_update`, compiled if this run compiles.
         """
+        super().__init__(spec, table, update_fn)
         self.cfg = cfg
-        self.compiling = comm.compiles(cfg)
-        self.spec = spec
-        self.table = table
-        self.rowwise = rowwise
-        self.update_every = spec.table.update_every
-        self.state: dict[str, dict[str, Tensor]] = {}     # empty: the row store has the optimizer state of each row
 
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, update the plan's rows_to_update, and write these rows back to the row store."""
@@ -4388,11 +4357,11 @@ class RowwiseTableGroup(TableGroup):
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
         device_update_num = torch.full((), update_num, dtype=torch.int32, device=grad.device)
-        if self.compiling:                                # do not recompile when the number of rows changes
+        if self.table.comm.compiles(self.cfg):            # do not recompile when the number of rows changes
             for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
-                     self.cfg.adam_eps, step_size, decay)
+        self.update_fn(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
+                       self.cfg.adam_eps, step_size, decay)
         self.table.store.write_back(self.table.pending_plan, row_state)
 
 class Optimizer:
@@ -4419,12 +4388,12 @@ class Optimizer:
         for spec in parameter_specs(cfg):
             label = spec.label
             if spec.optimizer == "rowwise":
-                self.groups[label] = RowwiseTableGroup(cfg, comm, spec, tables[label], rowwise)
+                self.groups[label] = RowwiseTableGroup(cfg, spec, tables[label], rowwise)
             elif spec.table:
                 self.groups[label] = TableGroup(spec, tables[label], adam)
             elif spec.optimizer == "normuon":
-                weight = model.get_parameter(label)
-                self.groups[label] = BankGroup(cfg, comm, spec, weight, multiple_micro_batches, normuon)
+                self.groups[label] = BankGroup(cfg, comm, spec, model.get_parameter(label), multiple_micro_batches,
+                                               normuon)
             elif spec.matrix_heights:
                 self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
@@ -4433,13 +4402,11 @@ class Optimizer:
         self.groups[REPLICATED] = ReplicatedGroup(cfg, comm, replicated_specs, weights, adam)
         self.sharded_groups = {label: group for label, group in self.groups.items() if isinstance(group, ShardedGroup)}
         # Optimizer state of this rank, keyed by label, then by state name. Snapshots and checkpoints use these keys.
-        self.state: dict[str, dict[str, Tensor]] = {}
-        for group in self.groups.values():
-            self.state |= group.state
+        self.state = {label: state for group in self.groups.values() for label, state in group.state.items()}
         # Insert the n-gram tables into both orders. A group that is missing in an order would never be updated.
         ngrams = [table.label for table in cfg.tables]
-        orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
-        self.reduce_order, self.update_order = orders
+        self.reduce_order, self.update_order = (
+            (*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
@@ -4463,7 +4430,8 @@ class Optimizer:
         every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
-        due_labels = [label for label, group in self.groups.items() if (step_cfg.step + 1) % group.update_every == 0]
+        due_labels = [label for label in self.update_order
+                      if (step_cfg.step + 1) % self.groups[label].update_every == 0]
         for label in due_labels:
             if label in self.sharded_groups:
                 self.sharded_groups[label].check_writes()
@@ -4486,10 +4454,9 @@ class Optimizer:
             if label in due_labels:
                 self.groups[label].launch_reduce()
         gather_works = []
-        for label in self.update_order:
-            if label in due_labels:
-                gather_works.append(self.groups[label].update(step_cfg))
-                self.groups[label].zero_grad()
+        for label in due_labels:
+            gather_works.append(self.groups[label].update(step_cfg))
+            self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
         # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
@@ -4563,24 +4530,23 @@ class Engine:
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         max_seq_len = max(cfg.val_batch_tokens, largest_batch) // cfg.seqs_per_step
         specs = table_specs(cfg)
-        self.num_rows = {spec.label: spec.num_rows for spec in specs}
         self.shard_rows = {spec.label: spec.shard_rows(comm.world_size) for spec in specs}
         self.model = GPT(cfg, attention, max_seq_len, self.shard_rows)
         self.reseed(cfg.seed)                             # initialize all weights except row-wise tables
         self.model.to(comm.device)
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
-        weights = dict(self.model.named_parameters())
         for spec in specs:
             # Size the row cache for all tokens that this rank looks up in one update cycle of the table. Evaluation
             # uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
-                table = RowwiseTable(spec, cfg, comm, max_tokens)
+                self.tables[spec.label] = RowwiseTable(spec, cfg, comm, max_tokens)
             elif comm.world_size == 1:
-                table = LocalTable(weights[spec.label])   # W = 1: lookups read the parameter in place
+                # W = 1: lookups read the parameter in place.
+                self.tables[spec.label] = LocalTable(self.model.get_parameter(spec.label))
             else:
-                table = ExchangedTable(spec, cfg, comm, weights[spec.label], max_tokens, self.model.lm_head)
-            self.tables[spec.label] = table
+                weight = self.model.get_parameter(spec.label)
+                self.tables[spec.label] = ExchangedTable(spec, cfg, comm, weight, max_tokens, self.model.lm_head)
 
         # Compile only functions that are called often and with few different input shapes.
         self.compiling = comm.compiles(cfg)
@@ -4780,8 +4746,8 @@ class Engine:
         restore also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        stores = [table.store for table in self.tables.values() if table.store]
-        touched_by_store = [(store, list(store.touched_state())) for store in stores]
+        touched_by_store = [(table.store, list(table.store.touched_state()))
+                            for table in self.tables.values() if table.store]
         # Save the state of the CPU generator only, because training never uses the generator of the device.
         rng = torch.get_rng_state()
 
@@ -4821,16 +4787,18 @@ class Engine:
         is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # comm.all_gather gathers Python objects. Gather chunks, because NCCL copies the objects to device memory.
-        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.split(CHUNK_ROWS)]
+        # comm.all_gather gathers Python objects. Gather chunks of up to CHUNK_ROWS rows, because NCCL copies the
+        # objects to device memory. Compute the number of chunks from the full size, so that it is equal on all ranks.
+        num_rows = self.model.specs[label].shape[0]
+        num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
+        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.tensor_split(num_chunks)]
         if self.comm.rank != 0:
             return None
+        shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
         if is_shard:
-            # A shard of a bank or of the head has fewer than CHUNK_ROWS entries in dim 0, so there is one chunk.
-            return torch.cat(*chunks)
+            return torch.cat(shards)
         # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
-        rows = torch.cat([torch.stack(by_rank, dim=1).flatten(0, 1) for by_rank in chunks])
-        return rows[:self.num_rows[label]]
+        return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
@@ -4957,9 +4925,8 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if comm.on_cuda:
-        total_bytes = torch.cuda.mem_get_info(comm.device)[1]
+    total_bytes = (torch.cuda.mem_get_info(comm.device)[1] if comm.on_cuda
+                   else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
@@ -5073,9 +5040,8 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
-    contents = touched_row_files(engine)                  # a generator: one chunk in memory at a time
-    if comm.rank == 0:
-        contents = itertools.chain(files.items(), contents)
+    # Both arguments are iterated lazily, so that one chunk of rows is in memory at a time.
+    contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
         """Write one file to the partial directory, flush the file to the disk, and return its manifest entry."""
@@ -5136,8 +5102,7 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             weight_dtype = accum_dtype(dtype) if spec.full_precision else dtype
             weight = tensors[spec.label] = torch.empty(spec.shape, dtype=weight_dtype, device="meta")
             if with_moments:
-                state = init_optimizer_state(spec, weight)
-                tensors |= {f"{spec.label}.{name}": x for name, x in state.items()}
+                tensors |= {f"{spec.label}.{name}": x for name, x in init_optimizer_state(spec, weight).items()}
     expected_layouts = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with read_errors(path):
         layouts = {name: (x.dtype, *x.shape) for name, x in found.items()}
@@ -5166,8 +5131,8 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
-                        state = RowState(rows.to(table.shard.dtype), v, last)
-                        table.store.load_chunk(content["ids"][owned] // comm.world_size, state)
+                        table.store.load_chunk(content["ids"][owned] // comm.world_size,
+                                               RowState(rows.to(table.shard.dtype), v, last))
 
 def settings_json(cfg: Config) -> bytes:
     """Serialize a config as JSON for `read_settings`: {field: value as written on the command line}."""
@@ -5182,8 +5147,8 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
     """
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
-        lines = [b"%s %d\n" % (base64.b64encode(text), token) for token, text in enumerate(token_bytes) if text]
-        files[VOCAB_FILE] = b"".join(lines)
+        files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
+                                     for token, text in enumerate(token_bytes) if text)
     write_directory(directory, run_id, files, engine)
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
@@ -5500,7 +5465,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
-    headers = [ShardHeader(f"{SYNTHETIC_PREFIX}warm-up#0", num_tokens, cfg.vocab_size, cfg.bos_id)]
+    headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
     validation = ValidationSet(cfg, comm, headers, "warm-up")
     schedule = Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
@@ -5537,8 +5502,6 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
         predicted_start_ms = clock.comm.all_gather(clock.predict_next_cycle_start_ms())[0]
         previous_progress = schedule.cycle_progress[-1] if schedule.cycle_progress else 0.0
         schedule.cycle_progress.append(max(previous_progress, predicted_start_ms / budget_ms * schedule.planned_steps))
-    if first_step >= schedule.end_step:
-        return []
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
@@ -5616,8 +5579,7 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
               error=RunError)
 
-        probs = torch.softmax(logits / cfg.temperature, 0)
-        sampled = torch.multinomial(probs, 1, generator=generator)
+        sampled = torch.multinomial(torch.softmax(logits / cfg.temperature, 0), 1, generator=generator)
         token = min(engine.comm.all_gather(int(sampled)))  # same token on all ranks, even if rounding differs
         if token == cfg.bos_id:
             break
@@ -5656,8 +5618,8 @@ def init_distributed(cfg: Config) -> Communicator:
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
-    values = (int(value) if value.isdecimal() else -1 for value in launch_env.values())
-    rank, local_rank, world_size, local_world_size = values
+    rank, local_rank, world_size, local_world_size = (
+        int(value) if value.isdecimal() else -1 for value in launch_env.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world_size > 1 and name not in env]
     num_tasks = env.get("SLURM_NTASKS", "1")
     check(0 <= rank < world_size and local_rank >= 0 and not missing, "environment variables of the launch",
@@ -5760,8 +5722,8 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     # Check the shapes of plain and of paired layers. Paired layers have twice the positions and half the heads.
     for window, (positions_per_token, num_heads) in itertools.product(CHECK_WINDOWS, ((1, 2), (2, 1))):
         num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
-        inputs = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device, generator=generator).to(dtype)
-        q, k, v, grad = inputs
+        q, k, v, grad = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device,
+                                    generator=generator).to(dtype)
         if positions_per_token == 1:     # v is a slice of qkv, as in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
         attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
@@ -5802,7 +5764,6 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
         candidates = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
 
     # All ranks must use the same kernel, because ranks with different kernels would not train the same model.
-    first_error = ""
     for name in candidates:
         error_text = ""
         try:
@@ -6055,26 +6016,19 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, too little data.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
-        result["recompiles"] = recompiled
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
-    slow_warning = slow_attention_warning(info.attention_name, comm)
-    if slow_warning:
-        result["slow_attention"] = slow_warning
+    void = "the data ended early" if log.steps_done < log.schedule.end_step else ""
     if cfg.profile:
-        result["void"] = "profiled"
-    elif log.steps_done < log.schedule.end_step:
-        result["void"] = "the data ended early"
-    if "void" in result:
-        log.info(f"warning: the training time is not valid: {result['void']}")
-    if cfg.time_budget:
-        result["budget_s"] = cfg.time_budget
+        void = "profiled"
+    if void:
+        log.info(f"warning: the training time is not valid: {void}")
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in peak.items()))
-    result["comms"] = engine.traffic_totals()
     touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
                     for label, table in engine.tables.items() if table.store}
-    if touched_rows:
-        result["touched_rows"] = touched_rows
+    optional = dict(recompiles=recompiled, slow_attention=slow_attention_warning(info.attention_name, comm), void=void,
+                    budget_s=cfg.time_budget, comms=engine.traffic_totals(), touched_rows=touched_rows)
+    result |= {name: value for name, value in optional.items() if value}      # omit 0, "" and {}
 
     # If --save cannot be written, write the weights to the run directory instead.
     save_error: RunError | None = None
@@ -6271,9 +6225,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     engine = Engine(cfg, comm, attention, head_precision, micro_batch_size)
 
     # With --resume, restore the state, log, clock and schedule progress from the last checkpoint.
-    checkpoint = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
-    if cfg.resume:
-        checkpoint = load_checkpoint(Path(cfg.resume), engine)
+    new_run = dict(log=EMPTY_LOG_STATE, cycle_progress=(), train_time_ms=0.0)
+    checkpoint = load_checkpoint(Path(cfg.resume), engine) if cfg.resume else new_run
     schedule = Schedule(cfg, checkpoint["cycle_progress"])
     resume_facts = check_resume(cfg, checkpoint, fingerprint, schedule.end_step) if cfg.resume else {}
     first_step = checkpoint["log"]["steps_done"]
@@ -6361,9 +6314,7 @@ def sample_from_save(flags: Config) -> None:
 
     # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
-    dtype = saved_cfg.dtype
-    if dtype == "bfloat16" and not comm.on_cuda:
-        dtype = "float32"
+    dtype = "float32" if saved_cfg.dtype == "bfloat16" and not comm.on_cuda else saved_cfg.dtype
     tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
     cfg = replace(saved_cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
                   temperature=flags.temperature, tables=tables, time_budget=0.0, max_steps=0)

@@ -337,12 +337,13 @@ class Reference:
         Banks are due on every step, n-gram tables every `update_every` steps, the rest at the end of an Adam cycle.
         """
         cfg = self.cfg
+        updates_adam = (step_cfg.step + 1) % cfg.adam_every == 0
         for label in self.p:
             spec = self.specs[label]
             if spec.optimizer == "normuon":
                 self.p[label] = self.updated_bank(label, step_cfg)
                 self.grads[label].zero_()
-            elif step_cfg.update_adam and not (label == "embed" and step_cfg.tied):
+            elif updates_adam and not (label == "embed" and step_cfg.tied):
                 g = self.grads[label]
                 if label == "lm_head" and step_cfg.tied:
                     g = g + self.grads["embed"].t()
@@ -360,7 +361,7 @@ class Reference:
                 self.ngrams[table.label].update(requested, [grad], cfg.seqs_per_step, lr, weight_decay)
                 requested[:] = False
                 grad[:] = 0
-        if step_cfg.update_adam:
+        if updates_adam:
             for label, grad in self.grads.items():
                 if self.specs[label].optimizer == "adam":
                     grad.zero_()

@@ -204,7 +204,7 @@ class TableOptimizer(tg.Optimizer):
                                     table=table_spec)
             table = tables[table_spec.label]
             if trial.location:
-                group = tg.RowwiseTableGroup(cfg, comm, spec, table, tg.rowwise_update)
+                group = tg.RowwiseTableGroup(cfg, spec, table, tg.rowwise_update)
             else:
                 group = tg.TableGroup(spec, table, adam)
             self.groups[table_spec.label] = group

@@ -73,6 +73,14 @@ BAD_FILES = {                                # case -> (arguments of write_shard
 }
 
 @pytest.mark.parametrize("case", BAD_FILES)
+def test_load_shard__the_warm_up_repeats_ngrams() -> None:
+    """Within 16 tokens, often in one document, as in text. Training on synthetic data does not."""
+    def repeats(name: str) -> int:
+        tokens = tg.load_shard(tg.ShardHeader(name, 40_000, 2048, 2047)).tokens
+        return int(sum((tokens[8:-3] == tokens[:-11]) & (tokens[10:-1] == tokens[2:-9]) & (tokens[9:-2] == tokens[1:-10])))
+
+    assert repeats("formula:2048:2047:40000:1#0") < 10 < 3000 < repeats(tg.WARM_UP_SHARD)
+
 def test_verify_shards__a_damaged_shard(tmp_path, case) -> None:
     header, cut, *parts = BAD_FILES[case]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)

@@ -61,28 +61,33 @@ CASES = [dict(stages=stages) | changes for stages in (STAGES, MORE_STAGES, FEWER
 for stage in (0, 3, None):
     CASES += [dict(stages=untied_at(stage, STAGES), adam_every=every) for every in (1, 2)]
 
-def forward_kinds(step_cfgs: list[tg.StepConfig]) -> set[tuple[int, bool]]:
-    """Return stage and update_adam of these steps."""
-    return {(step_cfg.stage, step_cfg.update_adam) for step_cfg in step_cfgs}
+def updates_adam(step_cfg: tg.StepConfig, adam_every: int) -> bool:
+    """Return whether the step is the last one of an Adam cycle."""
+    return step_cfg.step % adam_every == adam_every - 1
 
-def update_kinds(step_cfgs: list[tg.StepConfig]) -> set[tuple[int, bool]]:
+def forward_kinds(step_cfgs: list[tg.StepConfig], adam_every: int) -> set[tuple[int, bool]]:
+    """Return stage and `updates_adam` of these steps."""
+    return {(step_cfg.stage, updates_adam(step_cfg, adam_every)) for step_cfg in step_cfgs}
+
+def update_kinds(step_cfgs: list[tg.StepConfig], adam_every: int) -> set[tuple[int, bool]]:
     """Return stage and tied of the steps that update by Adam."""
-    return {(step_cfg.stage, step_cfg.tied) for step_cfg in step_cfgs if step_cfg.update_adam}
+    return {(step_cfg.stage, step_cfg.tied) for step_cfg in step_cfgs if updates_adam(step_cfg, adam_every)}
 
 @pytest.mark.parametrize("changes", CASES)
 def test_warm_up_steps__meet_every_kind_of_step(changes) -> None:
     """The warm-up runs each kind of step of the training loop.
 
-    Compiled graphs depend on the stage, on update_adam and on tied. The warm-up consists of complete cycles, because an
-    Adam update needs all its gradients. A cycle that max_steps shortens is the last one.
+    Compiled graphs depend on the stage, on tied and on whether Adam updates. The warm-up consists of complete cycles,
+    because an Adam update needs all its gradients. A cycle that max_steps shortens is the last one.
     """
     schedule = tg.Schedule(make_config(**changes))
     step_cfgs = [schedule.at(step) for step in range(schedule.end_step)]
     steps = schedule.warm_up_steps()
     assert len(steps) == len(set(steps)) and set(steps) <= {step_cfg.step for step_cfg in step_cfgs}
     warmed_up = [step_cfgs[step] for step in steps]
-    assert forward_kinds(warmed_up) == forward_kinds(step_cfgs)
-    assert update_kinds(warmed_up) == update_kinds(step_cfgs)
+    adam_every = schedule.cfg.adam_every
+    assert forward_kinds(warmed_up, adam_every) == forward_kinds(step_cfgs, adam_every)
+    assert update_kinds(warmed_up, adam_every) == update_kinds(step_cfgs, adam_every)
     for i in range(0, len(steps), schedule.cycle_steps):
         cycle = steps[i:i + schedule.cycle_steps]
         assert cycle[0] % schedule.cycle_steps == 0
@@ -113,7 +118,7 @@ def test_at__unties_at_the_end_of_the_adam_cycle_in_which_the_stage_starts(stage
     step_cfgs = [schedule.at(step) for step in range(scheduled_steps + 3)]
     assert schedule.untie_step == untie_step
     check_tied(step_cfgs, untie_step)
-    assert all(step_cfg.update_adam == (adam_every == 1 or step_cfg.step % 2 == 1) for step_cfg in step_cfgs)
+    assert all(updates_adam(step_cfg, adam_every) for step_cfg in step_cfgs if step_cfg.untie_after)
 
 @pytest.mark.parametrize("max_steps, end_step", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_end_step__max_steps_stops_early_and_changes_no_value(max_steps, end_step) -> None:
@@ -165,7 +170,7 @@ def test_at__checkpoints_come_at_the_first_start_of_a_cycle_at_or_after_each_mul
     expected = {math.ceil(multiple / cycle_steps) * cycle_steps for multiple in multiples}
     assert {step for step in steps if schedule.at(step).checkpoint} == expected & set(steps)
 
-STEP_FIELDS = ("step", "update_adam", "tied", "untie_after", "begins_cycle", "checkpoint", "validate")
+STEP_FIELDS = ("step", "tied", "untie_after", "begins_cycle", "checkpoint", "validate")
 
 def planned_values(step_cfg: tg.StepConfig) -> dict[str, Any]:
     """Return the values that depend on progress, without those that depend on the step."""
@@ -180,7 +185,7 @@ def test_progress__with_a_time_budget() -> None:
     for step in range(2 * len(cycle_progress)):
         step_cfg = schedule.at(step)
         assert planned_values(step_cfg) == planned_values(planned.at(cycle_progress[step // 2])), step
-        assert step_cfg.update_adam == (step % 2 == 1) and step_cfg.begins_cycle == (step % 2 == 0)
+        assert step_cfg.begins_cycle == (step % 2 == 0)
         assert step_cfg.validate == (step % 5 == 0)
     between = tg.Schedule(cfg, [4.5]).at(0)
     before = planned.at(4)

@@ -67,7 +67,7 @@ STEP = "        self.optimizer.step(step_cfg)\n"
 SUMS = "            seq_sums_by_micro_batch.append(seq_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
 SCRATCH = "        grad_w = ctx.grad_target.add_gradient(grad_w, b=None)"
-LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), num_lookups, D, **sizes)\n"
+LAUNCH = "BLOCK_ROWS=ADD_ROWS_BLOCK"
 HIDDEN = "        x = x0\n"
 ARGS = "max_doc_len, step_cfg.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, attn_args.name)"
@@ -87,7 +87,7 @@ PLANTED = {  # name -> replacements in the source, arguments of the walk, expect
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
          ADD: "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,
          SCRATCH: SCRATCH.replace("grad_w, b", "grad_w.clone(), b"),
-         LAUNCH: LAUNCH.replace("**sizes", "maxnreg=24, **sizes")}, EAGER,
+         LAUNCH: f"maxnreg=24, {LAUNCH}"}, EAGER,
         [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
          ("buffer of a gradient's size", "RowLookup.backward: bank = "),
          ("buffer of a gradient's size", "grad_w.clone()"),
