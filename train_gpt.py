@@ -5607,14 +5607,13 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
     """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
-def init_distributed(cfg: Config) -> Communicator:
-    """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
+def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
+    """Read rank, local rank, world size and local world size from the environment variables that torchrun sets.
 
-    A single process needs no environment variables and no process group. Collective.
-
-    Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
+    Without the variables, this is a single process: rank 0 of 1. Raises ConfigError if a variable is missing or
+    invalid, or if the world size does not divide --seqs_per_step.
     """
-    # Check the environment variables. A rank that lacks one of the variables would train separately from the others.
+    # A rank that lacks one of the variables would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
@@ -5635,7 +5634,16 @@ def init_distributed(cfg: Config) -> Communicator:
     check(valid_world_size == world_size, "world size", found=f"{world_size} ranks",
           expected=f"a divisor of --seqs_per_step={cfg.seqs_per_step}",
           hint=f"torchrun --nproc_per_node={valid_world_size} train_gpt.py ...")
+    return rank, local_rank, world_size, local_world_size
 
+def init_distributed(cfg: Config) -> Communicator:
+    """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
+
+    A single process needs no environment variables and no process group. Collective.
+
+    Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
+    """
+    rank, local_rank, world_size, local_world_size = read_launch_env(cfg)
     # Select the device: one GPU per rank, or the CPU for all ranks.
     use_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     num_gpus = torch.cuda.device_count()
@@ -5666,7 +5674,7 @@ def init_distributed(cfg: Config) -> Communicator:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         message = str(error)[:200] or "no response from a store of torch.distributed"
-        raise ConfigError("waiting for all ranks", found=f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {message}",
+        raise ConfigError("waiting for all ranks", found=f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {message}",
                           expected=f"{world_size} ranks within {cfg.comm_timeout} s",
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
