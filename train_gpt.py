@@ -5674,7 +5674,8 @@ def init_distributed(cfg: Config) -> Communicator:
         return replace(comm, loader_group=call_with_timeout(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         message = str(error)[:200] or "no response from a store of torch.distributed"
-        raise ConfigError("waiting for all ranks", found=f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {message}",
+        raise ConfigError("waiting for all ranks",
+                          found=f"at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}: {message}",
                           expected=f"{world_size} ranks within {cfg.comm_timeout} s",
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
