@@ -186,6 +186,24 @@ def test_train__other_precisions_have_similar_losses(tiny_run, tmp_path, monkeyp
     assert [e["step"] for e in other.of("val")] == [0, 5] and other.of("result")[0]["steps"] == 5
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
 
+def test_Log__training_losses_are_means_over_all_ranks(tmp_path, monkeypatch) -> None:
+    """Every number of ranks logs the same losses, to rounding.
+
+    If a stage predicts one token, its multi-token loss is the next-token loss.
+    """
+    monkeypatch.setattr(tg, "warm_up", noop)
+    steps_by_world_size = []
+    for world_size in (1, 2):
+        done = launch(tmp_path / str(world_size), world_size, "--dtype=float64", "--sample_tokens=0", "--val_every=0")[0]
+        assert done.status == 0, done.err
+        steps_by_world_size.append(done.of("step"))
+    schedule = tg.Schedule(preset())
+    for one, two in zip(*steps_by_world_size, strict=True):
+        for name in ("train_loss", "train_loss_next"):
+            assert one[name] == pytest.approx(two[name], rel=1e-9)
+        num_weights = len(schedule.at(one["step"] - 1).mtp_weights)
+        assert (one["train_loss"] == pytest.approx(one["train_loss_next"], rel=1e-12)) == (num_weights == 1)
+
 @pytest.mark.parametrize("eval_chunk, recompiles", [(tg.EVAL_CHUNK, None), (256, 1)])
 def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(tmp_path, monkeypatch, eval_chunk,
                                                                                     recompiles) -> None:
