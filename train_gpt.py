@@ -33,7 +33,7 @@ Letters in shapes and formulas, with their values in preset `record`
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
 A shape in a docstring follows the name: x (N, D) is a matrix, and x () is a 0-dim tensor. Matmul kernels use the usual
 GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 4 also uses (I, J) for
-a weight matrix with I output features and J input features.
+the shape of any weight matrix. Linear layers store it as (output features, input features).
 
 Terms
     sequence        T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
@@ -55,12 +55,12 @@ Terms
     dense table     a table of which every update modifies all rows. With W = 1, lookups read its parameter in place.
     row-wise table  a table of which an update modifies only the rows that some rank looked up in the update cycle. The
                     n-gram tables are row-wise.
-    row plan        lists, for one update cycle of one table, the rows that a rank fetches from their owners, and the
-                    rows of its own shard that it serves to the ranks that look them up
+    row plan        the rows of one table that a rank fetches (receives from their owners) and serves (sends from its
+                    shard to the ranks that look them up) in one update cycle
     row cache       device buffer with the rows of a table that a rank has fetched for an update cycle
     row store       where an owner stores the weights and optimizer state of its shard of a row-wise table: in device
                     memory (`DeviceRowStore`) or in host memory (`HostRowStore`)
-    step loss       J: the mean over the S sequences of a step of the summed token loss; the same for every W
+    step loss       token losses summed over each sequence, averaged over the S sequences; the same for every W
 """
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ import os
 import signal
 
 if __name__ == "__main__":
-    # If a standard stream is closed, the next opened file gets the descriptor of the stream, and libraries print into
-    # that file. Open /dev/null on the descriptor instead.
+    # If a standard stream is closed, the next file that is opened gets the descriptor of the stream, and libraries
+    # would print into this file. Open /dev/null on the descriptor of every closed stream.
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -154,7 +154,7 @@ class RunError(TrainerError):
     exit_status = 1
 
 def lost_rank_error(found: str) -> RunError:
-    """Build the RunError for another rank that no longer responds. found: what shows that the rank is lost."""
+    """Build the RunError for a rank that no longer responds. found: the symptom, such as a timeout."""
     return RunError("lost another rank", found=found, expected="a response from every rank within --comm_timeout",
                     hint="check the other ranks: killed (dmesg shows the out-of-memory killer) or stuck; torchrun "
                          "names the first to fail")
@@ -172,9 +172,9 @@ class Layer:
     Raises ConfigError if a value is unknown or if features exclude each other.
     """
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
-    window: str = "short"            # which attention window of the current stage the layer uses: "short" or "long"
+    window: str = "short"            # attention window: the "short" one or the "long" one of the current stage
     value_embed: int | None = None   # index of the value embedding that is added to the attention values
-    key_offset: bool = False         # shift the features of the keys that RoPE does not rotate by one token
+    key_offset: bool = False         # shift the unrotated half of the key features by one token
     save_as: str = ""                # name under which the output of the layer is saved; empty: not saved
     add_saved: str = ""              # name of a saved output to gate and add to the input of the layer; empty: none
 
@@ -228,7 +228,7 @@ class Stage:
     untie: bool = False              # split head and embedding after the Adam cycle in which this stage begins
 
     def __post_init__(self) -> None:
-        """Validate the fields. Raises ConfigError if the windows or weights are out of range or do not match."""
+        """Validate the fields. Raises ConfigError if a value is out of range or the MTP weights differ in length."""
         what = "--stages: invalid stage"
         hint = f"correct the stage; --stages takes {STAGE_SYNTAX}"
         check(1 <= self.short_window < self.long_window, what, found=self, expected="1 <= short < long window",
@@ -266,7 +266,7 @@ class NgramTable:
     order: int                       # n of the n-grams, a key of NGRAM_FACTORS
     rows: int                        # number of rows; the last row means "no n-gram"
     layer: int | None = None         # add the rows to the attention values of this layer; None: to the residual stream
-    signs: int = 0                   # 1: multiply rows by hashed +-1 vectors, so that colliding n-grams differ
+    signs: int = 0                   # 1: multiply rows by +-1 vectors from a second hash; colliding n-grams then differ
     location: str = "device"         # memory in which the owners store their rows: "device" or "host"
     update_every: int = 2            # steps per update
     lr_mul: float = 37.5             # multiplier of adam_lr
@@ -275,7 +275,7 @@ class NgramTable:
 
     def __post_init__(self) -> None:
         """Validate the fields. Raises ConfigError if a field is invalid."""
-        rules = {                    # {expected value of a field: true if the field has such a value}
+        rules = {                    # {what is expected, for the error: condition that must be true}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
             f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
@@ -290,22 +290,22 @@ class NgramTable:
             check(holds, "--tables: invalid table", found=self, expected=expected,
                   hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
 
-GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # defaults for a shard header that has neither
+GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # for shard headers that store vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
 FP8_MULTIPLE = 16                    # every dimension of an fp8 matmul must be a multiple of this
-SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; sequence lengths are multiples of this on every device
+SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; on every device, sequence lengths are multiples of this, as fp8 requires
 
 # The role of a flag determines how --resume treats the flag.
 # NUMERIC: the flag affects the results of a run. A resumed run must use the value of the earlier run.
 # INHERITED: the flag does not affect the results of a step beyond rounding. A resumed run inherits the value, unless
-# the command line of the resumed run overrides the value. The paths of the data files have this role, because --resume
-# compares the SHA-256 of the data instead.
+# the flag is given again. The paths of the data files have this role, because --resume compares the SHA-256 of the data
+# instead.
 # SINGLE_RUN: the flag applies to a single run. A resumed run does not inherit the value.
 NUMERIC, INHERITED, SINGLE_RUN = "numeric", "inherited", "single run"
 
 def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo: float = 0, hi: float = 2**31 - 1,
          role: str = NUMERIC) -> Any:
-    """Build a dataclass field of Config, with the metadata of the command-line flag that sets the field.
+    """Build a dataclass field of Config, with the metadata of its command-line flag.
 
     group: heading in --help
     unit, help: --help prints them side by side, as in "--epochs passes  over the training shards"
@@ -432,8 +432,8 @@ def parse_layer(text: str) -> int | None:
 def parse_lr_mul(text: str) -> float:
     """Parse NgramTable.lr_mul, the multiplier of adam_lr.
 
-    Raises ConfigError if the text is `nearest` or `stochastic`: in earlier versions, the 8th field was a rounding mode.
-    Raises ValueError if the text is anything else that is not a number.
+    Raises ConfigError if the text is `nearest` or `stochastic`, the rounding modes that earlier versions accepted in
+    the 8th field. Raises ValueError if the text is any other word that is not a number.
     """
     check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
@@ -516,7 +516,7 @@ def format_value(value: Any) -> str:
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
 def parse_value(name: str, text: str) -> Any:
-    """Parse and validate the value of the flag --`name`. `~` in directories and globs is expanded.
+    """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs.
 
     Raises ConfigError if the text has the wrong type, is not one of the choices, or is out of range.
     """
@@ -552,8 +552,8 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
     """Check that save_as, add_saved and value_embed of all layers fit together.
 
     Raises ConfigError if a layer adds an output that no earlier layer saves, if two layers save under one name, if no
-    layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the model would
-    silently train another architecture than LAYERS describes.
+    layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the trainer would
+    silently train an architecture other than the one that LAYERS describes.
     """
     saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
@@ -572,8 +572,8 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
 def check_config(cfg: Config) -> None:
     """Validate LAYERS and the settings that depend on each other.
 
-    Raises ConfigError if a setting is invalid. Except for LAYERS, --stages and --tables, the hint of the error has a
-    valid value.
+    Raises ConfigError if a setting is invalid. The hint of the error gives a valid value for most flags. For LAYERS,
+    --tables and single stages, the hint says what to correct.
     """
     # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
@@ -612,7 +612,7 @@ def check_config(cfg: Config) -> None:
               hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """Build and validate a Config from {field: value}. The preset sets the other fields.
+    """Build and validate a Config from {field: value}. Fields not in `settings` have the values of the preset.
 
     Raises ConfigError if the preset is unknown or a setting is invalid.
     """
@@ -657,7 +657,8 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
 
     Flags that are not given are absent from the parsed namespace. Raises ConfigError if the preset is unknown.
     """
-    # The help depends on the flag --preset, so `parse_args` prints the help after parsing, instead of argparse.
+    # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
+    # `parse_args` prints it.
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
         allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 success, "
@@ -679,8 +680,8 @@ RENAMED_FLAGS = dict(num_slots="seqs_per_step", slots_per_micro_batch="micro_bat
 def unknown_flag_error(text: str) -> ConfigError:
     """Build the ConfigError for an unknown command-line argument.
 
-    The hint of the error suggests the new name of a renamed flag, or up to three similar flags. text: the argument as
-    given, such as "--epoch=2"
+    text: the argument as given, such as "--epoch=2". The hint of the error suggests the new name of a renamed flag, or
+    up to three similar flags.
     """
     flag_text = text.partition("=")[0]
     name = flag_text.removeprefix("--")
@@ -735,7 +736,8 @@ def load_config(argv: list[str]) -> Config:
     """Parse and validate the command line into a Config.
 
     With --resume, flags that are not given have the values of the earlier run, except those of role SINGLE_RUN. With
-    --sample, only the given flags are set, and the caller loads the model's settings with `read_settings`.
+    --sample, flags that are not given have the defaults of Config, and the caller loads the model's settings with
+    `read_settings`.
 
     Raises ConfigError if a flag is invalid or may not be combined with --resume or --sample. Raises DataError if the
     settings of the earlier run cannot be read.
@@ -763,9 +765,9 @@ def load_config(argv: list[str]) -> Config:
     return cfg
 
 def wait_for_work(work: dist.Work | None) -> None:
-    """Wait for a collective, given the result of `Communicator.launch`. No-op for None, which means that W = 1.
+    """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host.
 
-    For a collective of NCCL, the current CUDA stream waits. The host does not.
+    work: the handle that `Communicator.launch` returned. None (W = 1): no-op.
     """
     if work is not None:
         work.wait()
@@ -776,7 +778,7 @@ DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
     """Poll a device event from the host, and return whether the event completes within `seconds`.
 
-    Event.synchronize() cannot be used, because it has no timeout.
+    Event.synchronize() has no timeout.
     """
     deadline = time.monotonic() + seconds
     while not event.query():
@@ -787,7 +789,7 @@ def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
 
 @dataclass(eq=False)
 class Communicator:
-    """This process's rank and device, and collectives over all ranks. Passed as an argument, never global."""
+    """Rank and device of this process, and collectives over all ranks. Passed as an argument, never global."""
     device: torch.device
     rank: int = 0
     world_size: int = 1
@@ -815,7 +817,7 @@ class Communicator:
     def record_event(self) -> torch.cuda.Event:
         """Record a CUDA event on the current stream.
 
-        The event completes when all work that was launched on the stream before has finished.
+        The event completes when all work launched earlier on this stream has finished.
         """
         return torch.cuda.current_stream(self.device).record_event()
 
@@ -824,8 +826,8 @@ class Communicator:
 
         Raises RunError if the event does not complete within DEVICE_TIMEOUT_FRACTION * timeout.
         """
-        # If a collective does not complete within the timeout after its launch, NCCL aborts the process without a line
-        # in the log. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
+        # NCCL aborts the process, without a line in the log, if a collective does not complete within `timeout` after
+        # its launch. This wait begins after the launch and must end before NCCL aborts, so the fraction is below 1.
         seconds = DEVICE_TIMEOUT_FRACTION * self.timeout
         if not happens_within(seconds, event):
             no_response = f"no response from {self.device} after {seconds:.1f} s"
@@ -834,16 +836,16 @@ class Communicator:
                 hint="check the device for errors (dmesg, nvidia-smi -q), or give a longer --comm_timeout")
 
     def launch(self, collective: Callable, *tensors: Tensor) -> dist.Work | None:
-        """Launch a collective of torch.distributed asynchronously, such as dist.all_reduce. Collective.
+        """Launch a torch.distributed collective, such as dist.all_reduce, asynchronously. Collective.
 
         tensors: the positional arguments of the collective
 
-        Returns the Work handle, to be passed to `wait_for_work`. With W = 1, this is a no-op that returns None.
+        Returns the Work handle for `wait_for_work`. With W = 1, does nothing and returns None.
         """
         return None if self.world_size == 1 else collective(*tensors, async_op=True)
 
     def set_timeout(self, seconds: float) -> None:
-        """Set the timeout of all process groups and of all later waits for the device, in seconds."""
+        """Set self.timeout and the timeouts of all process groups, in seconds."""
         self.timeout = seconds
         if self.world_size > 1:
             # torch has no public function for this before version 2.14.
@@ -852,10 +854,10 @@ class Communicator:
                 set_group_timeout(timedelta(seconds=seconds), group)
 
     def pinned(self, x: np.ndarray | Tensor) -> Tensor:
-        """Convert a CPU array or tensor to a tensor, in pinned memory if the device is a GPU.
+        """Convert an array or a CPU tensor to a CPU tensor, in pinned memory if the device is a GPU.
 
-        The caller may drop the tensor during an asynchronous copy to the device: torch does not reuse pinned memory
-        before the last copy from the memory has finished.
+        The caller may drop the result while an asynchronous copy to the device is running: torch reuses pinned memory
+        only after all copies from it have finished.
         """
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
@@ -876,7 +878,7 @@ class Communicator:
                 print(text, flush=True)
 
     def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-        """Gather a picklable object from every rank. Return the objects of all ranks, in rank order. Collective.
+        """Gather one picklable object from every rank into a list, in rank order. Collective.
 
         group: a process group of all ranks; None for the default group.
         """
@@ -901,13 +903,13 @@ class Communicator:
 
     @contextlib.contextmanager
     def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Open a `with` block. If its body raises a TrainerError on any rank, raise that error on every rank.
+        """Context manager that raises a TrainerError of any rank's body on every rank. Collective.
+
+        Every rank raises the error after all ranks have left the body. If several ranks fail, every rank raises the
+        error of the lowest one. The body must not wait for another rank, because that rank may already have left the
+        body with an error.
 
         group: a process group of all ranks; None for the default group.
-
-        The error is raised after all ranks have left the body. If several ranks fail, the error of the lowest rank is
-        raised. The body must not wait for another rank, because that rank may have left the body with an error.
-        Collective.
         """
         own_error = None
         try:
@@ -917,7 +919,7 @@ class Communicator:
         errors = self.all_gather(own_error, group)
         for rank, error in enumerate(errors):
             if error is not None:
-                what, *rest = error.args
+                what, *rest = error.args                  # args of a TrainerError: what, found, expected, hint
                 raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
@@ -1022,8 +1024,8 @@ class Schedule:
     def progress(self, step: int) -> float:
         """Return the schedule progress at the start of this step, in planned steps.
 
-        With --time_budget, this is the progress of the step's cycle, at most planned_steps. In this case, call
-        `schedule_cycle` for the step's cycle first.
+        With --time_budget, this is the progress of the step's cycle, at most planned_steps. `schedule_cycle` must have
+        scheduled this cycle.
         """
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
@@ -1051,11 +1053,10 @@ class Schedule:
 
     @property
     def untie_step(self) -> float:
-        """Return the step after whose update head and embedding are split into two parameters.
+        """Return the last tied step: head and embedding are split into two parameters after its update.
 
-        The result is the last step of the Adam cycle in which the stage with `untie` begins. If no stage has `untie`,
-        the result is math.inf. With --time_budget, the result is math.inf as long as no scheduled cycle reaches the
-        stage.
+        This is the last step of the Adam cycle in which the stage with `untie` begins. The result is math.inf if no
+        stage has `untie`. With --time_budget, the result is also math.inf until a scheduled cycle reaches the stage.
         """
         # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
@@ -1105,7 +1106,7 @@ class Schedule:
     def at(self, step: int) -> StepConfig:
         """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation.
 
-        With --time_budget, call `schedule_cycle` for the step's cycle first.
+        With --time_budget, `schedule_cycle` must have scheduled the cycle of this step.
         """
         cfg = self.cfg
         progress = self.progress(step)
@@ -1120,8 +1121,9 @@ class Schedule:
         stage_start, stage_end = self.stage_starts[stage_idx], self.stage_ends[stage_idx]
         stage_fraction = (progress - stage_start) / max(1, stage_end - stage_start)
         mtp_weights = [start + (end - start) * stage_fraction for start, end in zip(stage.mtp_start, stage.mtp_end)]
-        # Checkpoints are written at starts of cycles only. Round each multiple of checkpoint_every up to the next start
-        # of a cycle. So a cycle start is a checkpoint if and only if step % checkpoint_every < cycle_steps.
+        # Checkpoints are written at starts of cycles only: each multiple of checkpoint_every is rounded up to the next
+        # start of a cycle. So a start of a cycle is a checkpoint if and only if
+        # step % checkpoint_every < cycle_steps.
         return StepConfig(
             step=step, stage=stage_idx, seq_len=stage.batch_tokens // cfg.seqs_per_step,
             short_window=stage.short_window * cfg.window_block, long_window=long_window_blocks * cfg.window_block,
@@ -1134,12 +1136,12 @@ class Schedule:
     def warm_up_steps(self) -> list[int]:
         """Return the steps of the warm-up: for every stage, the cycle in which the stage begins, and the next cycle.
 
-        These steps trigger the compilation of every graph that training uses. A graph depends on the stage, on whether
-        head and embedding are tied, and on whether Adam updates. The list consists of whole cycles, except that the
-        last cycle may end at end_step.
+        These steps compile every graph that training uses. A graph depends on the stage, on whether head and embedding
+        are tied, and on whether Adam updates in the step. The list consists of whole cycles, except that the last cycle
+        may end at end_step.
         """
-        # Run the stage with the largest batches first, so that an OOM surfaces early. A cycle that end_step truncates
-        # must be the last one, because `warm_up` splits the list into cycles of cycle_steps steps.
+        # Run the stage with the largest batches first, so that an OOM surfaces early. `warm_up` splits the list into
+        # cycles of cycle_steps steps, so a cycle that end_step truncates must be the last one.
         cycle_starts: dict[int, None] = {}                # an ordered set of steps
         starts_and_stages = zip(self.stage_starts, self.cfg.stages)
         for stage_start, _ in sorted(starts_and_stages, key=lambda pair: -pair[1].batch_tokens):
@@ -1196,8 +1198,8 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat
     """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up.
 
     Each token is a hash of its position and the seed. The first token is BOS, and documents have SYNTHETIC_DOC_LEN
-    tokens on average. repeat_ngrams: repeat 8 tokens in every 64, as text repeats n-grams. A fork that looks up earlier
-    n-grams then compiles the graphs of text during the warm-up.
+    tokens on average. repeat_ngrams: in every 64 tokens, the second 8 repeat the first 8, because real text repeats
+    n-grams. A fork whose graphs depend on repeated n-grams then compiles all of its graphs during the warm-up.
     """
     positions = np.arange(count, dtype=np.uint64)
     if repeat_ngrams:
@@ -1278,10 +1280,10 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         ) from None
 
 def check_manifest(path: Path, content: bytes) -> None:
-    """Verify the SHA-256 of a file's content against the manifest in the directory of the file.
+    """Verify the content of a file against the SHA-256 in the manifest of its directory.
 
-    This is a no-op if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the
-    SHA-256 differs from the manifest, or if the manifest is unfinished or malformed.
+    No-op if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the SHA-256
+    differs from the manifest, or if the manifest is unfinished or malformed.
     """
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -1316,9 +1318,9 @@ def load_shard(header: ShardHeader) -> TokenShard:
 def verify_shards(headers: list[ShardHeader]) -> str:
     """Validate every token of every data file, and return one SHA-256 hex digest over all shards.
 
-    The hash covers the names and contents of the shards, in order. Synthetic tokens are a function of the shard's
-    name, so only the name is hashed, and the tokens are not generated here. Raises DataError if a file contains invalid
-    tokens, or if the content of a file differs from the manifest in the directory of the file.
+    The hash covers the names and contents of the shards, in order. For synthetic tokens, only the name is hashed,
+    because the tokens are a function of the name. Raises DataError if a file contains invalid tokens, or if the content
+    of a file differs from the manifest of its directory.
     """
     digest = hashlib.sha256()
     for header in headers:
@@ -1348,7 +1350,7 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
           found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
           expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
           error=DataError)
-    # The default of a flag means that the value is taken from the shard headers.
+    # A flag with its default value takes the value of the shard headers.
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
         flag_value = getattr(cfg, name)
         check(flag_value in (getattr(Config, name), header_value), f"--{name}", found=flag_value,
@@ -1363,11 +1365,11 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=bigram_rows)
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return the number of validation inputs in a data shard of shard_tokens tokens: whole batches only.
+    """Return how many tokens of a data shard are validation inputs: a multiple of batch_tokens.
 
-    batch_tokens: tokens of a validation batch, over all ranks
+    shard_tokens: number of tokens in the shard. batch_tokens: tokens of a validation batch, over all ranks
 
-    Two tokens of the shard are reserved. One is the last target. The other one matches an off-by-one error in the
+    Two tokens of the shard are reserved. One is the last target. The other one reproduces an off-by-one error in the
     bounds check of modded-nanogpt, so that the validation tokens are the same as in modded-nanogpt.
     """
     return max(0, shard_tokens - 2) // batch_tokens * batch_tokens
@@ -1432,14 +1434,14 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack consecutive tokens into the S sequences of one step, and drop none, for every epoch after the first.
+    """Pack consecutive tokens into the S sequences of one step, without dropping any, in epochs after the first.
 
-    A sequence may begin inside a document, without BOS. Its documents are split into pieces of at most max_doc_len
-    tokens, which are packed like documents. The last target of a sequence is the first input of the next sequence.
+    A sequence may begin inside a document, without BOS. The documents of a sequence are split into pieces of at most
+    max_doc_len tokens. The last target of a sequence is the first input of the next sequence.
 
     Packing begins with token `first_token` of the shard. Returns (sequences, index of the first token of the next
-    step), or None if the shard ends before all S sequences are full. The format of a sequence is that of `pack_batch`,
-    with pieces instead of documents.
+    step), or None if the shard ends before all S sequences are full. As in `pack_batch`, each sequence is
+    (starts, ends): piece i of the sequence is shard.tokens[starts[i]:ends[i]].
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -1465,9 +1467,10 @@ def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> Pa
 
 def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_len: int,
                          bos_id: int) -> Iterable[PackedSeq]:
-    """Yield consecutive sequences of seq_len inputs from every validation shard, in whole batches of seqs_per_step.
+    """Yield consecutive sequences of seq_len inputs from each validation shard.
 
-    A sequence may begin inside a document. Documents are not truncated to max_doc_len.
+    The number of sequences per shard is a multiple of seqs_per_step. The remaining tokens of the shard are dropped. A
+    sequence may begin inside a document. Documents are not truncated to max_doc_len.
     """
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
@@ -1515,11 +1518,11 @@ SIGN_SEED = 92                           # arbitrary seed of sign_vectors
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language; triton_jit imports it, because only GPUs need Triton
+tl = None                                # triton.language; triton_jit imports it on first use, because CPUs need none
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
-    """Wrap a kernel in triton.jit. Also imports triton.language as the global `tl`, which the kernel's body uses."""
+    """Apply triton.jit to a kernel. Imports Triton on first use, and sets the global `tl`, which kernels use."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
@@ -1537,7 +1540,7 @@ def first_order_only(backward: Callable) -> Callable:
     # torch's once_differentiable is not enough: it raises no error if the upstream gradient does not require grad.
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Run `backward`. Raises RunError if the caller of autograd has set create_graph=True."""
+        """Run `backward`. Raises RunError if backward runs with create_graph=True."""
         check(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "backward with create_graph=True",
               found="a request for second derivatives", expected="first derivatives only",
               hint="drop create_graph=True, or use plain PyTorch operations", error=RunError)
@@ -1558,9 +1561,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
         out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
 
-    x (..., E) with head dim E -> (..., E). The arguments cos and sin broadcast to x and contain one value per channel,
-    with sin negated for the second channel of a pair. GPT.set_rotary computes both arguments, with angle 0 for the
-    channels in the second half of a head, which do not change.
+    x (..., E) with head dim E -> (..., E). cos and sin, from GPT.set_rotary, broadcast to x and contain one value per
+    channel. sin is negated for the second channel of each pair. In the second half of a head, angle = 0, so cos = 1,
+    sin = 0 and out = x.
     """
     # Rotating all channels, the second half by angle 0, takes fewer passes than splitting x into halves.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1614,8 +1617,8 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, att
     padded_kv = [F.pad(x, (0, 0, 0, 0, block_len, padding)).view(num_blocks + 1, block_len, H, E) for x in (k, v)]
     keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded_kv)     # (num_blocks, 2 * block_len, H, E)
 
-    # Key positions before block 0 are negative. in_window masks these keys, because doc_ids[key_pos] wraps around to
-    # the id of an unrelated document.
+    # Key positions before block 0 are negative. For these keys, doc_ids[key_pos] wraps around and returns an unrelated
+    # id, so in_window must mask them.
     positions = torch.arange(num_blocks * block_len, device=q.device)
     doc_ids = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_pos = positions.view(num_blocks, block_len, 1)
@@ -1649,9 +1652,9 @@ def varlen_kwargs(cu_seqlens: Tensor, name: str) -> dict[str, Any]:
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
 
-    q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: torch's state
-    for dropout, which is not used. cu_seqlens (num_docs + 1,) i32: cumulative document lengths. args_name: key of the
-    AttentionArgs in ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
+    q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: random state of
+    dropout, unused. cu_seqlens (num_docs + 1,) i32: cumulative document lengths. args_name: key of the AttentionArgs in
+    ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
     """
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
@@ -1682,8 +1685,8 @@ def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
 class Varlen(torch.autograd.Function):
     """torch's varlen attention, with AttentionArgs passed by name, so that new values do not trigger a recompilation.
 
-    Inputs: q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, and the name of the AttentionArgs. -> (N, H, E), for N
-    positions, H heads and head dim E.
+    q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, name of the AttentionArgs -> (N, H, E), for N positions, H heads
+    and head dim E.
     """
     # With torch's public `varlen_attn`, torch.compile would treat window, maximum length and scale as constants of the
     # graph, and recompile in every stage.
@@ -1722,11 +1725,11 @@ GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 def op_in_graphs(*mutates_args: str) -> Callable:
     """Return a decorator that makes a function a custom op in compiled graphs.
 
-    The function returns None and writes its results to the arguments named in mutates_args. Eager code calls the
-    function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
+    The function must return None. mutates_args: names of the arguments that it writes its results to. Eager code calls
+    the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
     def decorator(fn: Callable) -> Callable:
-        """Register `fn` as custom op train_gpt::<name of fn>, and return a wrapper that calls the op or `fn`."""
+        """Register `fn` as custom op train_gpt::<fn.__name__>. The result calls the op in compiled graphs only."""
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
@@ -1737,7 +1740,7 @@ def op_in_graphs(*mutates_args: str) -> Callable:
     return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counter of every tensor that is not None. An in-place operation increments the counter."""
+    """Return the version counters of all tensors that are not None. An in-place operation increments the counter."""
     return [x._version for x in tensors if x is not None]
 
 @op_in_graphs("main_grad", "write_counts")
@@ -1745,15 +1748,15 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
     """Accumulate a weight gradient in main_grad: the matmul a^T b, or `a` if b is None.
 
     If write_counts[count_idx] is 0, the gradient overwrites main_grad. Otherwise, the gradient is added to main_grad.
-    The function then increments the count. This function is a custom op in compiled graphs only. Eager code calls it
-    directly.
+    The count is then incremented. This function is a custom op in compiled graphs only. Eager code calls it directly.
 
     main_grad      (I, J): gradient buffer of one matrix, in f32, f64 or the dtype of a and b
-    write_counts   (num_matrices,) i64 on the CPU: number of writes to each matrix of a parameter since the last
-                   zero_grad(), which sets the counts to 0
+    write_counts   (num_matrices,) i64 on the CPU: for each matrix of the parameter, the number of writes to main_grad
+                   since zero_grad(), which sets the counts to 0
     count_idx      index of the matrix in write_counts
-    a, b           with b: (N, I) and (N, J), the output gradient and the input of a layer, in either order, for N
-                   positions. Without b: a is the weight gradient, (I, J)
+    a, b           weight stored as (out, in): a is the output gradient (N, I), b the input (N, J).
+                   Weight stored as (in, out): a is the input (N, I), b the output gradient (N, J).
+                   b is None: a is the weight gradient (I, J)
     """
     # Read the count on the CPU at run time, so that the first and later writes run the same compiled graph. With
     # beta = 0, addmm does not read the old content of main_grad, which may be NaN.
@@ -1793,17 +1796,18 @@ class WeightMatrix(NamedTuple):
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
 
-        With b, a (N, I) and b (N, J) are the output gradient and the input of a layer, in either order, for N
-        positions. Without b, a (I, J) is the gradient. The first case that holds applies:
+        (a, b) is (output gradient (N, I), input (N, J)) for a matrix stored as (out, in), and (input (N, I), output
+        gradient (N, J)) for one stored as (in, out). If b is None, a (I, J) is the gradient. The first case that holds
+        applies:
 
             param is frozen        no-op                                  returns None
             deferred is a queue    append a and b, for run_deferred       returns None (*)
             main_grad is None      compute the gradient                   returns the gradient
             otherwise              accumulate in main_grad                returns None (*)
 
-        (*) If main_grad is not None and param has the attribute grad_added_to_main_grad, set the attribute to True and
-        return zeros (I, J) instead, so that param's hooks receive a gradient. torch.compile rejects queues, and
-        parameters that have this attribute.
+        (*) If main_grad is not None and param has the attribute grad_added_to_main_grad, sets the attribute to True and
+        returns zeros (I, J) instead, so that param's hooks receive a gradient. Neither a queue nor this attribute is
+        supported under torch.compile.
         """
         if not self.param.requires_grad:
             return None
@@ -1832,8 +1836,8 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
     """Split a bank into one list of matrices per layer.
 
     bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Every
-    WeightMatrix has a view of the bank, and a view of bank.main_grad if the bank has this attribute. Raises
-    RuntimeError if bank.main_grad is not contiguous, because the views need a contiguous tensor.
+    WeightMatrix has a view of the bank, and a view of bank.main_grad if this attribute exists. Raises RuntimeError if
+    bank.main_grad is not contiguous.
     """
     # Unbind the bank once for all layers. Without main_grad, autograd then builds one gradient of the bank's size
     # instead of one per layer.
@@ -1883,11 +1887,11 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, scale (None without a scale), matrix and grad_target (None).
+        """Return the gradients of x, scale (None without a scale) and matrix, and None for grad_target.
 
-        grad_out (..., I): gradient of the output. The gradient returned for matrix is the result of
-        grad_target.add_gradient: the gradient (I, J) if there is no main_grad, and otherwise None, or zeros (I, J) if
-        the hooks of the parameter need a gradient. It is also None if the parameter is frozen or the gradient deferred.
+        grad_out (..., I): gradient of the output. For matrix, returns what grad_target.add_gradient returns: the
+        gradient (I, J) if there is no main_grad, otherwise None, or zeros (I, J) for the hooks of the parameter. None
+        if the parameter is frozen or the gradient is deferred.
         """
         x, scale, matrix = ctx.saved_tensors
         grad_x = grad_out @ (matrix if scale is None else scale * matrix)
@@ -1928,9 +1932,10 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
     """Compute out = relu(x w^T)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
 
     x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
-    Without BACKWARD, x is the input of the MLP, w is `up`, and `squares` is ignored. With BACKWARD, x is the gradient
-    of the MLP's output, w is `down`, `squares` is the `out` of the forward pass, and the result is the gradient of the
-    pre-activations (input @ up^T).
+
+        forward     x: input of the MLP, w: up, squares: ignored
+        BACKWARD    x: output gradient of the MLP, w: down, squares: `out` of the forward pass;
+                    out: gradient of the preactivations, input @ up^T
     """
     # This is a persistent kernel: each program computes several tiles, and loads the operands of the next tile while it
     # stores the current tile. A tile is stored in two halves, which leaves more shared memory for the loads. Tensor
@@ -1960,9 +1965,13 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Compute relu(x w^T)^2, or 2 (x w^T) sqrt(squares) if `squares` is given, with relu_sq_kernel.
+    """Compute a matmul of the relu^2 MLP together with its activation, in forward or in backward.
 
-    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K. Requires fits_relu_sq(x, w).
+        forward (squares is None)    relu(x w^T)^2              x: input, w: up
+        backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
+
+    x (M, K), w (N, K), squares (M, N) -> (M, N), with GEMM sizes M, N, K. Requires fits_relu_sq(x, w): a supported GPU,
+    bf16 or f16, and aligned K and N.
     """
     triton = importlib.import_module("triton")
     device = x.device
@@ -1972,7 +1981,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     N = len(w)
     out = x.new_empty(M, N)
     backward = squares is not None
-    squares_or_out = squares.contiguous() if backward else out                # the kernel ignores it in forward
+    squares_or_out = squares.contiguous() if backward else out                # forward ignores this argument
 
     # Triton allocates memory for the tensor descriptors with this allocator. The lambda captures the device instead of
     # x, because Triton stores the lambda, and a captured x would stay in memory. Set the allocator on every launch,
@@ -2022,9 +2031,9 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
 
-        grad_out (..., D): gradient of the output. The gradients returned for up_matrix and down_matrix are the results
-        of up.add_gradient and down.add_gradient: the gradient (F, D) if there is no main_grad, and otherwise None, or
-        zeros (F, D) if the hooks of the parameter need a gradient. They are also None if the parameter is frozen.
+        grad_out (..., D): gradient of the output. For up_matrix and down_matrix, returns what up.add_gradient and
+        down.add_gradient return: the gradient (F, D) if there is no main_grad, otherwise None, or zeros (F, D) for the
+        hooks of the parameter. None if the parameter is frozen.
         """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
@@ -2053,15 +2062,15 @@ def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
 
 # ---- Head and loss
 def softcap(logits: Tensor) -> Tensor:
-    """Squash logits of any shape and float dtype into (0, LOGIT_CAP)."""
+    """Compute LOGIT_CAP * sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH), which is in (0, LOGIT_CAP)."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
     """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
 
-    Returns one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
-    vocabulary. Only eager code on a CPU needs several chunks; otherwise there is one chunk. In compiled code, Inductor
-    fuses the passes over the logits. In eager code on a GPU, more chunks would only launch more kernels.
+    Yields one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
+    vocabulary. There are several chunks only in eager code on a CPU. In compiled code, Inductor fuses the passes over
+    the logits. In eager code on a GPU, more chunks would only launch more kernels.
     """
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -2101,13 +2110,13 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
                         grad_scale: float) -> tuple[Tensor, Tensor]:
     """Compute the losses of every position, and write the gradient of the multi-token loss into `grad`.
 
-        z       = softcap(logits)
+        z         = softcap(logits)
         nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
-        loss[n] = sum over k of token_weights[n, k] * nll[n, k]
-        grad    = grad_scale * LOGIT_WIDTH * dloss/dlogits
+        loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
+        grad      = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
-    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. The caller, HeadLoss, applies
-    1 / LOGIT_WIDTH instead: in backward, or in fp8 as a factor of grad_scale.
+    The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss must therefore multiply by
+    1 / LOGIT_WIDTH. With precision "plain", its backward does. Otherwise, grad_scale contains the factor.
 
     logits (N, V), ids (N, G) i64, token_weights (N, G) -> (multi-token losses (N,), unweighted next-token losses (N,),
     which are nll[:, 0]), in the dtype of token_weights. N positions, padded vocabulary V, G predicted tokens. The
@@ -2134,7 +2143,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
     for chunk, chunk_ids, chunk_weights, chunk_grad in logit_chunks(logits, ids, token_weights, grad):
         z = softcap(chunk.to(token_weights.dtype))
         p = z.softmax(dim=-1)
-        nll = -p.gather(1, chunk_ids).log()               # finite: z < 23, so p > 1e-10 / V
+        nll = -p.gather(1, chunk_ids).log()               # finite: 0 < z < LOGIT_CAP, so p > exp(-LOGIT_CAP) / V
         losses_by_chunk.append(((chunk_weights * nll).sum(dim=1), nll[:, 0]))
         scaled_weights = grad_scale * chunk_weights       # scale the (N, G) weights, to save a pass over (N, V)
         grad_z = p.mul_(scaled_weights.sum(dim=1, keepdim=True))
@@ -2149,7 +2158,8 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
 def quantize_e4m3(x: Tensor, scale: float) -> Tensor:
     """Quantize x / scale to fp8 e4m3, saturating at +-FP8_MAX; x of any shape.
 
-    The quotient is computed in f32 and rounded once. The clamp saturates on every torch version and device.
+    The quotient is computed in f32 and rounded once. The clamp makes the result saturate on every torch version and
+    device.
     """
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
@@ -2157,14 +2167,15 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor, *, use_scaled_mm: bool, out_
                fast_accum: bool = False) -> Tensor:
     """Compute scale * (a @ b) for fp8 matrices, with a dequantization scale () f64.
 
-    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K. With use_scaled_mm, use the device's fp8 matmul,
-    with a shorter accumulator if fast_accum is set. Otherwise emulate the matmul in out_dtype. Any out_dtype represents
-    every fp8 value exactly.
+    a (M, K), b (K, N) -> (M, N) in out_dtype, with GEMM sizes M, N, K.
+
+    use_scaled_mm: use the fp8 matmul of the GPU. Otherwise, emulate it in out_dtype, which represents every fp8 value
+    exactly. fast_accum: accumulate with fewer bits on the GPU; ignored by the emulation
     """
     if not use_scaled_mm:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                            # _scaled_mm needs a column-major b
-    # Not F.scaled_mm, which torch.compile cannot trace in torch 2.11 (pytorch issue 180604).
+    # Do not use F.scaled_mm: torch.compile cannot trace it in torch 2.11 (pytorch issue 180604).
     return torch._scaled_mm(a, b, scale_a=scale.float(), scale_b=torch.ones((), device=a.device), out_dtype=out_dtype,
                             use_fast_accum=fast_accum)
 
@@ -2190,8 +2201,8 @@ class HeadLoss(torch.autograd.Function):
     logits_dtype    dtype of the logits, unless precision is "plain"
     grad_target     the WeightMatrix of w, which has the main_grad of w
 
-    Returns the losses (N,), and the next-token losses (N,) for the log: the first term of the sum without its weight,
-    without a gradient. Both are f32, or f64 in an f64 run.
+    Returns (losses, next_losses), (N,) each, in f32, or in f64 in an f64 run. next_losses, for the log, is the term of
+    k = 0 without its weight. It has no gradient.
     """
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, loss_scale: Tensor,
@@ -2231,10 +2242,9 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y (N, D) and w, and None for the other six inputs.
 
-        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none. The gradient
-        returned for w is the result of grad_target.add_gradient: the gradient (D, V) if there is no main_grad, and
-        otherwise None, or zeros (D, V) if the hooks of the parameter need a gradient. It is also None if the parameter
-        is frozen.
+        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none. For w, returns
+        what grad_target.add_gradient returns: the gradient (D, V) if there is no main_grad, otherwise None, or zeros
+        (D, V) for the hooks of the parameter. None if the parameter is frozen.
         """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
@@ -2352,7 +2362,10 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Add grad (..., D), the gradient of the output, to row_grads[index]. Returns None for all three inputs."""
+        """Add the output gradient, grad (..., D), to row_grads[index], where row_grads is the input of forward.
+
+        Returns None for all three inputs.
+        """
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
         return None, None, None
