@@ -2084,6 +2084,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     model dim D, padded vocabulary V.
     """
     losses = []
+    # There is one chunk, except in eager code on a CPU, where the logits of a chunk must fit in the cache.
     for logits, ids in logit_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
         # exp(z - LOGIT_CAP) cannot overflow, because z < LOGIT_CAP. So no pass has to compute the maximum.
@@ -2373,10 +2374,10 @@ class RowLookup(torch.autograd.Function):
 
 # ====== Section 5: Rows ===============================================================================================
 # Embedding tables are sharded by row. Rank r % W is the owner of global row r. The owner updates the row, and stores
-# the row as local row r // W of the owner's shard. A step looks up a small fraction of the rows. Before an update cycle
-# of a table, each rank fetches the rows for its lookups from the owners of these rows. After the update cycle, each
-# rank sends the gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one
-# update cycle of one table.
+# the row in its shard as local row r // W. A step looks up a small fraction of the rows. Before an update cycle of a
+# table, each rank fetches the rows that it looks up from their owners. After the update cycle, each rank sends the
+# gradients of these rows to the owners. A row plan lists the rows that a rank fetches and serves in one update cycle of
+# one table.
 #     dense table      an update modifies every row. With W = 1, a dense table has no row plan, and lookups read the
 #                      parameter in place.
 #     row-wise table   an update modifies only the rows that some rank looked up in the update cycle. On their owner,
@@ -2427,7 +2428,7 @@ class TableSpec(NamedTuple):
     sign_ids: Callable[[np.ndarray], np.ndarray] | None = None
 
     def shard_rows(self, world_size: int) -> int:
-        """Return C, the number of rows in each rank's shard: R / W, rounded up. A shard's last row may be padding."""
+        """Return C = ceil(R / W), the number of rows in the shard of each rank. The last row may be padding."""
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
@@ -2458,11 +2459,10 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
 
 # ---- Row plans
 def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (unique, inverse), both i64: the sorted unique ids, and for every id its index in `unique`.
+    """Return (unique, inverse), both i64: the sorted unique ids, and indices with unique[inverse] == ids.
 
-    The result equals np.unique(ids, return_inverse=True), for ids (n,) in [0, 2^32), but this function is several times
-    faster. It sorts one 64-bit word per id: the id is the upper half of the word, and the position of the id in `ids`
-    is the lower half.
+    ids (n,) in [0, 2^32). Equals np.unique(ids, return_inverse=True), but is several times faster: it sorts one 64-bit
+    word per id. The upper half of the word is the id. The lower half is the position of the id in `ids`.
     """
     num_ids = len(ids)
     packed = np.sort(ids.astype(np.uint64) << 32 | np.arange(num_ids, dtype=np.uint64))
@@ -2474,14 +2474,14 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """The rows of one table that this rank fetches in one update cycle, and the rows of its shard that it serves.
+    """Rows of one table that this rank fetches in one update cycle, and rows of its shard that it serves.
 
     Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
-    receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, the index tensors are on the
-    CPU, in pinned memory if the device is a GPU.
+    receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, they are on the CPU, in pinned
+    memory if the device is a GPU.
     """
-    # purpose: "train" or another use; cycle: index of the update cycle; tokens: T summed over its steps. Ranks compare
-    # their tags, which must be equal.
+    # Identifies the plan; must be equal on all ranks. purpose: "train" or another use; cycle: index of the update
+    # cycle; tokens: T, summed over the steps of the update cycle.
     tag: dict[str, Any]
     shard_rows: int                      # C, on every rank
     rows_to_fetch: Tensor                # (n,): owner * C + local row, unique, ascending
@@ -2499,7 +2499,7 @@ class RowPlan:
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Replace the plan's index tensors with copies on the device, copied asynchronously.
+        """Move the plan's index tensors to the device, asynchronously.
 
         rows_to_update stays on the CPU, because a HostRowStore uses it as an index into a shard in host memory.
         """
@@ -2512,12 +2512,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan which rows of one table this rank fetches in one update cycle of the table.
 
-    tag: RowPlan.tag. ids_by_step: for each step of the update cycle, the global rows that this rank looks up, i32, of
-    any shape. tied: read the rows from the head. fetch_all: fetch every row of the table, looked up or not.
+    tag: identifies the plan; ranks compare their tags (see RowPlan.tag)
+    ids_by_step: for each step of the update cycle, the global rows that this rank looks up, i32, of any shape
+    tied: read the rows from the head
+    fetch_all: fetch every row of the table, looked up or not
 
-    Returns (plan, index_by_step). index_by_step has, for each step, the index into rows_to_fetch of every lookup, i32,
-    with the shape of the step's ids. The plan's rows_to_serve and serve_counts equal rows_to_fetch and fetch_counts.
-    These values are final for W = 1. For W > 1, `exchange_row_requests` overwrites them.
+    Returns (plan, index_by_step): in step i, lookup j reads fetched row index_by_step[i][j]. index_by_step[i] is i32
+    and has the shape of ids_by_step[i].
+
+    rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
+    W = 1. For W > 1, `exchange_row_requests` sets them.
     """
     # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. The key
     # owner * C + local row makes the rows of each owner contiguous when sorted, as the all-to-all requires.
@@ -2541,11 +2545,10 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Send this rank's requests to the owners, and set rows_to_serve and serve_counts of every plan.
+    """Exchange requests for rows, and set rows_to_serve and serve_counts of every plan to the received requests.
 
-    rows_to_serve and serve_counts are computed from the requests that this rank receives. plans: keyed by table label.
-    dtype: name of the dtype of the weights. Raises RunError if the plans of another rank differ from those of this rank
-    in tag, tables, dtype or tied, or if a received request is invalid. Collective.
+    plans: keyed by table label. dtype: name of the dtype of the weights. Raises RunError if the plans of another rank
+    differ from those of this rank in tag, tables, dtype or tied, or if a received request is invalid. Collective.
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
@@ -2586,12 +2589,12 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Complete the plans: send every owner the local rows that this rank fetches, and set which rows this rank serves.
+    """Complete the plans: request the rows to fetch from their owners, and set the rows to serve.
 
     Sets rows_to_serve and serve_counts of all plans, and rows_to_update and serve_to_update of row-wise tables.
 
     process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
-    equal on all ranks. plans: keyed by table label; may have only some of `tables`. Raises RunError if the plans of two
+    equal on all ranks. plans: keyed by table label, for all or some of `tables`. Raises RunError if the plans of two
     ranks differ in tag, tables, dtype or tied, or if a request is invalid. Collective.
     """
     if comm.world_size > 1:
@@ -2608,7 +2611,7 @@ class RowState(NamedTuple):
     """Weights and optimizer state of n rows of a row-wise table."""
     rows: Tensor                         # (n, D): weights
     v: Tensor                            # (n,) f32 or f64: second moment, one per row
-    last: Tensor                         # (n,) i32: number of the last update that modified the row, from 1; 0: none
+    last: Tensor                         # (n,) i32: last update that modified the row, counted from 1; 0: none
 
     def index_select(self, index: Tensor) -> RowState:
         """Gather the state of the rows at `index`, (k,) i64, into new tensors of k rows."""
@@ -2654,9 +2657,9 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
                        hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
-    """Store for this rank's shard of a row-wise table, in device memory: weights and optimizer state of C rows.
+    """Row store in device memory: weights and optimizer state of this rank's shard of a row-wise table, C rows.
 
-    An update modifies copies of the rows: `read_rows` gathers rows_to_update of a plan, the optimizer modifies these
+    An update modifies copies of rows: `read_rows` gathers the rows_to_update of a plan, the optimizer modifies these
     copies in place, and `write_back` writes the copies to the shard.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
@@ -2702,7 +2705,7 @@ class DeviceRowStore:
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield (local_rows (k,) i64, copy of the state of local_rows) on the CPU, in chunks, for all touched rows."""
+        """Yield the touched rows in chunks: (local_rows (k,) i64, their RowState), both copied to the CPU."""
         for local_rows in self.touched_rows():
             if len(local_rows) > 0:
                 yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
@@ -2726,24 +2729,24 @@ class DeviceRowStore:
             self.load_chunk(local_rows, state)
 
 class HostRowStore(DeviceRowStore):
-    """Store for a shard in pageable host memory. Copies between host and device overlap with training.
+    """Row store in pageable host memory. Copies between host and device overlap with training.
 
-    Update n is the update of the rows of plan n. In every update cycle, the main thread makes four calls in this order.
-    "main" marks work on the main thread, and "worker" marks work on the background thread of this store:
+    Update n modifies the rows_to_update of plan n. In every update cycle, the main thread does the following, in this
+    order. The work marked "worker" runs on the background thread of this store:
 
-        prefetch(n+1)    worker: flush write_back(n-1) to the shard, then gather the rows of plan n+1 from the shard and
-                                 copy them to the device
+        prefetch(n+1)    worker: flush write_back(n-1), which writes its pinned copy to the shard; then gather the rows
+                                 of plan n+1 from the shard and copy them to the device
         update n         main:   modify in place the state that read_rows(n) returned
         write_back(n)    main:   copy this state to pinned host memory asynchronously
-        read_rows(n+1)   main:   wait for the prefetched rows, and overwrite the rows that update n modified
+        read_rows(n+1)   main:   wait for the prefetched rows, and overwrite those that update n modified
 
-    prefetch(n+1) gathers rows before write_back(n) is flushed to the shard, so the prefetched copies of the rows that
-    update n modifies are stale. read_rows(n+1) takes these rows from `previous_read`, the state that read_rows(n)
-    returned.
+    prefetch(n+1) does not see update n, because write_back(n) is flushed later. The rows that both plans update are
+    therefore stale in the prefetched state. read_rows(n+1) takes these rows from `previous_read`, the state that
+    read_rows(n) returned.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
         """Create the worker thread and the CUDA streams, and allocate the shard of `table` with zeros in all rows."""
-        # Copies to the host wait for the update. Prefetches must not wait for the update, and use a separate stream.
+        # Use two streams: copies to the host wait for the update, and copies to the device must not wait for it.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.worker = ThreadPoolExecutor(1, "row-store", initializer=comm.set_thread_device)
@@ -2762,7 +2765,7 @@ class HostRowStore(DeviceRowStore):
         self.previous_read: tuple[Tensor, RowState] | None = None
 
     def prefetch(self, plan: RowPlan) -> None:
-        """Launch, on the worker, the copy of the plan's rows_to_update to the device; no-op if launched already.
+        """Launch a copy of the plan's rows_to_update to the device, on the worker. No-op if already launched.
 
         Raises the worker's exception if the copy for an earlier plan failed.
         """
@@ -2792,7 +2795,7 @@ class HostRowStore(DeviceRowStore):
                 x.record_stream(compute_stream)
 
         # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read` instead.
-        # torch.where has fixed shapes. Boolean indexing would synchronize with the device.
+        # Use torch.where, because boolean indexing would synchronize with the device.
         local_rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.previous_read is not None and len(self.previous_read[0]) > 0:
             previous_rows, previous_state = self.previous_read
@@ -2809,7 +2812,7 @@ class HostRowStore(DeviceRowStore):
 
         state: updated state of the plan's rows_to_update, on the device.
         """
-        # The previous write_back was never flushed, because no prefetch followed it. Flush it now.
+        # If no prefetch followed the previous write_back, it is still pending. Flush it now.
         if self.pending_write is not None:
             self.wait_for_writes()
         self.traffic["bytes_down"] += sum(x.nbytes for x in state)
@@ -2883,7 +2886,7 @@ ROW_STORES = dict(device=DeviceRowStore, host=HostRowStore)
 class LocalTable:
     """A dense table with W = 1. Lookups read the parameter in place, and gradients accumulate in a buffer (R, D).
 
-    R rows, model dim D. A LocalTable has no row plan, so the `plan` argument of its methods is always None.
+    R rows, model dim D. There is no row plan: the `plan` argument of all methods is None.
     """
     store = None
 
@@ -2929,8 +2932,8 @@ class LocalTable:
 class ExchangedTable:
     """A dense table with W > 1: this rank's shard, the row cache, and the gradients of the cached rows.
 
-    `cache` contains the rows that one plan fetches, in the order of the plan's rows_to_fetch. `row_grads` contains the
-    gradients of these rows, in this order. An update modifies every row of the shard.
+    cache[i] is the row that plan.rows_to_fetch[i] identifies, and row_grads[i] is its gradient. An update modifies
+    every row of the shard. RowwiseTable is the subclass for row-wise tables.
     """
     store: DeviceRowStore | None = None
 
@@ -2939,8 +2942,7 @@ class ExchangedTable:
         """Allocate the row cache and row_grads for the update cycle with the most tokens.
 
         shard (C, D): this rank's rows. max_tokens: maximum number of tokens of this rank in an update cycle of the
-        table. head (D, V): the weight of the head; plans that are tied read rows from the columns of `head`. For a
-        row-wise table, `head` is None.
+        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table
         """
         self.table = table
         self.comm = comm
@@ -2977,10 +2979,10 @@ class ExchangedTable:
         return self.pending_plan is not None
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (weights, index): the weights that the plan's update modifies, (u, D), and an index into them.
+        """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. A dense table returns its
-        whole shard, so u = C.
+        weights (u, D): the weights that the plan's update modifies; for a dense table, the whole shard, u = C
+        index (m,) i64: one entry per entry of the plan's rows_to_serve
         """
         return self.shard, plan.rows_to_serve
 
@@ -2991,7 +2993,7 @@ class ExchangedTable:
     def fetch(self, plan: RowPlan) -> None:
         """Launch the all-to-all that fetches the plan's rows into the cache. Collective.
 
-        The fetched rows include the last update. No-op if `cache` already contains or receives the plan's rows.
+        The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
         if self.cached_plan is not plan:
             wait_for_work(self.fetch_work)
@@ -3003,8 +3005,9 @@ class ExchangedTable:
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
 
-        Fetches the rows first if necessary, and waits for them. Both tensors are (num_rows, D), and the plan's rows are
-        the first ones, in the order of rows_to_fetch. Raises RunError if row_grads contains gradients of another plan.
+        Fetches the rows first if necessary, and waits for them. Both tensors are (num_rows, D). Their first
+        len(rows_to_fetch) rows belong to the plan, in the order of rows_to_fetch. Raises RunError if row_grads contains
+        gradients of another plan.
         """
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
@@ -3038,21 +3041,21 @@ class ExchangedTable:
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for `launch_reduce`, and return the gradient of `weights_to_update`, summed over ranks, (u, D).
+        """Wait for the all-to-all of `launch_reduce`, and return the gradient (u, D), summed over ranks.
 
-        The gradient is in f32 or f64, like row_grads.
+        This is the gradient of the weights that `weights_to_update` returns, in f32 or f64, like row_grads.
         """
         wait_for_work(self.reduce_work)
         weights, index = self.weights_to_update(self.pending_plan)
         grad = torch.zeros_like(weights, dtype=self.row_grads.dtype)
-        # received_grads is in the order of ranks, and add_rows sums in a fixed order, so every run has the same sums.
+        # The sums are deterministic: received_grads is in rank order, and add_rows adds in a fixed order.
         add_rows(grad, index, self.received_grads)
         # Clear both references to free the received gradients. The work object refers to them, too.
         self.received_grads = self.reduce_work = None
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads to the columns of head_grad (D, V), and zero row_grads.
+        """Add row_grads, transposed, to the plan's columns of head_grad (D, V), and zero row_grads.
 
         Called instead of an update while head and table are tied.
         """
@@ -3063,7 +3066,7 @@ class ExchangedTable:
     def zero_grad(self) -> None:
         """Zero row_grads, and invalidate the row cache, which is stale after the update.
 
-        With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
+        With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
         """
         self.row_grads[:len(self.pending_plan.rows_to_fetch)] = 0             # the rest of the buffer is zero already
         check(not self.debug or not self.row_grads.any(), f"--debug_rows: gradients of {self.table.label}",
@@ -3072,10 +3075,10 @@ class ExchangedTable:
         self.pending_plan = self.cached_plan = None
 
     def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
-        """Launch the all-to-all that fetches the plan's n rows into out[:n]; out (at least n, D). Collective.
+        """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective.
 
-        served (m, D): the weights of the plan's rows_to_serve. A tied table serves no rows, and copies columns of the
-        head instead. Returns the work of the all-to-all, or None if ranks exchange no rows.
+        out (at least n, D). served (m, D): the weights of the plan's rows_to_serve. A tied plan copies columns of the
+        head instead, and ignores `served`. Returns the Work handle, or None for a tied plan or W = 1.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3092,12 +3095,12 @@ class ExchangedTable:
                     send_counts: list[int]) -> dist.Work | None:
         """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective.
 
-        sent (m, D): tensor to send, sorted by receiving rank. out (n, D): tensor to receive into. send_counts,
-        recv_counts: number of rows by rank, with sums m and n. Returns the work, or None for W = 1.
+        sent (sum(send_counts), D): tensor to send, grouped by receiving rank. out (sum(recv_counts), D): tensor to
+        receive into. send_counts, recv_counts: number of rows per rank. Returns the Work handle, or None for W = 1.
         """
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
-        # bytes_dense is for comparison with bytes_sent. bytes_dense counts the bytes that this rank would send if ranks
-        # exchanged whole tables. The rank would then send its shard to every other rank in every all-to-all.
+        # For comparison with bytes_sent, bytes_dense counts the bytes that this rank would send if ranks exchanged
+        # whole tables. In every all-to-all, the rank would then send its shard to every other rank.
         if plan.tag["purpose"] == "train":
             self.byte_totals["bytes_dense"] += (self.comm.world_size - 1) * self.shard.nbytes
         # With W = 1, this table is row-wise, because a dense table is a LocalTable.
@@ -3107,10 +3110,10 @@ class ExchangedTable:
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count the bytes that an all-to-all exchanges with other ranks; no-op unless the plan's purpose is "train".
+        """Count the bytes that an all-to-all exchanges with other ranks. No-op unless the plan's purpose is "train".
 
-        An item is a row, a gradient of a row, or a request for a row. item_bytes: bytes per item. recv_counts,
-        send_counts: number of items by rank.
+        item_bytes: bytes per item, which is a row, a gradient of a row, or a request for a row. recv_counts,
+        send_counts: number of items per rank
         """
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
@@ -3118,9 +3121,9 @@ class ExchangedTable:
             self.byte_totals["bytes_received"] += (sum(recv_counts) - to_self) * item_bytes
 
 class RowwiseTable(ExchangedTable):
-    """A row-wise table, for any world size, with a shard in a row store.
+    """A row-wise table, for any world size. Its shard is in a row store.
 
-    An update modifies only the plan's rows_to_update: the rows of this shard that some rank looked up in the update
+    An update modifies only the plan's rows_to_update: the rows of the shard that some rank looked up in the update
     cycle.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
@@ -3142,17 +3145,17 @@ class RowwiseTable(ExchangedTable):
         self.store.invalidate()
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return (weights, index): the weights of the plan's rows_to_update, (u, D), and an index into them.
+        """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        index (m,) i64: for each entry of the plan's rows_to_serve, its position in `weights`. The weights are the
-        copies that the last `fetch` has read from the store.
+        weights (u, D): the weights of the plan's rows_to_update, as copied from the store by the last `fetch`
+        index (m,) i64: one entry per entry of the plan's rows_to_serve
         """
         return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
         """Read the plan's rows_to_update from the store, and launch the all-to-all that fills the cache. Collective.
 
-        The fetched rows include the last update. No-op if `cache` already contains or receives the plan's rows.
+        The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
         if self.cached_plan is not plan:
             self.row_state = self.store.read_rows(plan)
@@ -3161,7 +3164,7 @@ class RowwiseTable(ExchangedTable):
     def prefetch(self, plan: RowPlan) -> None:
         """Launch the copy of the plan's rows_to_update from host memory to the device.
 
-        No-op for a table in device memory, or if the plan's rows are cached already.
+        No-op if the table is in device memory, or if the plan's rows are already cached.
         """
         if self.cached_plan is not plan:
             self.store.prefetch(plan)
@@ -3169,7 +3172,7 @@ class RowwiseTable(ExchangedTable):
     def zero_grad(self) -> None:
         """Zero row_grads, and invalidate the row cache and the rows read from the store, which are stale.
 
-        With --debug_rows, raises RunError if row_grads has a nonzero value in a row that the plan does not fetch.
+        With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
         """
         super().zero_grad()
         self.row_state = None                             # set by the next `fetch`
