@@ -440,7 +440,7 @@ def parse_lr_mul(text: str) -> float:
           hint=f"omit `{text}`")
     return float(text)
 
-# {flag: (class, parser of the 1st field, parser of the 2nd field, ...)}
+# {flag: (class, parser of the 1st field, parser of the 2nd field, ...)}. The last field of a stage is the word `untie`.
 SPEC_PARSERS = dict(
     stages=(Stage, int, int, int, float, parse_floats, parse_floats, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
@@ -590,6 +590,7 @@ def check_config(cfg: Config) -> None:
         check(table.update_every % cfg.adam_every == 0, "--tables: invalid table", found=table,
               expected=f"update_every: a multiple of adam_every={cfg.adam_every}",
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
+    # Replace an empty --profile, which is valid, by a range that is valid.
     profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                        # (field, true if it is valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
@@ -1205,7 +1206,7 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat
     if repeat_ngrams:
         positions[positions // 8 % 8 == 1] -= 8
     hashed = (positions + (seed << 32)) * HASH_MULTIPLIER >> 40           # high 24 bits; multiplication wraps at 2^64
-    tokens = hashed * hashed // 7 % (vocab_size - 1)      # 0 to vocab_size - 2
+    tokens = hashed * hashed // 7 % (vocab_size - 1)      # an arbitrary function of the hash, 0 to vocab_size - 2
     tokens += tokens >= bos_id           # 0 to vocab_size - 1 without bos_id
     tokens[hashed % SYNTHETIC_DOC_LEN == 0] = bos_id
     tokens[:1] = bos_id
@@ -2517,8 +2518,8 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     tied: read the rows from the head
     fetch_all: fetch every row of the table, looked up or not
 
-    Returns (plan, index_by_step): in step i, lookup j reads fetched row index_by_step[i][j]. index_by_step[i] is i32
-    and has the shape of ids_by_step[i].
+    Returns (plan, index_by_step): plan.rows_to_fetch[index_by_step[i]] identifies the rows ids_by_step[i].
+    index_by_step[i] is i32 and has the shape of ids_by_step[i].
 
     rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
     W = 1. For W > 1, `exchange_row_requests` sets them.
