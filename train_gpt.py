@@ -768,7 +768,7 @@ def load_config(argv: list[str]) -> Config:
 def wait_for_work(work: dist.Work | None) -> None:
     """Wait for a collective. With NCCL, this blocks the current CUDA stream, not the host.
 
-    work: the handle that `Communicator.launch` returned. None (W = 1): no-op.
+    work: the handle that `Communicator.launch` returned. No-op if `work` is None, as with W = 1.
     """
     if work is not None:
         work.wait()
@@ -779,7 +779,7 @@ DEVICE_POLL_S = 1e-4                 # s between two queries of an event
 def happens_within(seconds: float, event: torch.cuda.Event) -> bool:
     """Poll a device event from the host, and return whether the event completes within `seconds`.
 
-    Event.synchronize() has no timeout.
+    Unlike Event.synchronize(), this has a timeout.
     """
     deadline = time.monotonic() + seconds
     while not event.query():
@@ -904,11 +904,11 @@ class Communicator:
 
     @contextlib.contextmanager
     def raise_together(self, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-        """Context manager that raises a TrainerError of any rank's body on every rank. Collective.
+        """Context manager: if the body raises a TrainerError on any rank, raise that error on every rank. Collective.
 
         Every rank raises the error after all ranks have left the body. If several ranks fail, every rank raises the
-        error of the lowest one. The body must not wait for another rank, because that rank may already have left the
-        body with an error.
+        error of the lowest failing rank. The body must not wait for another rank, because that rank may already have
+        left the body with an error.
 
         group: a process group of all ranks; None for the default group.
         """
@@ -1215,7 +1215,7 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat
 def read_shard_header(path: Path) -> ShardHeader:
     """Read the 1,024-byte header of a .bin shard.
 
-    Raises DataError if the file is missing, is not a shard, or has another size than its header implies.
+    Raises DataError if the file is missing, is not a shard, or does not have the size that its header implies.
     """
     check(path.is_file(), f"data shard {path}",
           found=f"no regular file of this name (working directory {os.getcwd()})", expected="a .bin shard",
@@ -2546,7 +2546,7 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Exchange requests for rows, and set rows_to_serve and serve_counts of every plan to the received requests.
+    """Exchange requests for rows, and set rows_to_serve and serve_counts of every plan from the received ones.
 
     plans: keyed by table label. dtype: name of the dtype of the weights. Raises RunError if the plans of another rank
     differ from those of this rank in tag, tables, dtype or tied, or if a received request is invalid. Collective.
@@ -2658,7 +2658,7 @@ def result_with_timeout(future: Future, timeout_s: float, what: str) -> Any:
                        hint="check the disk and the other ranks, or increase --comm_timeout") from None
 
 class DeviceRowStore:
-    """Row store in device memory: weights and optimizer state of this rank's shard of a row-wise table, C rows.
+    """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state.
 
     An update modifies copies of rows: `read_rows` gathers the rows_to_update of a plan, the optimizer modifies these
     copies in place, and `write_back` writes the copies to the shard.
@@ -2735,8 +2735,8 @@ class HostRowStore(DeviceRowStore):
     Update n modifies the rows_to_update of plan n. In every update cycle, the main thread does the following, in this
     order. The work marked "worker" runs on the background thread of this store:
 
-        prefetch(n+1)    worker: flush write_back(n-1), which writes its pinned copy to the shard; then gather the rows
-                                 of plan n+1 from the shard and copy them to the device
+        prefetch(n+1)    worker: flush write_back(n-1), that is, write its pinned copy to the shard; then gather the
+                                 rows of plan n+1 from the shard and copy them to the device
         update n         main:   modify in place the state that read_rows(n) returned
         write_back(n)    main:   copy this state to pinned host memory asynchronously
         read_rows(n+1)   main:   wait for the prefetched rows, and overwrite those that update n modified
@@ -2983,7 +2983,7 @@ class ExchangedTable:
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
         weights (u, D): the weights that the plan's update modifies; for a dense table, the whole shard, u = C
-        index (m,) i64: one entry per entry of the plan's rows_to_serve
+        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
         """
         return self.shard, plan.rows_to_serve
 
@@ -3149,7 +3149,7 @@ class RowwiseTable(ExchangedTable):
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
         weights (u, D): the weights of the plan's rows_to_update, as copied from the store by the last `fetch`
-        index (m,) i64: one entry per entry of the plan's rows_to_serve
+        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
         """
         return self.row_state.rows, plan.serve_to_update
 
