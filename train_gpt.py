@@ -1730,7 +1730,10 @@ def op_in_graphs(*mutates_args: str) -> Callable:
     the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
     def decorator(fn: Callable) -> Callable:
-        """Register `fn` as custom op train_gpt::<fn.__name__>. The result calls the op in compiled graphs only."""
+        """Register `fn` as custom op train_gpt::<fn.__name__>.
+
+        The returned wrapper calls the op in compiled graphs, and `fn` in eager code.
+        """
         op = torch.library.custom_op(f"train_gpt::{fn.__name__}", fn, mutates_args=mutates_args)
 
         @functools.wraps(fn)
@@ -1741,7 +1744,7 @@ def op_in_graphs(*mutates_args: str) -> Callable:
     return decorator
 
 def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counters of all tensors that are not None. An in-place operation increments the counter."""
+    """Return the version counters of all tensors that are not None, to detect in-place operations afterwards."""
     return [x._version for x in tensors if x is not None]
 
 @op_in_graphs("main_grad", "write_counts")
@@ -1777,7 +1780,7 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
 DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
 
 class WeightMatrix(NamedTuple):
-    """One matrix of a parameter, and the main_grad buffer that the gradient of the matrix accumulates in.
+    """One matrix of a parameter, and the main_grad buffer that accumulates the gradient of the matrix.
 
     To give a parameter (I, J) a main_grad, set two attributes:
 
@@ -2079,10 +2082,10 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
     return zip(*(x.split(chunk_len) for x in (logits, *others)))
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """Compute the next-token loss of every position, -log softmax(softcap(y @ w))[target], without fp8.
+    """Compute the next-token loss of every position: -log softmax(softcap(y @ w))[target].
 
     Hidden states y (N, D), head w (D, V), targets (N,) i64 -> losses (N,), in f32, or f64 if y is f64. N positions,
-    model dim D, padded vocabulary V.
+    model dim D, padded vocabulary V. The matmul is in the dtype of y, never in fp8.
     """
     losses = []
     # There is one chunk, except in eager code on a CPU, where the logits of a chunk must fit in the cache.
@@ -2118,7 +2121,7 @@ def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad
         grad      = grad_scale * LOGIT_WIDTH * dloss/dlogits
 
     The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss must therefore multiply by
-    1 / LOGIT_WIDTH. With precision "plain", its backward does. Otherwise, grad_scale contains the factor.
+    1 / LOGIT_WIDTH: with precision "plain" in HeadLoss.backward, otherwise as a factor of grad_scale.
 
     logits (N, V), ids (N, G) i64, token_weights (N, G) -> (multi-token losses (N,), unweighted next-token losses (N,),
     which are nll[:, 0]), in the dtype of token_weights. N positions, padded vocabulary V, G predicted tokens. The
