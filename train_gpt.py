@@ -184,8 +184,8 @@ class Layer:
               "LAYERS: invalid layer", found=self,
               expected="attention `plain`, `paired` or `none`; window `short` or `long`",
               hint="correct the layer; class Layer describes its fields")
-        value_has_attention = self.value_embed is None or self.attention != "none"
-        check(value_has_attention and (not self.key_offset or self.attention == "plain"), "LAYERS: invalid layer",
+        value_embed_allowed = self.value_embed is None or self.attention != "none"
+        check(value_embed_allowed and (not self.key_offset or self.attention == "plain"), "LAYERS: invalid layer",
               found=self, expected="key_offset only with plain attention, value_embed only with attention",
               hint="correct the layer; class Layer describes its fields")
 
@@ -2527,16 +2527,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
     W = 1. For W > 1, `exchange_row_requests` sets them.
     """
-    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. The key
-    # owner * C + local row makes the rows of each owner contiguous when sorted, as the all-to-all requires.
+    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting
+    # the keys owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
     W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
     local_rows = global_rows.astype(np.int64) // W
     owners = global_rows - local_rows * W                 # same as global_rows % W, which NumPy does not vectorize
-    rows_by_owner = owners * C + local_rows
+    row_keys = owners * C + local_rows
 
-    rows_to_fetch, row_index = (np.arange(W * C), rows_by_owner) if fetch_all else unique_with_inverse(rows_by_owner)
+    rows_to_fetch, row_index = (np.arange(W * C), row_keys) if fetch_all else unique_with_inverse(row_keys)
     step_ends = np.cumsum([ids.size for ids in ids_by_step])
     index_by_step = [index.reshape(ids.shape)
                      for ids, index in zip(ids_by_step, np.split(row_index.astype(np.int32), step_ends[:-1]))]
@@ -2563,9 +2563,9 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
     # Compare the tags first. Otherwise, ranks with plans of different update cycles would exchange wrong rows without
     # an error.
-    by_rank = [None] * W
-    dist.all_gather_object(by_rank, (tags, fetch_counts_by_table), group=process_group)
-    for other_rank, (other_tags, _) in enumerate(by_rank):
+    tags_and_counts = [None] * W
+    dist.all_gather_object(tags_and_counts, (tags, fetch_counts_by_table), group=process_group)
+    for other_rank, (other_tags, _) in enumerate(tags_and_counts):
         for other_tag, own_tag in itertools.zip_longest(other_tags, tags):
             check(other_tag == own_tag, f"row plans of ranks {other_rank} and {rank} differ", found=other_tag,
                   expected=own_tag, hint="start every rank with the same flags", error=RunError)
@@ -2573,7 +2573,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     # One all-to-all exchanges the requests of all tables. A reader is a rank that sends requests to this rank.
     # `received` is grouped by reader, then by table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
-    counts_by_rank = np.array([counts for _, counts in by_rank])              # (reader, table, owner)
+    counts_by_rank = np.array([counts for _, counts in tags_and_counts])              # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
     dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
