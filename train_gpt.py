@@ -2527,8 +2527,8 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
     W = 1. For W > 1, `exchange_row_requests` sets them.
     """
-    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting
-    # the keys owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
+    # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting by the key
+    # owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
     W = comm.world_size
     C = table.shard_rows(W)
     global_rows = np.concatenate([ids.ravel() for ids in ids_by_step])
@@ -2573,7 +2573,7 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
     # One all-to-all exchanges the requests of all tables. A reader is a rank that sends requests to this rank.
     # `received` is grouped by reader, then by table.
     sent = torch.cat([requests[owner] for owner in range(W) for requests in requests_by_table])
-    counts_by_rank = np.array([counts for _, counts in tags_and_counts])              # (reader, table, owner)
+    counts_by_rank = np.array([counts for _, counts in tags_and_counts])      # (reader, table, owner)
     serve_counts = counts_by_rank[:, :, rank]                                 # (reader, table)
     received = torch.empty(serve_counts.sum(), dtype=torch.int32)
     dist.all_to_all_single(received, sent, serve_counts.sum(1).tolist(), np.sum(fetch_counts_by_table, 0).tolist(),
