@@ -3164,7 +3164,7 @@ class RowwiseTable(ExchangedTable):
 
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
-    """This rank's sequences of one step, or of one micro-batch of the step."""
+    """This rank's sequences of one step, or of one micro-batch of the step. B is the number of these sequences."""
     step: int                            # the step that trains on the batch
     # Keyed by table label. A table that is read in place has no plan. All steps of an update cycle share one plan.
     plans: dict[str, RowPlan]
@@ -3172,10 +3172,10 @@ class Batch(NamedTuple):
     targets: Tensor                      # (B, T) i64: the next token of every position
     # (B, num_bounds) i32: for each sequence, 0 and then the end of each document; padded with T.
     cu_seqlens: Tensor
-    # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is the index of a lookup into the
-    # plan's rows_to_fetch, or the global row if the table is read in place.
+    # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is one lookup: an index into the plan's
+    # rows_to_fetch. If the table is read in place, the entry is the global row instead.
     row_index: dict[str, Tensor]
-    # Keyed by the label of a table with signs: (B, T) i32, the index of each position's sign vector.
+    # Keyed by table label, only for tables with signs: (B, T) i32. Each entry is an index into GPT.sign_vectors.
     sign_ids: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
@@ -3186,17 +3186,17 @@ class Batch(NamedTuple):
                      row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch, except its plans, to the device. The copy is asynchronous if it is from pinned memory."""
+        """Copy the batch, except its plans, to the device. Asynchronous if the batch is in pinned memory."""
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
 
-    row_index contains global rows. `build_batches` later adds the plans, and replaces the global rows of each table
-    that has a plan with indices into its rows_to_fetch.
+    row_index contains global rows. `build_batches` later adds the plans. If a table has a plan, `build_batches` also
+    replaces the table's global rows by indices into plan.rows_to_fetch.
     """
     tokens = np.stack([seq.tokens for seq in seqs])
-    # Sequences have different numbers of documents. Repeat the last bound, T, which appends empty documents.
+    # Sequences have different numbers of documents. Pad with the last bound, T. The padding adds empty documents.
     bounds_by_seq = [seq.cu_seqlens for seq in seqs]
     num_bounds = max(map(len, bounds_by_seq))
     cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
@@ -3208,17 +3208,17 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
                   cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build this rank's batches for one cycle of the run, one per step, with the row plans of all tables.
+    """Build this rank's batches for one cycle of the run, one per step, with their row plans.
 
     The batches are on the host, in pinned memory if the device is a GPU.
 
-    process_group   gloo group over which the ranks exchange row requests, or None for the group of all ranks
+    process_group   gloo group that exchanges the row requests; None: the default process group
     purpose         recorded in the tag of each row plan; traffic is counted only for "train"
     cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
     seqs_by_step    for each step, the sequences of this rank
 
-    Raises RunError if the plans of two ranks differ in tag (purpose, cycle, tokens), tables, dtype or tied, or if a
-    rank requests an invalid row. Collective.
+    Raises RunError if a rank requests an invalid row, or if two ranks have different tables, dtypes, tags (purpose,
+    cycle, tokens) or values of `tied`. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
@@ -3238,12 +3238,12 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 # of this update cycle. Both are equal on all ranks.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in cycle_batches))
-                # step_cfg.tied is constant over the update cycle of the tied table: this update cycle is an Adam cycle,
-                # and untying happens only between Adam cycles.
+                # One value of `tied` is enough for the update cycle. The update cycle of the tied table is an Adam
+                # cycle, and step_cfg.tied changes only between Adam cycles.
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                # row_index has global rows until here. Replace each global row by its index into plan.rows_to_fetch.
+                # row_index has global rows until here. Replace each global row by its index in plan.rows_to_fetch.
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
@@ -3256,36 +3256,38 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
-    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, they repeat without end."""
+    """Yield (epoch, header) for the data shards of every epoch, in training order. With --epochs=0, never ends."""
     for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
         for header in headers:
             yield epoch, header
 
 class OutOfData(DataError):
-    """End of the training data: the remaining shards have too few tokens for the next step.
+    """Error at the end of the training data: the remaining shards have too few tokens for the next step.
 
-    It is raised on every rank in the same cycle of the run. The steps before it are validated and saved.
+    All ranks raise this error in the same cycle of the run. `train_loop` catches the error. The run then validates,
+    logs and saves the steps already trained.
     """
 
 class Packer:
-    """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
+    """Packer of a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
 
-    The first epoch packs as modded-nanogpt does (`pack_batch`): it drops the rest of every document that it cuts, and
-    the end of every shard. Later epochs drop nothing (`pack_pieces`): they join the end of a shard to the next shard.
+    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of every cut document, and the end of every
+    shard, are dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next shard.
     """
     def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
-        """shards: (epoch, shard), with epochs counted from 0."""
+        """Create the packer without reading data. shards: yields (epoch, shard), with epochs counted from 0."""
         self.cfg = cfg
         self.shards = shards
         self.epoch = 0
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
-        # Where the next step begins in the shard: index of a document in the first epoch, of a token in later ones.
+        # Start of the next step in the shard: a document index in the first epoch, a token index in later epochs.
         self.position = 0
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, for all ranks. Raises OutOfData if the shards end before that.
+        """Pack the S sequences of the next step, which are the sequences of all ranks.
 
-        Returns (shard, sequences) in the format of `pack_batch`.
+        Returns (shard, sequences); `pack_batch` defines the format of a sequence. Raises OutOfData if the remaining
+        shards have too few tokens, or if a shard has changed since the start of the run.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3303,36 +3305,37 @@ class Packer:
                                          f"{self.cfg.max_doc_len} of each document in the first epoch",
                                 hint="--epochs=0 repeats the data; or add shards (FineWeb: python "
                                      f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
-            except DataError as error:   # the shard has changed since the start of the run
+            except DataError as error:   # the shard file has changed since the start of the run
                 raise OutOfData(*error.args) from None
             if len(rest):
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
             self.position = 0
 
 def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
-    """Count the tokens that all steps of the schedule read, in the first epoch and in later epochs.
+    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule.
 
-    Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
+    Packs every step without building batches. Raises OutOfData if the data ends before the schedule does.
     """
     packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
         packer.next(step_cfg)
-        # In the first epoch, the last target of a sequence is not the first input of the next sequence.
+        # A sequence has T + 1 tokens. In later epochs, its last token is also the first token of the next sequence, so
+        # count only T of them.
         counts[packer.epoch > 0] += (step_cfg.seq_len + (packer.epoch == 0)) * cfg.seqs_per_step
     return counts[0], counts[1]
 
 class Loader:
-    """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
+    """Background loader: a thread builds the batches of the next cycle of the run while the current cycle trains.
 
-    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The caller passes the step
-    configs of each cycle, so batches do not depend on timing. The S sequences of a step are the same for every W.
+    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The batches depend only on
+    the step configs that the caller passes, and not on timing. The S sequences of a step are the same for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         """Create the loader without reading data.
 
-        headers: the training shards, in reading order. purpose: recorded in the tag of each row plan; the traffic of a
-        plan is counted only if its purpose is "train".
+        headers: headers of the training shards, in reading order. purpose: recorded in the tag of each row plan;
+        traffic is counted only for "train".
         """
         self.cfg = cfg
         self.comm = comm
@@ -3345,7 +3348,7 @@ class Loader:
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Consume the data of steps that a resumed run has already trained on, without building batches.
+        """Skip the data of `steps`, which a resumed run has already trained. Builds no batches.
 
         Raises OutOfData if the data ends before the last of these steps.
         """
@@ -3353,7 +3356,7 @@ class Loader:
             self.packer.next(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
-        """Build the batches of the first cycle, and wait for them. The first `advance` makes them current.
+        """Build the batches of the first cycle, and wait for the batches. The first `advance` makes them current.
 
         Raises OutOfData if the data ends before the end of the cycle, or any other error of the loader thread.
         Collective.
@@ -3362,7 +3365,7 @@ class Loader:
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Make the next cycle the current one, and build the batches of `cycle_after_next` in the background.
+        """Make the next cycle the current one, and start to build the batches of `cycle_after_next` in the background.
 
         cycle_after_next: step configs, or [] at the end of training. Waits for the batches of the new current cycle.
         Raises OutOfData if the data ended before the end of the new current cycle, or any other error of the loader
@@ -3389,7 +3392,7 @@ class Loader:
         """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # Loader.advance, which starts the next cycle, raises this error again
+        except OutOfData:                # `advance` raises this error again at the start of the next cycle
             return {}
         return batches[0].plans if batches else {}
 
@@ -3412,7 +3415,7 @@ class Loader:
         Runs on the loader thread. Raises OutOfData if the data ends before the end of the cycle.
         """
         seqs_by_step = []
-        # If a rank cannot read a shard any more, all ranks end in this cycle.
+        # If one rank fails to read a shard, raise the error on all ranks, so that training ends in the same cycle.
         with self.comm.raise_together(self.comm.loader_group):
             for step_cfg in cycle:
                 shard, seqs = self.packer.next(step_cfg)
@@ -3421,10 +3424,10 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
-        """Yield (epoch, data shard) for all epochs, in order. With --epochs=0, the shards repeat without end.
+        """Yield (epoch, data shard) for all shards of all epochs, in training order. With --epochs=0, never ends.
 
         The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
-        shard takes longer than --comm_timeout.
+        shard takes longer than --comm_timeout, and DataError if a shard file has changed.
         """
         loading = None
         for epoch, header in shard_order(self.cfg, self.headers):
@@ -3434,24 +3437,24 @@ class Loader:
         yield loading[0], result_with_timeout(loading[1], self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
-    """The validation sequences, in host memory, with the statistics for bits per byte."""
+    """The validation sequences, in host memory, and the token statistics that convert a loss to bits per byte."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
         """Load the first --val_tokens tokens of the validation shards, and the vocabulary if there is one.
 
-        headers: the validation shards, in reading order. purpose: recorded in the tag of each row plan. Raises
-        DataError if a shard or the vocabulary is invalid.
+        headers: headers of the validation shards, in reading order. purpose: recorded in the tag of each row plan.
+        Raises DataError if a shard or the vocabulary is invalid.
         """
-        # Every rank stores all sequences, because they are few. Each rank evaluates every W-th sequence.
+        # Every rank stores all sequences, because there are few. Each rank evaluates every W-th sequence.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        # `map` is lazy: shards after the last sequence are not read.
+        # `map` is lazy, so shards beyond the first --val_tokens tokens are not read.
         shards = map(load_shard, headers)
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
-        # Compute the unigram entropy and the bytes per token over exactly the tokens that are predicted.
+        # Compute the unigram entropy and the bytes per token over the targets, the tokens that the loss averages over.
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
@@ -3465,20 +3468,20 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return val_bpb, the loss in bits per byte, and unigram_nats, the unigram entropy of the tokens in nats.
+        """Return dict(val_bpb, unigram_nats): the loss in bits per byte, and the unigram entropy in nats per token.
 
-        loss: validation loss in nats per token. Returns {} if there is no vocabulary, because the bytes per token are
-        then unknown.
+        loss: validation loss in nats per token. Without a vocabulary, returns {}, because the bytes per token are
+        unknown.
         """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield a batch on the device for every S validation sequences, with this rank's S / W sequences. Collective.
+        """Yield this rank's validation batches, on the device, with S / W sequences each. Collective.
 
-        step_cfg: the step whose weights are evaluated. If step_cfg.tied, the row plans read the embedding from the
-        head.
+        step_cfg: config of the step whose weights are evaluated. If step_cfg.tied, lookups in the table `embed` read
+        columns of the head.
         """
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
