@@ -3492,12 +3492,14 @@ class ValidationSet:
 
 # ====== Section 7: Model ==============================================================================================
 class ParameterSpec(NamedTuple):
-    """A parameter: shape, initialization, optimizer and multipliers (RECIPE 2.1)."""
+    """Shape, initialization, optimizer and multipliers of one parameter or table (RECIPE 2.1)."""
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
-    # Distribution of the initial values and its argument: ("constant", one value or one per element),
-    # ("normal", standard deviation), ("uniform", bound) in [-bound, bound], or ("up", bound). "up" is for the bank of
-    # MLPs, (L, 2, F, D): the up matrices are uniform in [-bound, bound], and the down matrices are zero.
+    # (distribution of the initial values, argument):
+    #     ("constant", values)            one value, or one value per element
+    #     ("normal", standard deviation)
+    #     ("uniform", bound)              uniform in [-bound, bound]
+    #     ("up", bound)                   for the bank of MLPs, (L, 2, F, D): uniform up matrices, zero down matrices
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
@@ -3505,8 +3507,8 @@ class ParameterSpec(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
     # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: heights of the weight matrices that the parameter stacks in each layer. Gradients of weight
-    # matrices accumulate in a main_grad. Autograd stores the gradients of replicated parameters in .grad.
+    # matrix_heights: numbers of rows of the weight matrices. A bank stacks these matrices in each layer; the head is
+    # one matrix. Gradients of weight matrices accumulate in a main_grad, those of replicated parameters in .grad.
     matrix_heights: tuple[int, ...] = ()
     table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
@@ -3527,10 +3529,7 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape.
-
-    The "up" distribution is for the bank of MLPs: uniform up matrices, and zero down matrices.
-    """
+    """Sample the initial weight of a parameter from spec.init: unsharded, f32, of shape spec.shape."""
     distribution, argument = spec.init
     shape = spec.shape
     if distribution == "constant":
@@ -3540,7 +3539,7 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     if distribution == "up":
         shape = (shape[0], 1, *shape[2:])
     weight = torch.rand(shape, generator=generator) * (2 * argument) - argument
-    # Down matrices start as zeros, so that every MLP outputs zeros at first.
+    # Zero down matrices, so that every MLP outputs zeros at first.
     if distribution == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
@@ -3548,8 +3547,8 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
-    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. The
-    values of a table are its coefficients, one per layer.
+    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
+    table has one scalar per layer, its coefficient in the residual stream.
     """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
@@ -3560,20 +3559,21 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    # Value embeddings, and n-gram tables that are added to attention values, have a gate per head.
+    # Each value embedding, and each n-gram table that is added to attention values, has one gate per head.
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # Settings of several parameters. With this bound, a uniform distribution in [-bound, bound] has the standard
-    # deviation 0.5 / sqrt(D).
+    # Settings that several parameters share.
     zeros = "constant", 0.0
+    # Uniform values in [-bound, bound] have the standard deviation bound / sqrt(3) = 0.5 / sqrt(D).
     bound = 3**0.5 * 0.5 * D**-0.5
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
         ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
+        # "up": uniform up matrices, zero down matrices.
         ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
                       matrix_heights=(mlp_dim, mlp_dim)),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
@@ -3585,14 +3585,14 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
         ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
-        # While head and embedding are tied, embed is the transpose of lm_head. `initial_weights` replaces the zeros.
+        # Head and embedding are tied at first, so `initial_weights` replaces the zeros by the transpose of lm_head.
         ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
         # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                         table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-# Type aliases of the arguments and results of GPT's methods. Rows to read are (num_rows, D). Their gradient buffer has
-# the same shape, in f32, or in f64 in an f64 run. In evaluation, None replaces the buffer. Embeddings are (B, T, D).
+# Type aliases of the arguments and results of GPT's methods. Embeddings are (B, T, D). Rows to read are (num_rows, D).
+# Their gradient buffer has the same shape, and is f32, or f64 in an f64 run. In evaluation, None replaces the buffer.
 RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
@@ -3605,9 +3605,11 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
     max_len       upper bound of the document length, in tokens
     scale         softmax scale
 
-    In a paired layer, a token has two positions. A document therefore has two positions per token, and a window covers
-    half as many tokens as in a plain layer. The new AttentionArgs replace those of the same kind in the registry
-    ATTENTION_ARGS.
+    Paired layers have two positions per token. Their AttentionArgs.max_seqlen is therefore 2 * max_len, and a window of
+    n positions covers n / 2 tokens.
+
+    Side effect: each AttentionArgs registers itself in ATTENTION_ARGS under a name such as "plain long", and replaces
+    the AttentionArgs of the previous step.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
                                                     f"{attention} {window_name}")
@@ -3617,13 +3619,13 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
     """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
 
-    Weights are bf16, or f32 if the spec has full_precision. The weights of a parameter depend only on the seed and on
-    its spec: label, shape and distribution.
+    Weights are bf16, or f32 if spec.full_precision. The initial weight of a parameter depends only on the seed and on
+    the label, shape and init of the spec.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
-        # Seed a separate generator for each label, so that adding or removing a parameter does not change the others.
+        # Use one generator per label, so that adding a parameter does not change the initial values of the others.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = init_parameter(spec, generator)
@@ -3632,33 +3634,33 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
             weight = weight.bfloat16()
         if spec.label == "lm_head":
             head = weight
-        # Head and embedding are tied at first: embed (V, D) is the transpose of lm_head (D, V).
+        # Head and embedding are tied at first: embed (V, D) = lm_head^T, with lm_head (D, V).
         if spec.label == "embed":
             weight = head.t()
         yield spec.label, weight
 
 def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates, sigmoid(inputs @ weight^T), in (0, 1).
+    """Compute gates in (0, 1): sigmoid(inputs @ weight^T).
 
     inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates).
     """
     return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
-    """The transformer of RECIPE 2. Runs no collectives. Each parameter is named by the label of its ParameterSpec."""
+    """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        """Allocate all parameters, uninitialized, and the RoPE buffers, as zeros.
+        """Allocate uninitialized parameters, and zero-initialized RoPE buffers.
 
         attention     attention function with the signature and results of `attention_reference`
         max_seq_len   length of the longest sequence, in tokens
-        shard_rows    number of rows in this rank's shard of each table, keyed by label; {} allocates whole tables
+        shard_rows    {table label: number of rows of this rank's shard}; {} allocates whole tables
         """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters of the model, because row stores contain them. The methods receive the rows
-        # of these tables in the argument row_buffers.
+        # Row-wise tables are not parameters of the model, because row stores contain their weights. The methods receive
+        # the rows to read in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
@@ -3669,21 +3671,22 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # The buffers are not persistent, so checkpoints omit them. They are computed again from settings and schedule.
+        # persistent=False omits the buffers from checkpoints, because settings and schedule determine their values.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):         # two positions per token, for paired layers
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        # Cache of `set_rotary`. Key: the frequencies of a stage. Value: (E,), a signed frequency per channel of a head.
+        # Cache of `set_rotary`: frequencies of a stage -> (E,), the signed frequency of each channel of a head.
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Fill the RoPE buffers rotary_cos and rotary_sin with cos and sin of position * frequency, in place.
+        """Fill the RoPE buffers in place: rotary_cos = cos(angles), and rotary_sin = sin(angles), (2 * max_seq_len, E).
 
-        frequencies: E/4 angular frequencies in radians per position, for head dim E. Each rotates a pair of adjacent
-        channels; the second half of the channels is not rotated. The buffers are (2 * max_seq_len, E), and the sin of
-        the second channel of a pair is negated. Angles are computed in f32, or f64 in an f64 run. Writing in place
-        avoids a recompilation.
+            angles[position, channel] = position * signed frequency of the channel
+
+        frequencies: E/4 angular frequencies in radians per position, for head dim E. Channels 2i and 2i + 1 have the
+        signed frequencies f and -f, where f = frequencies[i]. The second half of the channels has frequency 0. Angles
+        are computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -3691,8 +3694,8 @@ class GPT(nn.Module):
         # at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            # Channels 2i and 2i + 1 rotate by the same angle. Negating the second frequency negates the sin of channel
-            # 2i + 1, as `apply_rotary` requires. The second half of the channels has frequency 0 and does not rotate.
+            # `apply_rotary` requires the negated sin in channel 2i + 1. Negating the frequency negates the sin, and
+            # does not change the cos. Frequency 0 does not rotate the second half of the channels.
             signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
             self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
@@ -3704,8 +3707,8 @@ class GPT(nn.Module):
                head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
 
-        Returns two tensors (B, T), for B sequences of T tokens: the multi-token losses, and the next-token losses,
-        which have no gradient. They are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
+        Returns (multi-token losses, next-token losses), both (B, T), for B sequences of T tokens. The losses are f32,
+        or f64 in an f64 run, without loss_scale. The next-token losses are not differentiable.
 
         mtp_weights         (G,): loss weight of each of the next G tokens
         loss_scale          (): the upstream gradient that backward will receive for every loss
@@ -3773,7 +3776,7 @@ class GPT(nn.Module):
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # Backout: subtract a learned multiple of the output of an earlier layer. This raises the share of what later
+        # Backout: subtract a learned multiple of the output of an earlier layer. The result depends more on what later
         # layers have added.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
@@ -3784,17 +3787,16 @@ class GPT(nn.Module):
         B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: {table label:
         (rows to read, buffer in which their gradients accumulate)}, with None instead of the buffer in evaluation.
         Returns
-            x0                normalized token embedding, the initial residual stream
+            x0                rms_norm(smeared token embedding), the initial residual stream
             residual_inputs   list of (coefficient of each layer, embedding), bigrams first, then n-gram tables. Every
                               layer adds coefficient * embedding to the residual stream.
             value_embeds      {layer index: list of (index in ve_gate_bank, embedding)}. Each embedding is gated and
                               added to the attention values of the layer.
 
-        The smear coefficient of a token is the learned scalar `smear` times a gate in (0, 1). The gate reads the first
-        GATE_INPUTS channels of the token's embedding.
+        The smear adds to embed[t] the term smear * gate[t] * embed[t - 1], where `smear` is a learned scalar. gate[t],
+        in (0, 1), reads the first GATE_INPUTS channels of embed[t].
         """
-        # Smear: add to each token's embedding a gated multiple of the previous token's embedding, also across document
-        # boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
+        # The smear crosses document boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
         embed, = self.lookup("embed", batch, row_buffers)
         smear = scalars["smear"].type_as(embed)
         gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -3811,8 +3813,8 @@ class GPT(nn.Module):
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
             ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
-            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. The hash selects a random
-            # +-1 vector from sign_vectors, so that n-grams that share a row differ in about half of the signs.
+            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. sign_vectors[hash] is a
+            # random vector of +1 and -1. Two n-grams that share a row thus differ in about half of the signs.
             if ngram.signs:
                 ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.layer is None:
@@ -3825,14 +3827,14 @@ class GPT(nn.Module):
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
 
-        B sequences of T tokens, model dim D. row_buffers[label] is (rows, row_grads): the rows to read, (num_rows, D),
-        and the buffer in which their gradients accumulate, (num_rows, D), or None in evaluation. The entries of
-        batch.row_index[label], (B, T) or (B, lookups_per_token, T), are indices into these rows.
+        Each embedding is rows[index], where (rows, row_grads) = row_buffers[label], and `index` (B, T) is one of the
+        lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. rows and row_grads
+        are (num_rows, D); row_grads is None in evaluation. B sequences of T tokens, model dim D.
         """
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # Make each of the lookups_per_token lookups a separate autograd node. Backward then adds each gradient to
-        # row_grads as soon as the gradient is computed, and never stacks gradients.
+        # Use one autograd node per lookup. Backward then adds each gradient to row_grads as soon as the gradient is
+        # computed, and never stacks gradients.
         indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
@@ -3845,19 +3847,19 @@ class GPT(nn.Module):
         normed         (B, T, D): normalized residual stream, the input of the qkv projection and of the gates
         value_embeds   pairs (index in ve_gate_bank, embedding (B, T, D)); the gated embedding is added to v
         cu_seqlens     (num_docs + 1,) i32: document bounds, in tokens, of the micro-batch flattened to B * T tokens
-        attn_args      window, maximum document length and softmax scale for this kind of layer, in positions
+        attn_args      window and maximum document length for this kind of layer, in positions, and the softmax scale
 
-        Plain layers have one position per token and H heads. Paired layers have two positions per token and H/2 heads,
-        because they fold heads j and j + H/2 into one sequence of length 2T. RoPE positions count from the start of the
+        Plain layers have one position per token and H heads. Paired layers fold heads j and j + H/2 into one sequence
+        of length 2T, and thus have two positions per token and H/2 heads. RoPE positions count from the start of the
         sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        # Add each value embedding to v, scaled per head by a gate in (0, 2). The gate reads the first GATE_INPUTS
-        # channels of the normalized residual stream. In plain layers, the second half of these inputs is replaced by
-        # the first GATE_INPUTS / 2 channels of the value embedding.
+        # Add each value embedding to v, scaled per head by a gate in (0, 2). In paired layers, the gate reads the first
+        # GATE_INPUTS channels of `normed`. In plain layers, the gate reads the first GATE_INPUTS / 2 channels of
+        # `normed`, and the first GATE_INPUTS / 2 channels of the value embedding.
         for gate_idx, value_embed in value_embeds:
             gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
@@ -3867,9 +3869,9 @@ class GPT(nn.Module):
             v = v + gate[..., None] * value_embed.view(v.shape)
 
         # In the folded sequence of a paired layer, position 2t is head j of token t, and position 2t + 1 is head
-        # j + H/2 of token t. But RoPE is applied before the heads are regrouped, so the angles follow head parity
-        # instead: even heads have the angles of position 2t, odd heads the angles of position 2t + 1. This order looks
-        # like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
+        # j + H/2 of token t. RoPE is applied before the heads are regrouped, and therefore does not use these
+        # positions: even heads have the angles of position 2t, and odd heads have the angles of position 2t + 1. This
+        # looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -3879,7 +3881,7 @@ class GPT(nn.Module):
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: shift the unrotated half of the keys by one token, so that a query that matches token t - 1
+        # Key offset: the unrotated half of key t becomes that of key t - 1. A query that matches token t - 1 then
         # attends to the value of token t (a one-layer induction head). The shift crosses document boundaries, as in
         # modded-nanogpt (RECIPE 2.4). The first key of a sequence does not change.
         if layer.key_offset:
