@@ -3894,9 +3894,10 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It computes the updates, and launches the
-# all-gathers of updated weights, in UPDATE_ORDER. The two orders may differ. The banks come first, because their
-# NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables before the last group.
+# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It then updates the groups in UPDATE_ORDER, and
+# launches the all-gather of a group right after its update. The two orders may differ. The banks come first, so that
+# their NorMuon updates overlap the all-to-alls of row gradients. `Optimizer` inserts the n-gram tables before the last
+# group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER
@@ -3911,17 +3912,16 @@ DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the
 def polar_express(x: Tensor) -> Tensor:
     """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
 
-    The polar factor of a matrix with the SVD U S V^T is U V^T. x (M, rows, columns) is a stack of M matrices; the
-    result has the shape and dtype of x, and all matmuls are in this dtype. Singular values above 0.002 of the Frobenius
-    norm become 0.86 to 1.14 (RECIPE 3.1).
+    The polar factor of U S V^T (SVD) is U V^T. x (M, rows, columns) -> (M, rows, columns), for M matrices, in the dtype
+    of x. Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (RECIPE 3.1).
     """
     norm = x.norm(dim=(-2, -1), keepdim=True)
-    # Transpose tall matrices to wide ones, so that the Gram matrix x x^T below is as small as possible.
+    # Transpose tall matrices, so that the Gram matrix x x^T below is as small as possible.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # The iteration needs singular values of at most 1. The Frobenius norm is an upper bound of the largest singular
-    # value. Divide by 1.02 times the norm, for a margin of 2 % (RECIPE 3.1).
+    # The iteration requires singular values of at most 1. The Frobenius norm is an upper bound of the singular values.
+    # The factor 1.02 is a margin (RECIPE 3.1).
     x = x / (1.02 * norm + 1e-6)
     for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
         gram = x @ x.mT
@@ -3942,8 +3942,8 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
     grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
-    wide matrices second_moment is (M, 1, c), and columns are normalized instead of rows. mu: 0-dim, the momentum
-    coefficient. beta2: decay of second_moment. polar_dtype: dtype in which polar_express runs.
+    wide matrices, second_moment is (M, 1, c), and columns are normalized instead of rows. mu (): momentum coefficient.
+    beta2: decay of second_moment. polar_dtype: dtype of the argument of polar_express.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -3955,7 +3955,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     second_moment.lerp_(mean_square, 1 - beta2)
     inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
-    # Compute the norms |O| and |U| from the means. The matrices are then read only once more, for the last product.
+    # Compute |O| and |U| from the means, so that the full matrices are read only once more, in the return statement.
     count = grad.shape[axis]                                                  # elements per mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * inverse_rms.square()
@@ -3964,7 +3964,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Combine bf16 weights p (upper 16 bits) and i16 mantissa (lower 16 bits) into f32 weights of the same shape."""
+    """Combine p (bf16: upper 16 bits) and mantissa (i16: lower 16 bits) into f32 weights of the same shape."""
     # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of a mantissa is not a sign bit.
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
@@ -3977,10 +3977,10 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
         p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
         p <- p - lr_muls * lr * U                 elsewhere
 
-    p, mantissa, momentum and second_moment are updated in place. mu, lr and decay are 0-dim tensors.
+    Also updates mantissa, momentum and second_moment in place. mu, lr and decay are 0-dim tensors.
 
     p               (M, r, c): M matrices with r rows and c columns
-    mantissa        (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight
+    mantissa        (M, r, c) i16: lower 16 bits of f32 weights, with p as the upper 16 bits; None: p is the full weight
     grad            (M, r, c): summed over sequences and ranks
     momentum        (M, r, c)
     second_moment   (M, r, 1), or (M, 1, c) for wide matrices; beta2 is its decay
@@ -4010,7 +4010,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
         p - (update + decay * p)   where update * p > 0
         p - update                 elsewhere
 
-    p and update have the same shape. decay: 0-dim, the weight-decay coefficient times the squared learning rate. As in
+    p and update have the same shape. decay (): the weight-decay coefficient times the squared learning rate. As in
     modded-nanogpt, weights with update * p = 0 decay in NorMuon, but not in Adam.
     """
     # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
@@ -4025,9 +4025,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
         v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
         p <- cautious_adam(p, step_size * m / (sqrt(v) + eps), decay)
 
-    p, grad, m (first moment) and v (second moment) have the same shape. m and v are updated in place, too. grad is
-    summed over sequences and ranks. v has no bias correction when eps is added. step_size: 0-dim, the learning rate
-    with both bias corrections. decay: 0-dim, the weight-decay coefficient times the squared learning rate.
+    p, grad, m (first moment) and v (second moment) have the same shape. Also updates m and v in place. grad: summed
+    over sequences and ranks. step_size (): the learning rate times both bias corrections, sqrt(1 - beta2^n) /
+    (1 - beta1^n) in update n. decay (): the weight-decay coefficient times the squared learning rate.
     """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -4045,13 +4045,13 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
     rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
-    last update that changed the row, 0 if there was none. grad (u, D): summed over sequences and ranks. update_num:
-    0-dim, number of this update, counted from 1. step_size: 0-dim, lr * sqrt(1 - beta2^update_num). decay: 0-dim,
-    the weight-decay coefficient times the squared learning rate.
+    last update that changed the row, or 0. grad (u, D): summed over sequences and ranks. update_num (): number of this
+    update, counted from 1. step_size (): lr * sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times
+    the squared learning rate.
     """
     grad = grad * grad_scale
-    # Decay v once per update since the last update of the row, as if the row had had a zero gradient in the updates
-    # in between. Compute the power in f64, and round once.
+    # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
+    # Compute the power in f64, and round once.
     v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
@@ -4059,37 +4059,41 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float) -> Tensor:
-    """Wrap a scalar that changes every step in a 0-dim f64 CPU tensor.
+    """Convert a scalar that changes every step to a 0-dim f64 CPU tensor.
 
-    torch.compile specializes on floats, so passing a float would recompile the update in every step.
+    torch.compile specializes on floats, so a float argument would recompile the update in every step.
     """
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
 
-    weight: a parameter, or a shard of a bank that is already viewed as matrices.
+    weight: a parameter, or a shard of this view.
     """
     if spec.optimizer != "normuon":
         return weight
-    # The forward pass uses q, k and v of a layer as one matrix, with 3 D rows. NorMuon orthogonalizes q, k and v
-    # separately. The greatest common divisor of the heights, 3 D and D, is the height of each of these matrices.
+    # The forward pass uses q, k and v of a layer as one matrix (3D, D), but NorMuon orthogonalizes q, k and v
+    # separately. gcd(3D, D) = D is the height of each matrix.
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized optimizer state, {state name: tensor}, for a whole parameter or one rank's shard.
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or for a shard of one.
 
-    Adam: first moment "m" and second moment "v", shaped like `shard`. NorMuon, for M matrices (rows, columns):
-    "momentum" (M, rows, columns), "second" (M, rows, 1) or, for wide matrices, (M, 1, columns), and, if the weights are
-    bf16, "mantissa" (M, rows, columns) i16. All other state is f32, or f64 for f64 weights.
+        Adam       "m"          like shard: first moment
+                   "v"          like shard: second moment
+        NorMuon    "momentum"   (M, rows, columns), for M matrices
+                   "second"     (M, rows, 1), or (M, 1, columns) for wide matrices: second moment
+                   "mantissa"   (M, rows, columns) i16: lower 16 bits of the weights, only if the weights are bf16
+
+    Except the mantissa, all state is f32, or f64 for f64 weights.
     """
-    # This function is the only definition of this state. Snapshots, checkpoints and the memory estimate derive names,
-    # shapes and dtypes from its result.
+    # This function alone defines the state. Snapshots, checkpoints and the memory estimate derive names, shapes and
+    # dtypes of the state from the result.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon averages squares over the shorter dimension: over each row, or over each column of wide matrices.
+    # NorMuon averages squares over each row, or over each column of wide matrices.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -4100,9 +4104,10 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
     """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
 
-    Updates of the parameter are counted from 1. The step size is the learning rate with bias corrections. The weight
-    decay is the weight-decay coefficient times the squared learning rate. Step size and weight decay are 0-dim f64 CPU
-    tensors.
+        step size    = lr * sqrt(1 - beta2^n) / (1 - beta1^n) in update n, counted from 1
+        weight decay = lr^2 * weight-decay coefficient
+
+    Both are 0-dim f64 CPU tensors. lr and the coefficient include the multipliers of the parameter.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -4114,24 +4119,24 @@ def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tu
 
 def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
                step_cfg: StepConfig) -> None:
-    """Apply one Adam update in place to p, a whole parameter or this rank's shard, and to its moments.
+    """Apply the Adam update of this step to p and its moments, in place.
 
-    update_fn: `adam_update`, compiled if this run compiles. grad: summed over sequences and ranks, shaped like p.
-    state: the moments, with keys "m" and "v", shaped like p.
+    update_fn: `adam_update`, compiled if this run compiles. p: a parameter, or this rank's shard of one. grad: summed
+    over sequences and ranks, shaped like p. state: the moments, with keys "m" and "v", shaped like p.
     """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. A group contains parameters that are reduced and updated together. It reduces their gradients
-# over ranks, updates the part of the parameters that this rank owns, and stores the optimizer state of this part. Every
-# group has the attributes update_every (steps per update) and state ({label: {state name: tensor}}), and the methods
-# has_gradient, launch_reduce, update and zero_grad, which `Optimizer.step` calls in this order.
+# ---- Parameter groups. A group contains one or more parameters. The group reduces their gradients over ranks, updates
+# this rank's part of the parameters, and stores the optimizer state of this part. Every group has the attributes
+# update_every (steps per update) and state ({label: {state name: tensor}}). `Optimizer.step` calls the methods
+# has_gradient, launch_reduce, update and zero_grad of a group, in this order.
 class ReplicatedGroup:
-    """The parameters that every rank updates in full. A single all-reduce sums the gradients of all of them."""
+    """The parameters that every rank updates in full. One all-reduce sums all of their gradients over ranks."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
                  adam: Callable):
-        """Create zero-initialized Adam state for all of the parameters.
+        """Create zero-initialized Adam state for all parameters of the group.
 
         weights: the parameters, in the order of specs. adam: functools.partial(apply_adam, update_fn, cfg), where
         update_fn is `adam_update`, compiled if this run compiles.
@@ -4148,7 +4153,7 @@ class ReplicatedGroup:
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch one all-reduce of all gradients, concatenated in f32, or in f64 in an f64 run. Collective."""
+        """Concatenate all gradients in f32, or in f64 in an f64 run, and launch their all-reduce. Collective."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -4167,21 +4172,22 @@ class ReplicatedGroup:
 class ShardedGroup:
     """One parameter with a main_grad, split into W shards. Each rank updates one shard.
 
-    Every rank has the full weight for the forward pass, and the optimizer state of one shard. Subclasses define the
-    attribute update_every, in steps, and the method update_shard(grad, step_cfg). The method updates self.shard in
+    Every rank has the full weight, for the forward pass, but only the optimizer state of its shard. Subclasses define
+    the attribute update_every, in steps, and the method update_shard(grad, step_cfg), which updates self.shard in
     place. `grad` is the gradient of self.shard, summed over sequences and ranks.
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
-        """Move the weight into a padded buffer of W equal shards, and allocate a main_grad buffer of the same shape.
+        """Move the weight into a padded buffer of W equal shards, and allocate main_grad with the same padding.
 
-        sharded_view: the weight, viewed so that dim 0 is the dim to shard. num_matrices: number of weight matrices
-        whose gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
+        sharded_view: a view of the weight that is sharded along dim 0. num_matrices: number of weight matrices whose
+        gradients the backward pass writes separately. grad_dtype: dtype of main_grad.
         """
         self.comm = comm
         self.spec = spec
         self.weight = weight
-        # Equal shards in one buffer let collectives work in place. Only collectives read the padding.
+        # Collectives work in place, because one buffer contains all shards, and all shards have the same size. Only
+        # collectives read the padding.
         unpadded_size = len(sharded_view)
         self.shard_size = -(-unpadded_size // comm.world_size)
         self.padded = sharded_view.new_zeros(self.shard_size * comm.world_size, *sharded_view.shape[1:])
@@ -4192,20 +4198,20 @@ class ShardedGroup:
         self.shard = self.padded[:unpadded_size][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
-        # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
-        # `to` returns the same tensor if the dtypes are equal.
+        # The reduce-scatter sends gradients in the dtype of the weight. If grad_dtype is this dtype, `to` returns
+        # main_grad itself, and the reduce-scatter needs no copy.
         self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each pass writes every matrix once
 
     def has_gradient(self) -> bool:
-        """Return whether there was a backward pass, or a call of `add_zero_grads`, since the last update."""
+        """Return whether a backward pass or `add_zero_grads` has run since the last update."""
         return self.num_backwards > 0
 
     def check_writes(self) -> None:
-        """Raise RunError unless each backward pass since the last update wrote each matrix of main_grad once."""
+        """Raise RunError unless each backward pass since the last update has written each matrix of main_grad once."""
         counts = self.weight.write_counts
         check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
               found=f"its matrices were written {counts.tolist()} times",
@@ -4213,9 +4219,9 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set the gradient to zeros if there was no backward pass since the last update.
+        """Set main_grad to zero if no backward pass has run since the last update.
 
-        The zeros count as one backward pass, so that `check_writes` accepts them.
+        This counts as one backward pass, so that `check_writes` accepts the zeros.
         """
         if self.num_backwards == 0:
             self.num_backwards = 1
@@ -4223,8 +4229,8 @@ class ShardedGroup:
             self.main_grad.zero_()
 
     def launch_reduce(self) -> None:
-        """Launch the reduce-scatter that sums the gradient over ranks, in the dtype of the weight. Collective."""
-        self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
+        """Launch the reduce-scatter that sums main_grad over ranks, in the dtype of the weight. Collective."""
+        self.comm_buffer.copy_(self.main_grad)                                # no-op if both are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
@@ -4239,7 +4245,7 @@ class ShardedGroup:
 
     def zero_grad(self) -> None:
         """Clear main_grad, and set .grad to None."""
-        # There is no need to write zeros to main_grad. The write counts are 0, so the next write overwrites main_grad.
+        # main_grad need not be zeroed: while a write count is 0, the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
@@ -4252,9 +4258,9 @@ class BankGroup(ShardedGroup):
                  multiple_micro_batches: bool, normuon: Callable):
         """Shard the bank by matrix, and compute the learning rate multiplier of each matrix.
 
-        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, gradients accumulate
-        in f32, or in f64 in an f64 run. Otherwise they have the dtype of the weight. normuon: `normuon_update`,
-        compiled if this run compiles.
+        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, main_grad is f32, or
+        f64 in an f64 run. Otherwise main_grad has the dtype of the weight. normuon: `normuon_update`, compiled if this
+        run compiles.
         """
         self.cfg = cfg
         self.normuon = normuon
@@ -4272,9 +4278,9 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's matrices, which are self.shard, in place.
+        """Update self.shard, the matrices of this rank, in place.
 
-        grad (matrices of this rank, rows, columns): summed over sequences and ranks.
+        grad: summed over sequences and ranks, shaped like self.shard, (matrices of this rank, rows, columns).
         """
         if len(self.shard) == 0:                          # more ranks than matrices
             return
@@ -4287,9 +4293,9 @@ class BankGroup(ShardedGroup):
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head (D, V), model dim by vocabulary: sharded along D, and updated by Adam every --adam_every steps.
+    """The head (D, V), sharded along the model dim D. Adam updates the head every --adam_every steps.
 
-    Gradients accumulate over these steps in f32, or in f64 in an f64 run.
+    V is the padded vocabulary size. main_grad is f32, or f64 in an f64 run, and accumulates over these steps.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
@@ -4302,19 +4308,22 @@ class HeadGroup(ShardedGroup):
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard of the head in place.
+        """Update self.shard, this rank's rows of the head, in place.
 
-        grad (rows of this shard, V): summed over sequences and ranks.
+        grad: summed over sequences and ranks, shaped like self.shard, (rows of this rank, V).
         """
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
-    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
-        """Create the Adam state of this rank's shard of the table. The state of a row-wise table is in its row store.
+    """A dense embedding table, and the base class of RowwiseTableGroup.
 
-        update_fn: functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if this run compiles. For
-        a row-wise table: `rowwise_update`, compiled if this run compiles.
+    If the table is dense, Adam updates every row of this rank's shard, including rows that were not looked up.
+    """
+    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
+        """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
+
+        update_fn: for a dense table, functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if
+        this run compiles. For a row-wise table, `rowwise_update`, compiled if this run compiles.
         """
         self.spec = spec
         self.table = table
@@ -4323,7 +4332,7 @@ class TableGroup:
         self.state = {} if spec.table.rowwise else {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
-        """Return whether a forward pass for training has read the table since the last update."""
+        """Return whether a training forward pass has read the table since the last update."""
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
@@ -4333,7 +4342,7 @@ class TableGroup:
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, then update this rank's shard in place.
 
-        Launches no all-gather, because other ranks fetch the updated rows that they need for the next update cycle.
+        No all-gather is needed: for the next update cycle, each rank fetches the updated rows that it looks up.
         """
         grad = self.table.reduced_grads()
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
@@ -4348,15 +4357,12 @@ class RowwiseTableGroup(TableGroup):
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
-        """Create the group. It holds no optimizer state; the table's row store does.
-
-        update_fn: `rowwise_update`, compiled if this run compiles.
-        """
+        """Create the group, without optimizer state. update_fn: `rowwise_update`, compiled if this run compiles."""
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, update the plan's rows_to_update, and write these rows back to the row store."""
+        """Wait for the row gradients, update the plan's rows_to_update, and write the result to the row store."""
         grad = self.table.reduced_grads()
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
@@ -4372,15 +4378,15 @@ class RowwiseTableGroup(TableGroup):
 class Optimizer:
     """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
 
-    NorMuon updates on every step, Adam every --adam_every steps, and an n-gram table every `update_every` steps, as set
-    in --tables. Gradients are sums over sequences and ranks. The updates multiply the gradients by 1 / S, where S is
-    the number of sequences per step.
+    Banks are updated on every step, an n-gram table every `update_every` steps (a column of --tables), and all other
+    parameters every --adam_every steps. Gradients are sums over sequences and ranks. The updates multiply the gradients
+    by 1 / S, for S sequences per step.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """Create the parameter groups, their optimizer state and the orders of their collectives.
+        """Create the parameter groups, their optimizer state, and the orders of reductions and updates.
 
-        Moves the banks and the head into sharded buffers, and gives them a main_grad. tables: {label: table}.
+        Moves the banks and the head into sharded buffers, and sets their attribute main_grad. tables: {label: table}.
         multiple_micro_batches: whether a step has more than one micro-batch on this rank.
         """
         self.comm = comm
@@ -4417,8 +4423,8 @@ class Optimizer:
     def add_zero_grads(self) -> None:
         """Set the missing gradients of banks, head and replicated parameters to zero.
 
-        The gradient buffers of tables exist already. `forward_backward(loss_scale=0)` calls this method instead of
-        backward, so that this rank still takes part in the reductions of the gradients.
+        The gradient buffers of tables always exist. `forward_backward(loss_scale=0)` calls this method instead of
+        backward, so that this rank can still take part in the reductions.
         """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
@@ -4430,9 +4436,9 @@ class Optimizer:
     def step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
 
-        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Then unties head and
-        embedding if step_cfg.untie_after. Raises RunError if a gradient is missing, or if a backward pass did not write
-        every matrix of a main_grad exactly once. Collective.
+        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. If
+        step_cfg.untie_after, then splits head and embedding into two parameters. Raises RunError if a gradient is
+        missing, or if a backward pass did not write every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
         due_labels = [label for label in self.update_order
@@ -4464,8 +4470,8 @@ class Optimizer:
             self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
-        # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
-        # embedding reads rows from the head.
+        # With W = 1, lookups read model.embed, so copy the updated head to it. With W > 1, a tied table reads its rows
+        # from the head.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
@@ -4474,12 +4480,12 @@ class Optimizer:
     def _untie(self) -> None:
         """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding.
 
-        Copies this rank's rows of the embedding; the head does not change. Collective.
+        Each rank copies the rows of its shard. The head does not change. Collective.
         """
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
-        # moments (V, D) are sharded by row: rank r owns rows r, r + W, ..., padded to C rows.
+        # moments (V, D) are sharded by row: the shard of rank r contains rows r, r + W, ..., padded to C rows.
         for name, embed_moment in self.state["embed"].items():
             C, D = embed_moment.shape
             head_moment = self.state["lm_head"][name]
