@@ -4501,14 +4501,14 @@ class Optimizer:
 
 # ====== Section 9: Engine =============================================================================================
 EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
-# Limit of graphs per compiled function. A function has one graph for each set of input shapes. With the attention
-# reference, a function has one graph for each combination of input shapes and AttentionArgs.
+# Maximum number of graphs per compiled function. A function has one graph for each set of input shapes. With the
+# attention reference, it has one graph for each combination of input shapes and AttentionArgs.
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Loss of one forward_backward call on this rank, without the loss scale.
+    """Losses of one forward_backward call on this rank, without the loss scale.
 
-    The sums stay on the device, because copying them to the host would synchronize. They are f32, or f64 in an f64 run.
+    The sums are f32, or f64 in an f64 run. They are on the device, because copying them to the host would synchronize.
     """
     seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
     next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
@@ -4532,7 +4532,7 @@ class Engine:
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        # The Rotary for which the model's cos and sin buffers were computed; None: the buffers are stale.
+        # The Rotary in the model's buffers rotary_cos and rotary_sin; None: compute them before the next forward pass.
         self.rotary: Rotary | None = None
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
@@ -4547,7 +4547,7 @@ class Engine:
         self.model.to(comm.device)
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
         for spec in specs:
-            # Size the row cache for all tokens that this rank looks up in one update cycle of the table. Evaluation
+            # The row cache must hold the rows of all tokens of this rank in one update cycle of the table. Evaluation
             # uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
@@ -4572,7 +4572,7 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Reset all weights to their initial values for this seed, except row-wise tables.
+        """Reset all weights except row-wise tables to their initial values for `seed`.
 
         Optimizer state does not change.
         """
@@ -4582,10 +4582,11 @@ class Engine:
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full weight or of a full optimizer state tensor.
 
-        name: key of the tensor in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
-        Rank r stores the rows r, r + W, ... of a table and of its optimizer state, zero-padded to the C rows of a
-        shard. Each rank stores a slice along dim 0 of the optimizer state of a bank and of the head. Other tensors are
-        returned unchanged.
+        name: key in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
+
+            tables and their optimizer state         rows r, r + W, ... on rank r, zero-padded to the C rows of a shard
+            optimizer state of banks and head        this rank's slice along dim 0
+            all other tensors                        the full tensor
         """
         label, _, state_name = name.partition(".")
         if state_name and label in self.optimizer.sharded_groups:
@@ -4598,16 +4599,15 @@ class Engine:
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
         """Run forward and backward on this rank's batch, and accumulate the gradients.
 
-            gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
+            gradients += loss_scale * d(sum of the multi-token losses of the batch) / d(weights)
 
-        Returns the loss without loss_scale. The host does not wait for the device. With loss_scale = 0, backward is
-        skipped, and missing gradients are set to zero. A loss that is not finite then does not reach the gradients, and
-        this rank still takes part in the update. Raises RunError if a table has gradients of another update cycle.
-        Collective.
+        Returns the losses without loss_scale. Does not synchronize with the device. loss_scale = 0 skips backward and
+        sets missing gradients to zero, so that even a NaN loss adds nothing to the gradients, and this rank can still
+        take part in the update. Raises RunError if a table has gradients of another update cycle. Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for the
-        # rows. If `fetch_rows` was not called, fetch them now.
+        # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
+        # the rows. If `fetch_rows` was not called, this also launches the all-to-alls.
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
@@ -4643,10 +4643,10 @@ class Engine:
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Copy the next step's rows of tables in host memory to the device, asynchronously.
+        """Start to copy the rows of host tables that the next step needs to the device.
 
-        Call this method before `optim_step`. plans: {table label: row plan of the next step}. No-op for tables in
-        device memory.
+        Call this method before `optim_step`, so that the copy overlaps the update. plans: {table label: row plan of the
+        next step}. No-op for tables in device memory.
         """
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
@@ -4655,18 +4655,18 @@ class Engine:
         """Launch the all-to-alls that fetch the rows of the next step. Collective.
 
         Call this method after `optim_step`, so that the rows include the update. plans: {table label: row plan of the
-        next step}. No-op for plans whose rows are cached already.
+        next step}. No-op for a plan if its rows are already cached or in flight.
         """
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Compute the validation loss: mean nats per token over the batches of all ranks. Collective.
+        """Compute the validation loss, in nats per token, averaged over the tokens of all ranks. Collective.
 
-        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len. The
-        windows and RoPE are those of step_cfg. The host waits for the device. Raises RunError if the device does not
-        finish within the timeout.
+        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
+        step_cfg determines attention windows and RoPE. Synchronizes with the device, and raises RunError if the device
+        does not finish within the timeout.
         """
         # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
@@ -4687,11 +4687,11 @@ class Engine:
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
         """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
 
-        V is the size of the padded vocabulary. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. If
-        `tokens` is longer than a validation sequence, only the last tokens are the context.
+        V is the padded vocabulary size. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. The
+        context is the end of `tokens`, at most as long as a validation sequence.
         """
-        # Pad the context to a length that the attention kernels support. Attention is causal, so the padding at the end
-        # does not affect the logits at the last position of the context.
+        # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
+        # affect the logits at the last position of the context.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
@@ -4706,8 +4706,8 @@ class Engine:
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
         """Return (AttentionArgs by kind of layer, {table label: (rows, None)}) for an evaluation batch. Collective.
 
-        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None replaces the
-        buffer of row gradients. Evaluation does not truncate documents, so a document may be as long as a sequence.
+        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None means that there
+        is no gradient buffer. Evaluation does not truncate documents, so a document may be as long as a sequence.
         """
         row_buffers = {}
         for label, table in self.tables.items():
@@ -4718,11 +4718,10 @@ class Engine:
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Update the RoPE buffers for this step, and return the step's AttentionArgs by kind of layer.
+        """Update the RoPE buffers, and return {(Layer.attention, Layer.window): AttentionArgs} for this step.
 
-        The key of a kind is (Layer.attention, Layer.window). The buffers are the model's cos and sin, computed again
-        only if they are stale or belong to another Rotary.
-        max_doc_len: upper bound of the length of a document, in tokens.
+        Recomputes the buffers only if step_cfg.rotary has changed, or after a snapshot was restored. max_doc_len: upper
+        bound of the document length, in tokens.
         """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
@@ -4730,20 +4729,20 @@ class Engine:
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Yield the micro-batches of a batch, with at most self.micro_batch_size sequences each."""
+        """Split a batch into micro-batches of at most self.micro_batch_size sequences."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
             if self.compiling:                            # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # A snapshot copies the tensors that this rank stores, including its shards. Files contain unsharded tensors, and
-    # rows with their global indices, so that they can be loaded with another world size.
+    # A snapshot copies the tensors of this rank, including its shards. Files contain full tensors, and table rows with
+    # their global indices, so that a run with another world size can load the files.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} of all weights and optimizer state that this rank stores, except row-wise tables.
+        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables.
 
-        The tensors are not copies. A weight is named by its label, for example "attn". Optimizer state is named
-        "label.state name", for example "attn.momentum".
+        The tensors are not copies. The name of a weight is its label, for example "attn". The name of optimizer state
+        is "label.state name", for example "attn.momentum".
         """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
@@ -4751,15 +4750,15 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the current training state in place, bit for bit.
+        """Copy the training state to host memory, and return a function that restores it in place, bit for bit.
 
-        Copies weights, optimizer state, touched rows of row-wise tables and the CPU random state to host memory. A
-        restore also discards all gradients.
+        The state is: weights, optimizer state, touched rows of row-wise tables, and the CPU random state. The returned
+        function also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched_by_store = [(table.store, list(table.store.touched_state()))
                             for table in self.tables.values() if table.store]
-        # Save the state of the CPU generator only, because training never uses the generator of the device.
+        # Training uses only the CPU generator, and never that of the device.
         rng = torch.get_rng_state()
 
         @torch.no_grad()
@@ -4769,17 +4768,14 @@ class Engine:
                 x.copy_(copies[name])
             for store, chunks in touched_by_store:
                 store.load(chunks)
-            self.rotary = None                            # the next step computes the cos and sin buffers again
+            self.rotary = None                            # the next step recomputes the RoPE buffers
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
     def discard_grads(self) -> None:
-        """Clear all gradients, and invalidate cached and prefetched table rows.
-
-        Also sets the byte counts of the tables to zero.
-        """
+        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -4789,17 +4785,18 @@ class Engine:
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
         """Gather the full tensor of one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
 
-        Tables and their optimizer state are sharded by row, and rank 0 returns the rows in global order. Optimizer
-        state of banks and of the head is sharded along dim 0. For a sharded tensor, ranks other than 0 return None. All
-        other tensors are replicated, and every rank returns a CPU copy of x. name: "label" for a weight, and
-        "label.state name" for optimizer state.
+            tables and their optimizer state         sharded by row: rank 0 returns all rows in global order
+            optimizer state of banks and head        sharded along dim 0: rank 0 returns the full tensor
+            all other tensors                        replicated: every rank returns a CPU copy of x
+
+        For a sharded tensor, ranks other than 0 return None.
         """
         label, _, state_name = name.partition(".")
         is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # comm.all_gather gathers Python objects. Gather chunks of up to CHUNK_ROWS rows, because NCCL copies the
-        # objects to device memory. Compute the number of chunks from the full size, so that it is equal on all ranks.
+        # comm.all_gather gathers Python objects, which NCCL copies to device memory. Limit this memory with chunks of
+        # up to CHUNK_ROWS rows. Shards may differ in size between ranks, but the number of chunks must not.
         num_rows = self.model.specs[label].shape[0]
         num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
         chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.tensor_split(num_chunks)]
@@ -4808,18 +4805,21 @@ class Engine:
         shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
         if is_shard:
             return torch.cat(shards)
-        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
+        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Drop the padding at the end.
         return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
 
-        On other ranks, sharded tensors are None. The result does not depend on W, because table rows are in global
-        order. Call this method only between cycles of the run, because the result has no accumulated gradients.
+        step_cfg: config of the next step to train. If step_cfg.tied, `embed` in the result is the transposed lm_head.
+        with_moments: also gather the optimizer state.
 
-        step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
-        of the head. with_moments: include the optimizer state.
+        On other ranks, sharded entries are None: tables (but not a tied `embed`), and the optimizer state of tables,
+        banks and head. All other entries are CPU copies on every rank. The result does not depend on W, because table
+        rows are in global order. Call this method only between cycles of the run, because the result contains no
+        accumulated gradients.
         """
+        # Only the names of optimizer state contain a dot.
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
         if step_cfg.tied:
@@ -4828,7 +4828,7 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Load this rank's part of full weights and optimizer state, in place, and clear all gradients.
+        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients.
 
         full_tensors: {name: tensor} with the names of `state_tensors`, validated by `check_tensors`. Row-wise tables do
         not change.
@@ -4838,13 +4838,13 @@ class Engine:
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return the bytes that training has copied per table, {table label: Counter}, summed over ranks. Collective.
+        """Return {table label: Counter of the bytes that training has copied}, summed over ranks. Collective.
 
         bytes_sent       sent to other ranks
         bytes_received   received from other ranks
-        bytes_dense      for comparison: bytes that the ranks would send if they exchanged whole tables
-        bytes_up         row-wise tables only: copied from host to device
-        bytes_down       row-wise tables only: copied from device to host
+        bytes_dense      for comparison: what ranks would send if they exchanged whole tables
+        bytes_up         only for row-wise tables: copied from host to device
+        bytes_down       only for row-wise tables: copied from device to host
         """
         bytes_by_table = {}
         for label, table in self.tables.items():
@@ -4858,21 +4858,22 @@ class Engine:
 # ---- Memory, estimated before the model is built
 USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
 HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
-# Activations per token at the peak of a step. The peak occurs in the head. SAVED_VECTORS is the number of vectors of D
-# elements that a layer saves: 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in
-# f32. LOGIT_COPIES is the memory of the logits and of their gradient, relative to one copy of the logits.
-# tests/dry_run.py counts both numbers for compiled steps. The constants named *_EAGER are for plain PyTorch.
+# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements:
+# 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in f32. Logits and their
+# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts both numbers for compiled steps.
+# The constants *_EAGER are for plain PyTorch.
 SAVED_VECTORS = 17
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of one rank, {category: bytes}, with micro_batch_size sequences per micro-batch.
+    """Estimate the peak memory of one rank as {category: bytes}. attention: attention function of the run.
 
-    attention: attention function of the run. Activations take the least memory with `attention_varlen`. The categories
-    "weights", "gradients" and "moments" (optimizer state) are computed from the parameter specs. The category "working"
-    (activations) is estimated from SAVED_VECTORS and LOGIT_COPIES. HOST_TABLES is the host memory of row-wise tables.
+        weights, gradients, moments   computed from the parameter specs; "moments" is all optimizer state
+        working                       activations, estimated from SAVED_VECTORS and LOGIT_COPIES, or from their *_EAGER
+                                      variants unless `attention` is attention_varlen
+        HOST_TABLES                   host memory of row-wise tables
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
@@ -4888,8 +4889,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
             # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
             # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
-            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in an update
-            # cycle. This is an upper bound for the copies on one rank, because one shard may have all of these rows.
+            # bytes per row, is not counted. lookup_elements is the number of elements that all ranks look up in an
+            # update cycle. It bounds the copies on one rank, because one shard may contain all of these rows.
             shard_elements = num_elements // W
             lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -4904,10 +4905,10 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             elif W > 1:
                 num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            # With one micro-batch, a gradient is written once, in the dtype of the weights, and reduced without a copy.
+            # With one micro-batch, main_grad has the dtype of the weights, and is reduced without a copy.
             grad_bytes = item_bytes
         elif W > 1 and accum_bytes > item_bytes:
-            grad_bytes += item_bytes                      # a copy in the dtype of the weights, to be reduced
+            grad_bytes += item_bytes                      # the reduce-scatter sends a copy in the dtype of the weights
         estimate["weights"] += num_elements * item_bytes
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
@@ -4915,9 +4916,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that split the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because
-    # evaluation computes the logits in chunks. Row-wise updates also take less memory than this step. An exception is a
-    # run whose steps have many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
+    # logits in chunks. Row-wise updates take less memory, too, unless steps have many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
@@ -4930,9 +4930,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
 
-    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). Tries the divisors of the
-    number of sequences per step and rank. If --micro_batch_size is set, tries only this size, capped at the number of
-    sequences per step and rank. Raises RunError if no size fits.
+    Returns (sequences per micro-batch, result of `estimate_memory` for this size). The candidates are the divisors of
+    S / W, the sequences of a rank. With --micro_batch_size, min(--micro_batch_size, S / W) is the only candidate.
+    Raises RunError if no candidate fits.
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
@@ -4942,8 +4942,7 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # Try large sizes first. Steps are faster with large micro-batches, because matmuls are larger and graphs run less
-    # often.
+    # Try large sizes first: larger matmuls and fewer runs of the graphs make steps faster.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
@@ -4971,8 +4970,7 @@ def file_sha256(path: Path) -> str:
 def fsync_path(path: Path) -> None:
     """Flush the content of a file, or the entries of a directory, to the disk with fsync.
 
-    Raises OSError if the disk fails or is full, or if a file cannot be flushed. For a directory, this is a no-op if the
-    file system does not support fsync of directories.
+    Raises OSError if the flush fails. For a directory, raises OSError only for the errors in DISK_ERRORS.
     """
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
@@ -4988,10 +4986,9 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Convert an I/O error in the body of a `with` statement into an `error_type` that names `path`.
+    """Convert OSError, ValueError and RuntimeError in the body of a `with` statement into error_type.
 
-    path: the file or directory that the body writes. Raises `error_type` if the body raises OSError (for example
-    because the disk is full), ValueError or RuntimeError.
+    path: the file or directory that the body writes; named in the error.
     """
     try:
         yield
@@ -5003,9 +5000,9 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Itera
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception in the body of a `with` statement into a DataError that names `path`.
+    """Convert any exception except TrainerError in the body of a `with` statement into DataError.
 
-    path: the file that the body reads. A TrainerError in the body is raised unchanged.
+    path: the file that the body reads; named in the error.
     """
     try:
         yield
@@ -5018,14 +5015,13 @@ def read_errors(path: Path) -> Iterator[None]:
                         hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the temporary path under which `directory` is written: next to `directory`, and unique to the run."""
+    """Return the temporary path under which this run writes `directory`: its path, followed by .<run_id>.part."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (file name, dict) for every chunk of rows that training has updated in this rank's row-wise tables.
+    """Yield (file name, content) for every chunk of touched rows in this rank's shards of row-wise tables.
 
-    Each dict contains `ids` (n,) i64, the global indices of n <= CHUNK_ROWS rows, and the fields of `RowState` for
-    these rows, as CPU tensors.
+    content: dict of CPU tensors for n <= CHUNK_ROWS rows: `ids` (n,) i64, the global rows, and the fields of RowState.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5038,10 +5034,10 @@ def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
     """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective.
 
-    files: {name: bytes, or an object for torch.save}, used on rank 0 only. The order of the writes guarantees that the
+    files: {name: bytes, or an object for torch.save}, used only on rank 0. The order of the writes guarantees that the
     directory is complete if it exists under its final name, even after a crash or power loss:
 
-        1. Rank 0 creates a partial directory, `partial_path`.
+        1. Rank 0 creates the partial directory partial_path(directory, run_id).
         2. Every rank writes its files there, and flushes each file with fsync.
         3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes the manifest and the
            directory.
@@ -5051,7 +5047,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
-    # Both arguments are iterated lazily, so that one chunk of rows is in memory at a time.
+    # chain iterates lazily, so that only one chunk of rows is in memory at a time.
     contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
@@ -5072,8 +5068,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
                 partial.mkdir(parents=True)
         with comm.raise_together(), write_errors(partial):
             entries = {name: write(name, content) for name, content in contents}
-        # The files of all ranks are on the disk now, because `raise_together` has waited for every rank. Write the
-        # manifest, then rename the directory.
+        # The files of all ranks are on the disk now, because `raise_together` has waited for all ranks.
         entries = functools.reduce(operator.or_, comm.all_gather(entries))
         with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
@@ -5084,14 +5079,14 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     finally:
         PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            # Delete the partial directory after a failure. After the rename, this path no longer exists.
+            # Delete the partial directory after a failure. After success, the path no longer exists.
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load the dict in a file from torch.save, with memory-mapped CPU tensors. Executes no code from the file.
+    """Load a dict that torch.save wrote, as memory-mapped CPU tensors. Executes no code from the file.
 
-    manifest: {file name: sha256 in hex} of the directory of the file. Raises DataError if the file is missing or cannot
-    be parsed, or if the sha256 of its content is not the one in the manifest.
+    manifest: {file name: sha256 in hex} of the file's directory. Raises DataError if the file is missing, cannot be
+    parsed, or has another sha256 than manifest[path.name].
     """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
@@ -5102,9 +5097,9 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
     """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies.
 
-    found: the loaded {name: tensor}. A weight is named by its label, and optimizer state "label.state name". Expected
-    are the full weights, without row-wise tables, and if with_moments also the optimizer state. Raises DataError if a
-    tensor is missing, unexpected, or of another shape or dtype.
+    found: the loaded {name: tensor}, named as in `Engine.state_tensors`. The expected tensors are the full weights
+    except row-wise tables and, if with_moments, the optimizer state. Raises DataError if a tensor is missing or
+    unexpected, or has another shape or dtype.
     """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -5125,11 +5120,9 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
     """Load this rank's rows of the row-wise tables from a save or checkpoint.
 
-    Rows of this rank that are in no file are set to zero.
-
-    directory: the save or checkpoint; it may have been written with a different world size. manifest: {file name:
-    sha256 in hex} of the directory. Raises DataError if a file is missing, changed or corrupt, or has rows of another
-    width, dtype or table.
+    Sets rows that are in no file to zero. directory: the save or checkpoint, possibly of a run with another world size.
+    manifest: {file name: sha256 in hex} of `directory`. Raises DataError if a file is missing, changed or corrupt, or
+    if its rows do not fit the table.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5138,7 +5131,7 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(directory / name, manifest)
-                    # If the rows have another width, dtype or table, one of the statements below raises an error.
+                    # If the rows do not fit the table, for example in width, one of these statements raises.
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
@@ -5151,11 +5144,13 @@ def settings_json(cfg: Config) -> bytes:
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write a save, a directory with full weights, settings, vocabulary and row-wise tables. Collective.
+    """Write a save: a directory with full weights, settings, vocabulary and row-wise tables. Collective.
 
-    step_cfg: config of the step after the last trained one. token_bytes: the bytes of each token, indexed by token id;
-    empty for tokens without text. None: write no vocabulary. Raises RunError if a write fails or the directory exists.
+    run_id: part of the temporary name of the directory. step_cfg: config of the step after the last trained one.
+    token_bytes: the bytes of each token, indexed by token id, and empty for a token without text; None: write no
+    vocabulary. Raises RunError if a write fails or the directory exists.
     """
+    # `write_directory` adds the touched rows of the row-wise tables.
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
         files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
@@ -5166,9 +5161,9 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
                      step_cfg: StepConfig) -> None:
     """Write the checkpoint from which --resume continues with step `step_cfg.step`, and delete old ones. Collective.
 
-    content: entries of run.pt in addition to the state of the engine. The last KEPT_CHECKPOINTS checkpoints are kept,
-    including the new one. Checkpoints of later steps are also kept, because they belong to another run. If the
-    checkpoint cannot be written, this prints a warning and raises no error.
+    content: entries of run.pt in addition to the state of the engine. Keeps KEPT_CHECKPOINTS checkpoints, including the
+    new one. Also keeps checkpoints of later steps, because they belong to another run. If the write fails, prints a
+    warning and raises no error.
     """
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
