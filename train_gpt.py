@@ -5215,12 +5215,12 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the console is not a terminal
-EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # result of Log.state for a new run
 
 class Clock:
     """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device.
 
-    initial_ms: training time at the start; above 0 if the run continues from a checkpoint.
+    initial_ms: training time before the first `start`, above 0 if the run continues from a checkpoint.
     """
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
@@ -5230,7 +5230,7 @@ class Clock:
 
     @property
     def ms(self) -> float:
-        """Training time so far in ms; while the clock runs, this includes the time since the last start."""
+        """Training time so far, in ms, including the time since the last start if the clock is running."""
         return self.initial_ms if self.start_s is None else (
             self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
 
@@ -5246,10 +5246,11 @@ class Clock:
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time in ms at which the next cycle starts. Call this once at the start of every cycle.
+        """Predict the training time, in ms, at the start of the next cycle. Call this once, at the start of each cycle.
 
-        The prediction assumes that the current cycle takes as long as the previous cycle. The duration of the previous
-        cycle is the training time since the previous call.
+            prediction = training time now + training time since the previous call
+
+        This assumes that the current cycle takes as long as the previous one.
         """
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
@@ -5257,14 +5258,13 @@ class Clock:
         return now_ms + previous_cycle_ms
 
 class Log:
-    """Log files and console output of a run. Rank 0 writes them, and every rank checks its losses for NaN and infinity.
+    """Log files and console output of a run, both written by rank 0. Every rank checks losses for NaN and infinity.
 
-    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The loss of a
-    step is read --adam_every steps later, so that no step waits for the device.
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The log reads the
+    loss of a step --adam_every steps later, so that no step waits for the device.
 
-    files: {name: content} of additional files to write to the run directory.
-    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run.
-    Raises RunError if run_dir already contains a log, or if a file cannot be written.
+    files: {name: content} of additional files to write to run_dir. resumed: result of `Log.state` in the checkpoint;
+    EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  resumed: dict[str, Any] = EMPTY_LOG_STATE):
@@ -5272,13 +5272,15 @@ class Log:
         self.comm = comm
         self.schedule = schedule
         self.total_steps = schedule.planned_steps         # steps of the run; an estimate with --time_budget
-        self.tokens = resumed["tokens"]
+        self.tokens = resumed["tokens"]  # tokens trained so far, on all ranks
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
-        # Steps whose log lines are not written yet. Each tuple contains the fields of the line in log.jsonl, the summed
-        # multi-token and next-token losses of all ranks (2,) on the host, the number of tokens of all ranks, the
-        # all-reduce of the sums, and the CUDA event that completes when their copy to the host has finished (None on a
-        # CPU).
+        # Steps whose log lines are not written yet, as (fields, sums, num_tokens, work, copied):
+        #     fields       of the line in log.jsonl
+        #     sums         (2,), on the host: multi-token loss and next-token loss, each summed over all ranks
+        #     num_tokens   of all ranks
+        #     work         the all-reduce of `sums`
+        #     copied       CUDA event after the copy of `sums` to the host; None on a CPU
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}  # open log files, keyed by name; empty unless rank 0
@@ -5296,17 +5298,17 @@ class Log:
             self._write(name, text.encode())
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the log for a checkpoint, after writing all pending lines.
+        """Write all pending lines, and return the state of the log for a checkpoint.
 
-        The entry `lines` is {file name: text} of the log files, and {} on ranks other than 0. Raises RunError if a
-        pending loss is not finite, or if a line cannot be written.
+        The entry `tokens` is the number of tokens trained so far. The entry `lines` is {file name: text} of the log
+        files on rank 0, and {} on other ranks. Raises RunError if a pending loss is not finite, or if writing fails.
         """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append the JSON object dict(type=kind, **fields) to log.jsonl. Raises RunError if writing fails."""
+        """Append dict(type=kind, **fields) to log.jsonl, as a line of JSON. Raises RunError if writing fails."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str) -> None:
@@ -5316,9 +5318,9 @@ class Log:
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Show `text` as the progress line of the terminal. The text "" erases the progress line.
+        """Show `text` as the progress line of the terminal, or erase the progress line if `text` is "".
 
-        The next printed line overwrites the progress line. A no-op if the console is not a terminal, and on ranks other
+        The next printed line overwrites the progress line. No-op if the console is not a terminal, and on ranks other
         than 0.
         """
         if self.is_tty:
@@ -5330,7 +5332,7 @@ class Log:
     def _write(self, name: str, data: bytes) -> None:
         """Append data to the log file `name`. Raises RunError if writing fails.
 
-        A no-op on ranks other than 0, and after the log is closed.
+        No-op on ranks other than 0, and after the log is closed.
         """
         file = self.files.get(name)
         if file is not None:
@@ -5340,9 +5342,9 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the body of a `with` statement, as phase `name`.
+        """Log the wall time of the body of a `with` statement as phase `name`.
 
-        timed: the clock runs during the body, so the wall time is part of the training time.
+        timed: whether the clock runs during the body, so that its wall time is part of the training time.
         """
         start = time.perf_counter()
         yield
@@ -5351,10 +5353,10 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a training step. Its log lines are written --adam_every steps later. Collective.
+        """Record a training step, and write the log lines of the step --adam_every steps ago. Collective.
 
-        losses: loss of this rank. ms: training time right after the launch of the step, when the CUDA work of the step
-        may still be running. Raises RunError if the loss of an earlier step is not finite.
+        losses: losses of this rank. ms: training time after the step was launched; the device may still be computing
+        the step. Raises RunError if the loss of an earlier step is not finite.
         """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
@@ -5363,8 +5365,8 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # Sum the losses of all ranks and copy the sums to the host, on a stream of their own, so that training does not
-        # wait. `flush` reads the copy --adam_every steps later. By then, the device is already running later steps.
+        # Sum the losses of all ranks, and copy the sums to the host, on a separate stream, so that training does not
+        # wait. `flush` reads the copy --adam_every steps later, when the device is already running later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
         work = self.comm.launch(dist.all_reduce, sums)
         copied = None
@@ -5381,9 +5383,9 @@ class Log:
     def flush(self, keep: int = 0) -> None:
         """Write the log lines of all pending steps except the last `keep` steps.
 
-        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss: the sum over the
-        MTP targets of a token, weighted with the MTP weights. train_loss_next is the loss of the next token, in the
-        same unit as the validation loss. Raises RunError if a loss is not finite.
+        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss, a sum over the
+        next G tokens, weighted by the MTP weights. train_loss_next is the loss of the next token in nats, like the
+        validation loss. Raises RunError if a loss is not finite.
         """
         while len(self.pending) > keep:
             fields, sums, num_tokens, work, copied = self.pending.pop(0)
@@ -5411,7 +5413,7 @@ class Log:
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Log the validation loss after the steps done so far. Writes the lines of pending steps first.
+        """Log the validation loss at step self.steps_done, after writing all pending lines.
 
         loss: in nats per token. ms: training time so far. validation_set: converts the loss to bits per byte. Raises
         RunError if this loss or the loss of a pending step is not finite.
@@ -5425,11 +5427,11 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Append `cause`, the reason why the run ended early, to both log files. Later lines are discarded.
+        """Append `cause`, why the run ended early, to both log files as the last line.
 
-        Never raises. Can be called from any thread.
+        Discards all later lines. Never raises. Can be called from any thread.
         """
-        # Clear self.files first, so that `_write` discards later lines. The main thread may still be running a step.
+        # The main thread may still be running a step. Clear self.files first, so that `_write` discards its lines.
         open_files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                       "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
@@ -5438,37 +5440,37 @@ class Log:
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the log files, and erase the progress line. Lines that are logged later are discarded."""
+        """Close the log files, and erase the progress line. Discards all later lines."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the batch of this step, and fetch the table rows of the next step. Collective.
+    """Train on the batch of this step, and launch the fetch of the table rows of the next step. Collective.
 
-    Returns this rank's loss, which the device may not have computed yet. Raises RunError if a gradient is missing or
-    incomplete.
+    Returns the losses of this rank, which the device may not have computed yet. Raises RunError if a gradient is
+    missing or incomplete.
     """
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # On the last step of a cycle, next_plans() waits for the loader thread. The GPU keeps computing during this wait,
-    # because its work was launched before.
+    # On the last step of a cycle, next_plans() waits for the loader thread. Call it after launching the backward pass,
+    # so that the GPU computes during this wait.
     next_plans = loader.next_plans()
-    engine.prefetch_rows(next_plans)     # copy rows of host tables to the device asynchronously
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)        # launch the all-to-all of the rows in next_plans
+    engine.fetch_rows(next_plans)        # launch the all-to-alls of the rows in next_plans
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective.
 
-    The stage with the largest batches runs first, so that an OOM surfaces early.
+    The stage with the largest batches runs first, so that an OOM is raised early.
     """
     restore = engine.snapshot()
     # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
+    # Generate enough tokens for a cycle of any stage, although truncation to max_doc_len drops some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
@@ -5486,7 +5488,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Run every stage, because attention windows differ between stages. The final validation has its own window.
+        # Validate with every stage and with the final validation, because their attention windows differ.
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
@@ -5496,12 +5498,13 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget, also appends the progress of the cycle to schedule.cycle_progress, from the clock of rank 0:
+    The loader builds batches one cycle ahead, so call this function at the start of the previous cycle. With
+    --time_budget, it also appends the progress of the cycle to schedule.cycle_progress, unless a checkpoint has
+    restored this progress already:
 
-        progress = planned_steps * (predicted training time at the start of this cycle / budget)
+        progress = max(previous progress, planned_steps * predicted training time at the start of this cycle / budget)
 
-    Call this at the start of the previous cycle, because the loader builds batches one cycle ahead. Progress never
-    decreases. If a checkpoint has restored the progress of the cycle, this progress is kept.
+    The prediction is that of rank 0's clock.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
@@ -5511,7 +5514,7 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """Metadata for logs and checkpoints that all runs of this process share."""
+    """Metadata for logs and checkpoints, shared by all runs (seeds) of this process."""
     run_id: str                          # 8 random hex digits, the same on all ranks
     source: bytes                        # content of this file
     raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
@@ -5523,9 +5526,9 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the schedule or the data ends, then validate. Collective.
 
-    Returns the final validation loss in nats per token, and OutOfData if the data ended before the schedule, else None.
-    The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
-    checkpoints and validations. Raises RunError if a loss is not finite.
+    Returns (final validation loss in nats per token, OutOfData if the data ended before the schedule, else None). The
+    clock includes reading and packing of data, row plans, training steps and logging. The clock excludes checkpoints
+    and validations. Raises RunError if a loss is not finite.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -5552,7 +5555,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # not raised here, so that the trained steps are still validated and logged
+    except OutOfData as error:           # the caller raises it, after the trained steps are validated and saved
         out_of_data = error
     clock.stop()
 
@@ -5570,16 +5573,16 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample a continuation of BOS and the prompt, and return it as text, without the prompt. Collective.
+    """Sample a continuation of the prompt, and return the continuation as text. Collective.
 
-    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids, without BOS. step_cfg:
-    determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None: return a list of
-    token ids as text. Raises RunError if the logits are not finite.
+    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids; a BOS is inserted before
+    them. step_cfg: determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None:
+    return the sampled token ids as text. Raises RunError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Drop the logits from vocab_size on. These columns pad the vocabulary, and must never be sampled.
+        # Drop the logits of ids from vocab_size on. These ids pad the vocabulary, and must never be sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
         check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
