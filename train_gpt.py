@@ -5601,16 +5601,16 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # timeout of the TCPStore in which ranks agree on the cause of an exit
+STORE_TIMEOUT_S = 2.0                    # of the TCPStore in `agree_on_cause`
 BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
-ALL_RANKS_TIMEOUT_S = 1.0                # wait this long for all ranks to receive the same signal
+ALL_RANKS_TIMEOUT_S = 1.0                # maximum wait for all ranks to receive the same signal
 EXIT_TIMEOUT_S = 5.0                     # the process exits after this time even if the exit handler hangs
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # same as in data/pocket.py
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return the result, or raise the exception of `call`.
+    """Run `call` on a new thread, and return its result or raise its exception.
 
     Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
     """
@@ -5619,10 +5619,11 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
 def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
     """Read rank, local rank, world size and local world size from the environment variables that torchrun sets.
 
-    Without the variables, this is a single process: rank 0 of 1. Raises ConfigError if a variable is missing or
-    invalid, or if the world size does not divide --seqs_per_step.
+    Without these variables, the process is rank 0 of 1. Raises ConfigError if a variable is invalid, if RANK,
+    MASTER_ADDR or MASTER_PORT is missing and WORLD_SIZE > 1, if WORLD_SIZE is missing in a Slurm job of several tasks,
+    or if the world size does not divide --seqs_per_step.
     """
-    # A rank that lacks one of the variables would train separately from the others.
+    # Without these checks, a rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
@@ -5648,9 +5649,8 @@ def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
 def init_distributed(cfg: Config) -> Communicator:
     """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
 
-    A single process needs no environment variables and no process group. Collective.
-
-    Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
+    A single process needs no environment variables and no process group. Raises ConfigError if the launch environment,
+    the world size or the device is invalid, or if a rank is missing. Collective.
     """
     rank, local_rank, world_size, local_world_size = read_launch_env(cfg)
     # Select the device: one GPU per rank, or the CPU for all ranks.
@@ -5664,8 +5664,8 @@ def init_distributed(cfg: Config) -> Communicator:
           hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # Keep freed memory in the process. By default, glibc returns freed memory to the system after each step, and the
-    # next step takes a page fault for every page it allocates.
+    # Keep freed memory in the process. By default, glibc returns freed memory to the system after each step, and every
+    # page that the next step allocates costs a page fault.
     if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never trim
@@ -5673,7 +5673,7 @@ def init_distributed(cfg: Config) -> Communicator:
     if world_size == 1:
         return comm
 
-    # Use a thread with a timeout, because torch waits forever if the port accepts connections but does not respond.
+    # Use a thread with a timeout, because torch waits forever for a port that accepts connections but does not respond.
     def join() -> dist.ProcessGroup:
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
@@ -5689,7 +5689,7 @@ def init_distributed(cfg: Config) -> Communicator:
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator) -> str:
-    """Describe the hardware for the log: GPU name and world size, or CPU name, cores and threads of torch."""
+    """Return the hardware as text for the log: GPU name and world size, or CPU name, cores and torch threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -5700,8 +5700,8 @@ def describe_hardware(comm: Communicator) -> str:
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Return the precision of the head for this device: "plain", "fp8" or "emulated".
 
-    This is --head, with "auto" resolved to "fp8" if the device, the dtype and the matrix sizes support fp8, and to
-    "plain" otherwise. Raises ConfigError if --head is "fp8" without this support.
+    --head=auto becomes "fp8" if the device, the dtype and the matrix sizes support fp8, and "plain" otherwise. Raises
+    ConfigError if they do not support --head=fp8.
     """
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
@@ -5713,10 +5713,10 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
         return "fp8" if supports_fp8 else "plain"
     return cfg.head
 
-# Kernels of torch's variable-length attention, keyed by the GPU's major compute capability, in the order in which they
-# are tried. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no faster than
-# FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been timed with this
-# trainer on a GPU yet.
+# Kernels of torch's variable-length attention, keyed by the GPU's major compute capability. `choose_attention` tries
+# them in this order. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no
+# faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been
+# timed with this trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}         # package of each kernel
 # Inputs of `check_attention`. Documents end inside tiles of 128 tokens and inside windows. Some documents are empty,
@@ -5729,9 +5729,9 @@ CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its c
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
 
-    The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
-    AssertionError if the results differ by more than rounding, and RunError if the kernel does not return within
-    CHECK_TIMEOUT. Exceptions of the kernel are not caught.
+    The kernel computes in cfg.dtype, and the reference in f32. name: the active kernel, for messages. Raises
+    AssertionError if the results differ by more than rounding, RunError if the kernel does not return within
+    CHECK_TIMEOUT, or any exception of the kernel.
     """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
@@ -5742,7 +5742,7 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
         num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
         q, k, v, grad = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device,
                                     generator=generator).to(dtype)
-        if positions_per_token == 1:     # v is a slice of qkv, as in layers without value embeddings
+        if positions_per_token == 1:     # test a strided v, which is a slice of qkv in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
         attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
@@ -5750,7 +5750,8 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
             qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
-        # A kernel that never returns blocks the device for this process, so no other kernel can be tried.
+        # A kernel that never returns blocks the device for this process. Raise RunError, because no other kernel can be
+        # tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
               found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
               hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
@@ -5770,9 +5771,10 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     """Choose the first attention kernel that matches the reference on all ranks. Collective.
 
     Returns (attention function, name of the kernel). The name includes package and version, for example
-    "FA3 (flash-attn-3 3.0.0)". With --attention=auto, the kernels of ATTENTION_BY_CAPABILITY are tried on a GPU, and
-    the reference is the fallback if no kernel works, except in the presets `record*`. Raises ConfigError if no kernel
-    works and there is no fallback, and RunError if a kernel does not return within CHECK_TIMEOUT.
+    "FA3 (flash-attn-3 3.0.0)". With --attention=auto on a GPU, the candidates are the kernels of
+    ATTENTION_BY_CAPABILITY, in order. The reference is the fallback of --attention=auto, except in the presets
+    `record*`. Raises ConfigError if no kernel works and there is no fallback, and RunError if a kernel does not return
+    within CHECK_TIMEOUT.
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
@@ -5812,8 +5814,8 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
 
-    attention_name: name of the chosen kernel, from `choose_attention`. The kernels that ATTENTION_BY_CAPABILITY lists
-    before varlen count as equally fast.
+    attention_name: result of `choose_attention`. All kernels before varlen in ATTENTION_BY_CAPABILITY count as equally
+    fast.
     """
     if not comm.on_cuda:
         return ""
@@ -5826,7 +5828,7 @@ def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
-    """Return the CPU time in s that all processes but the ranks have used on this machine since boot. Collective.
+    """Return the CPU time, in s, that processes other than the ranks have used on this machine since boot. Collective.
 
     The result is negative if the system does not report CPU times in /proc/stat.
     """
@@ -5855,8 +5857,8 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # Count all parameters, and the parameters that one token uses: the table rows that the token looks up, and all
-    # parameters that are not tables.
+    # params_per_token counts the parameters that one token uses: the table rows that it looks up, and all parameters
+    # that are not tables.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
@@ -5894,11 +5896,10 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run in `run_dir`, and write the header of the log.
+    """Open the log of one run in `run_dir`, and write the log header, the source of the trainer and the settings.
 
-    Creates run_dir if it does not exist, and writes the source of the trainer and the settings of the run to run_dir.
-    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains
-    a log, or if a file cannot be written.
+    Creates run_dir if it does not exist. resumed: result of `Log.state` in the checkpoint; EMPTY_LOG_STATE for a new
+    run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
@@ -5911,9 +5912,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
 
     source: content of this file. Returns (config with all sizes, headers of the training shards, headers of the
-    validation shards, fingerprint). The fingerprint is {name: text} of the settings that affect results, the version of
-    torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small, and
-    ConfigError if a flag contradicts the shard headers or the ranks disagree about settings, data or source.
+    validation shards, fingerprint). The fingerprint maps names to texts: the settings that affect results, the version
+    of torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small. Raises
+    ConfigError if a flag contradicts the shard headers, or if settings, data or source differ between ranks.
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
@@ -5923,7 +5924,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     schedule = Schedule(cfg)
     check_enough_data(cfg, schedule, train_headers, val_headers)
-    if not cfg.time_budget:                               # otherwise, the number of steps is not known
+    if not cfg.time_budget:                               # with a time budget, the number of steps is not known
         first_epoch, later_epochs = count_packed_tokens(cfg, schedule, train_headers)
         total = sum(header.num_tokens for header in train_headers)
         unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
@@ -5939,10 +5940,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Check that torch.compile and Triton find the compilers and headers that they need.
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers that they need.
 
-    Raises ConfigError if torch.compile is used and there is no C++ compiler, or if the device is a GPU and there is no
-    C compiler or no Python.h.
+    torch.compile needs a C++ compiler. On a GPU, Triton needs a C compiler and Python.h.
     """
     default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
     compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
@@ -5951,7 +5951,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
     if not comm.on_cuda:
         return
 
-    # Before its first kernel, Triton compiles a Python extension module in C. Eager code uses Triton kernels, too.
+    # Triton compiles a Python extension module in C. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
           found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
@@ -5965,10 +5965,10 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Check the run directories, --save and the compilers, to fail now instead of hours into the run. Collective.
+    """Check the run directories, --save and the compilers before the run starts. Collective.
 
-    run_dirs: one directory per run. Raises RunError if a run directory already contains a log. Raises ConfigError if
-    the path of --save exists or cannot be created, or if a compiler is missing. Every rank raises the same error.
+    run_dirs: one directory per run. Raises, on every rank, RunError if a run directory already contains a log, and
+    ConfigError if the path of --save exists or cannot be created, or if a compiler is missing.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
@@ -5992,10 +5992,12 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
                  end_step: float) -> dict[str, Any]:
     """Check that this run can continue from a checkpoint. Returns dict(step, source, differs) for the log.
 
-    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result, step is the number
-    of steps done, source is the directory of --resume, and differs is {name: (then, now)} of the fingerprint entries
-    that have changed since the checkpoint. Raises DataError if the data has changed, and ConfigError if this run ends
-    before the step of the checkpoint.
+    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. Returns
+        step      number of steps that the checkpoint has trained
+        source    directory of --resume
+        differs   {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
+
+    Raises DataError if the data has changed, and ConfigError if this run ends before the step of the checkpoint.
     """
     previous = checkpoint["fingerprint"]
     check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
@@ -6016,7 +6018,8 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     """Log the result of a run, save the weights, and close the log. Collective.
 
     loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
-    Returns (result, error), where error is the RunError of writing to the directory of --save, or None.
+    Returns (result, save_error): the fields of the log event "result", and the RunError if --save cannot be written,
+    else None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
@@ -6031,7 +6034,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, too little data.
+    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
@@ -6066,10 +6069,10 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
+    """Print a sample, then the means over all runs as a JSON object in the last line of stdout. Collective.
 
-    log: the log of the last run, whose weights generate the sample. results: the result of `finish_run` for each run.
-    Raises RunError if the logits of the sample are not finite, or if printing fails.
+    log: log of the last run. results: the result of `finish_run` for each run. The sample uses the weights of the last
+    run. Raises RunError if the logits of the sample are not finite, or if printing fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
@@ -6082,10 +6085,10 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
         print_stdout(json.dumps(summary))
 
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
-    """Build the profiler of --profile=a:b, to trace steps a to b - 1. Returns None without --profile.
+    """Build the profiler of --profile=a:b, which traces steps a to b - 1. Returns None without --profile.
 
-    The run trains steps first_step to end_step - 1; end_step is math.inf if it is not known yet. Raises ConfigError
-    unless steps a - 1 to b are inside the run.
+    The run trains steps first_step to end_step - 1; end_step is math.inf with --time_budget. Raises ConfigError unless
+    first_step < a < b < end_step.
     """
     if not cfg.profile:
         return None
@@ -6099,7 +6102,7 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write this rank's profiler trace to the run directory, and log a table of the most expensive operations.
+    """Write this rank's profiler trace to the run directory, and log a table of the 12 most expensive operations.
 
     Raises RunError if a file cannot be written.
     """
@@ -6112,8 +6115,8 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
 
-    OOM, I/O errors and lost connections get the message of a TrainerError with a hint. Other exceptions are bugs, and
-    their message is the traceback.
+    OOM, I/O errors and lost connections are converted to a TrainerError with a hint. Any other exception is a bug, and
+    its message is the traceback.
     """
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
@@ -6133,20 +6136,22 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
 def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     """Return (cause of the exit that all ranks report, whether this rank prints the cause).
 
-    The ranks write their causes to a TCPStore. All ranks report the first cause, and the rank that has written the
-    first cause prints it. cause: what this rank writes if all ranks exit together, for example after Ctrl-C.
-    partial_exit_cause: what this rank writes instead if only some ranks exit within ALL_RANKS_TIMEOUT_S, because then
-    a rank was lost. If the two arguments are equal, as for an error, this rank writes its cause immediately. Raises an
-    error of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
+    Every rank writes a cause to a TCPStore. All ranks report the first cause in the store, and the rank that wrote it
+    prints it. This rank writes
+        cause                if all ranks exit within ALL_RANKS_TIMEOUT_S, for example after Ctrl-C
+        partial_exit_cause   if only some ranks exit, because a rank was lost
+
+    If both are equal, as for an error, this rank writes its cause without waiting for the other ranks. Raises an error
+    of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
     """
-    # The store outlives a restart by torchrun, so its keys contain the number of restarts.
+    # The store outlives a restart by torchrun, so the keys contain the number of restarts.
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended() -> bool:
-        """Wait until all ranks exit, for at most ALL_RANKS_TIMEOUT_S. Return whether all ranks exit."""
+        """Wait up to ALL_RANKS_TIMEOUT_S until every rank has called agree_on_cause. Return whether all have."""
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         # add(key, 0) returns the value of the key.
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
@@ -6157,19 +6162,18 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
 
     if cause != partial_exit_cause and not all_ended():
         cause = partial_exit_cause
-    # Store the cause unless another rank has stored one. Prefix the rank, so that no two ranks store the same text.
+    # Store this cause unless another rank has stored one. Prefix the rank, so that no two ranks store the same text.
     my_cause = f"{env['RANK']}\n{cause}"
     first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
-    # If rank 0 hosts the store instead of torchrun, wait for the other ranks, because the store ends with the process
-    # of rank 0.
+    # If rank 0 hosts the store, and not torchrun, the store ends with the process of rank 0. Wait for the other ranks.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()
     return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
-    """Handler that ends this process after the first error or signal, within EXIT_TIMEOUT_S.
+    """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.
 
-    A signal wakes up a background thread. The thread ends the process even if the main thread is blocked in C code.
+    A background thread handles signals, so that a signal ends the process even if the main thread is blocked in C code.
     """
     def __init__(self):
         self.log: Log | None = None                                           # log of the current run
@@ -6179,14 +6183,14 @@ class ExitHandler:
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
         for signum in EXIT_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:                    # keep SIG_IGN, for example under nohup
-                signal.signal(signum, lambda *_: None)                        # the thread handles the signal
+                signal.signal(signum, lambda *_: None)                        # the background thread handles the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
         """End the process, with the exit status and the message of `describe_exit`. Does not return.
 
-        One rank prints the cause of the exit, and rank 0 writes the cause to the log if a log is open. Also deletes the
-        unfinished directories of this process.
+        One rank prints the cause of the exit. Rank 0 writes the cause to the log, if a log is open. Every rank deletes
+        its PARTIAL_DIRS.
         """
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
@@ -6194,8 +6198,8 @@ class ExitHandler:
         threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # If a signal reaches only some ranks, a rank was lost, and torchrun or srun is ending the other ranks. In
-            # this case, report the lost rank instead of the signal.
+            # If a signal reaches only some ranks, another rank was lost, and torchrun or srun is ending the remaining
+            # ranks. Then report the lost rank instead of the signal.
             partial_exit_cause = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
                 agree = functools.partial(agree_on_cause, cause, partial_exit_cause)
@@ -6215,11 +6219,11 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: config before the shard headers fill in the sizes. exit_handler: its `log` is set to the log of the current
-    run. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training data ends
-    early or --save cannot be written, the error is raised after the last run.
+    raw_cfg: config before the shard headers fill in the sizes. exit_handler: receives the log of the current run in its
+    attribute `log`. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training
+    data ends early or --save cannot be written, the error is raised after the last run.
     """
-    # Fail fast: before reading data or writing anything, check what would otherwise fail hours into the run.
+    # Fail fast: `preflight` checks what would otherwise fail hours into the run.
     start = time.perf_counter()
     other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
@@ -6230,13 +6234,12 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Open the data before building the model, because the shard headers determine the sizes of the model, and bad data
-    # ends the run.
+    # Open the data before building the model, because the shard headers determine the sizes of the model.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
     # Choose attention before the micro-batch size, because the kernel determines the memory per sequence. Use a longer
-    # timeout, because attention packages may compile kernels now, which may take longer on some ranks than on others.
+    # timeout, because attention packages may compile kernels now, and some ranks may take longer than others.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
@@ -6270,9 +6273,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # From here on, a rank counts as lost if it does not respond within --comm_timeout. Keep the longer timeout if
-    # checkpoints or weights are written, because all ranks wait for the slowest disk. Also keep the longer timeout for
-    # a single rank. A single rank waits only for its device, and the device may be slow.
+    # From here on, a rank counts as lost if it does not respond within --comm_timeout. Keep the longer timeout if the
+    # run writes checkpoints or weights, because all ranks wait for the slowest disk. Keep it also for a single rank,
+    # which waits only for its device, because the device may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
@@ -6280,7 +6283,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     results: list[dict[str, Any]] = []
     first_error: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
-        # Every further run starts from the same state, with the initial weights of its seed.
+        # Every run after the first restores the state before training, and starts from the initial weights of its seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
@@ -6317,9 +6320,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
 def sample_from_save(flags: Config) -> None:
     """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR. Runs on any device.
 
-    flags: the command-line flags only; the settings of the model are read from DIR. Raises DataError if a file in DIR
-    is missing, corrupt or changed, or if the prompt cannot be encoded; ConfigError if the settings or the launch
-    environment are invalid; and RunError if the logits are not finite or printing fails.
+    flags: command-line flags; the settings of the model are read from DIR. Raises DataError if a file in DIR is
+    missing, corrupt or changed, or if the prompt cannot be encoded. Raises ConfigError if the settings or the launch
+    environment are invalid, and RunError if the logits are not finite or printing fails.
     """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
@@ -6330,7 +6333,7 @@ def sample_from_save(flags: Config) -> None:
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)
 
-    # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
+    # Use one rank, without torch.compile. Store n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
     dtype = "float32" if saved_cfg.dtype == "bfloat16" and not comm.on_cuda else saved_cfg.dtype
     tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
@@ -6343,7 +6346,7 @@ def sample_from_save(flags: Config) -> None:
             token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Tokenize the prompt like data/pocket.py. A word that is not in the vocabulary is split into single bytes.
+            # Tokenize the prompt like data/pocket.py: split a word that is not in the vocabulary into single bytes.
             token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
             pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
@@ -6384,8 +6387,8 @@ def main(argv: list[str], source: bytes | None = None) -> None:
         pass
     except BaseException as error:
         exit_handler.end(error)
-    # If the signal thread is ending the process, wait here until the process has ended. Otherwise, end the process now,
-    # without waiting for other threads, which may be stuck in a read.
+    # If the signal thread is ending the process, wait here until the process has ended. Otherwise, end the process
+    # without waiting for other threads, because a thread may be stuck in a read.
     exit_handler.exiting.acquire()
     os._exit(0)
 
