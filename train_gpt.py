@@ -5992,10 +5992,10 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
                  end_step: float) -> dict[str, Any]:
     """Check that this run can continue from a checkpoint. Returns dict(step, source, differs) for the log.
 
-    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. Returns
-        step      number of steps that the checkpoint has trained
-        source    directory of --resume
-        differs   {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
+    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result,
+        step      is the number of steps trained before the checkpoint
+        source    is the directory of --resume
+        differs   is {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
 
     Raises DataError if the data has changed, and ConfigError if this run ends before the step of the checkpoint.
     """
@@ -6087,8 +6087,8 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
     """Build the profiler of --profile=a:b, which traces steps a to b - 1. Returns None without --profile.
 
-    The run trains steps first_step to end_step - 1; end_step is math.inf with --time_budget. Raises ConfigError unless
-    first_step < a < b < end_step.
+    The run trains steps first_step to end_step - 1; with --time_budget, end_step may be math.inf. Raises ConfigError
+    unless first_step < a < b < end_step.
     """
     if not cfg.profile:
         return None
