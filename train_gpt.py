@@ -3612,7 +3612,7 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
     the AttentionArgs of the previous step.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
-                                                    f"{attention} {window_name}")
+                                                    name=f"{attention} {window_name}")
             for attention, positions_per_token in (("plain", 1), ("paired", 2))
             for window_name, window in (("short", short), ("long", long))}
 
@@ -5224,15 +5224,15 @@ class Clock:
     """
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
-        self.initial_ms = initial_ms     # training time at the last stop
+        self.ms_at_last_stop = initial_ms  # training time at the last stop; initial_ms before the first stop
         self.start_s: float | None = None  # time.perf_counter() at the last start; None while the clock is stopped
         self.cycle_start_ms = initial_ms  # training time at the last call of `predict_next_cycle_start_ms`
 
     @property
     def ms(self) -> float:
         """Training time so far, in ms, including the time since the last start if the clock is running."""
-        return self.initial_ms if self.start_s is None else (
-            self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
+        return self.ms_at_last_stop if self.start_s is None else (
+            self.ms_at_last_stop + (time.perf_counter() - self.start_s) * 1000)
 
     def start(self) -> None:
         """Start the clock. Synchronize with the device first, so that earlier device work is not timed."""
@@ -5242,7 +5242,7 @@ class Clock:
     def stop(self) -> None:
         """Stop the clock. Synchronize with the device first, so that all device work so far is timed."""
         self.comm.synchronize()
-        self.initial_ms = self.ms
+        self.ms_at_last_stop = self.ms
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
