@@ -3480,8 +3480,8 @@ class ValidationSet:
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
         """Yield this rank's validation batches, on the device, with S / W sequences each. Collective.
 
-        step_cfg: config of the step whose weights are evaluated. If step_cfg.tied, lookups in the table `embed` read
-        columns of the head.
+        step_cfg: config of the step whose weights are evaluated. If step_cfg.tied and W > 1, lookups in the table
+        `embed` read columns of the head.
         """
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
@@ -6093,9 +6093,10 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
+    limit = "" if end_step == math.inf else f" < {end_step}"
     check(first_step < start and stop < end_step, f"--profile={cfg.profile}",
-          found=f"a run of steps {first_step} to {end_step}",
-          expected=f"{first_step} < a < b < {end_step}: step a - 1 warms up the profiler, and step b ends the trace",
+          found=f"a run of steps {first_step} <= step{limit}",
+          expected=f"{first_step} < a < b{limit}: step a - 1 warms up the profiler, and step b ends the trace",
           hint=f"--profile={first_step + 1}:{first_step + 3}")
     profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
                                                active=stop - start, repeat=1)

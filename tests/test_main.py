@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -226,6 +227,13 @@ def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(t
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0].get("recompiles") == recompiles
 
+def test_make_profiler__message_of_a_run_without_a_known_end() -> None:
+    """With a time budget, the message gives no last step."""
+    cfg = tg.make_config(dict(preset="pocket", profile="5:7", time_budget=1.0))
+    with expect_error(tg.ConfigError, "a run of steps 5 <= step", "5 < a < b:", "--profile=6:8") as caught:
+        tg.make_profiler(cfg, 5, math.inf)
+    assert "inf" not in str(caught.value)
+
 @pytest.mark.slow
 def test_make_profiler__two_ranks(tmp_path) -> None:
     """Each rank writes a trace of 3 steps. The log has a table of times, and marks the training time as not valid."""
@@ -421,7 +429,7 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
     (["--run_dir=old_run"], 1, "run directory old_run", "already contains a log", "another --run_dir"),
-    (["--profile=2:4"], 2, "--profile", "0 < a < b < 4", "--profile=1:3"),
+    (["--profile=2:4"], 2, "--profile", "0 <= step < 4", "0 < a < b < 4:", "--profile=1:3"),
     (["--sample=nowhere"], 2, "nowhere/settings.json", "No such file", "a directory written by --save"),
     (["--sample=w_vocab"], 2, "w_vocab/vocab.txt", "sha256"),
     (["--sample=w", "a ~ b"], 2, "prompt", "b'~'", "use other words"),
