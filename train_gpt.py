@@ -3507,8 +3507,8 @@ class ParameterSpec(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
     # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: numbers of rows of the weight matrices. A bank stacks these matrices in each layer; the head is
-    # one matrix. Gradients of weight matrices accumulate in a main_grad, those of replicated parameters in .grad.
+    # matrix_heights: number of rows of each weight matrix. A bank stacks these matrices in each layer; the head is one
+    # matrix. Gradients of weight matrices accumulate in main_grad. Gradients of replicated parameters are in .grad.
     matrix_heights: tuple[int, ...] = ()
     table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
@@ -3529,7 +3529,7 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Sample the initial weight of a parameter from spec.init: unsharded, f32, of shape spec.shape."""
+    """Create the initial weight that spec.init describes: unsharded, f32, of shape spec.shape."""
     distribution, argument = spec.init
     shape = spec.shape
     if distribution == "constant":
@@ -4073,7 +4073,7 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     if spec.optimizer != "normuon":
         return weight
     # The forward pass uses q, k and v of a layer as one matrix (3D, D), but NorMuon orthogonalizes q, k and v
-    # separately. gcd(3D, D) = D is the height of each matrix.
+    # separately. The greatest common divisor of the heights 3D and D is D, the height of each of these matrices.
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
@@ -4087,8 +4087,7 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
     Except the mantissa, all state is f32, or f64 for f64 weights.
     """
-    # This function alone defines the state. Snapshots, checkpoints and the memory estimate derive names, shapes and
-    # dtypes of the state from the result.
+    # Snapshots, checkpoints and the memory estimate derive names, shapes and dtypes of the state from this function.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
@@ -4870,7 +4869,8 @@ LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
     """Estimate the peak memory of one rank as {category: bytes}. attention: attention function of the run.
 
-        weights, gradients, moments   computed from the parameter specs; "moments" is all optimizer state
+        weights, gradients            computed from the parameter specs
+        moments                       optimizer state, except that of row-wise tables; also from the parameter specs
         working                       activations, estimated from SAVED_VECTORS and LOGIT_COPIES, or from their *_EAGER
                                       variants unless `attention` is attention_varlen
         HOST_TABLES                   host memory of row-wise tables
@@ -5279,7 +5279,7 @@ class Log:
         #     fields       of the line in log.jsonl
         #     sums         (2,), on the host: multi-token loss and next-token loss, each summed over all ranks
         #     num_tokens   of all ranks
-        #     work         the all-reduce of `sums`
+        #     work         the all-reduce of `sums`; None if W = 1
         #     copied       CUDA event after the copy of `sums` to the host; None on a CPU
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
