@@ -3348,7 +3348,7 @@ class Loader:
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Skip the data of `steps`, which a resumed run has already trained. Builds no batches.
+        """Skip the data of `steps`, the steps that a resumed run has already trained. Builds no batches.
 
         Raises OutOfData if the data ends before the last of these steps.
         """
@@ -4469,8 +4469,8 @@ class Optimizer:
             self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
-        # With W = 1, lookups read model.embed, so copy the updated head to it. With W > 1, a tied table reads its rows
-        # from the head.
+        # With W = 1, lookups read model.embed, so copy the updated head there. With W > 1, lookups in a tied table read
+        # the head.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
@@ -4606,7 +4606,7 @@ class Engine:
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
-        # the rows. If `fetch_rows` was not called, this also launches the all-to-alls.
+        # the rows. If `fetch_rows` was not called, rows_for_forward launches the all-to-alls.
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
@@ -4890,7 +4890,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
             # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
             # bytes per row, is not counted. lookup_elements is the number of elements that all ranks look up in an
-            # update cycle. It bounds the copies on one rank, because one shard may contain all of these rows.
+            # update cycle. This bounds the copies on one rank, because one shard may contain all of these rows.
             shard_elements = num_elements // W
             lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -5453,8 +5453,8 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
     missing or incomplete.
     """
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # On the last step of a cycle, next_plans() waits for the loader thread. Call it after launching the backward pass,
-    # so that the GPU computes during this wait.
+    # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
+    # that the GPU computes during this wait.
     next_plans = loader.next_plans()
     engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
