@@ -195,7 +195,8 @@ def test_Log__training_losses_are_means_over_all_ranks(tmp_path, monkeypatch) ->
     monkeypatch.setattr(tg, "warm_up", noop)
     steps_by_world_size = []
     for world_size in (1, 2):
-        done = launch(tmp_path / str(world_size), world_size, "--dtype=float64", "--sample_tokens=0", "--val_every=0")[0]
+        done = launch(tmp_path / str(world_size), world_size,
+                      "--dtype=float64", "--sample_tokens=0", "--val_every=0")[0]
         assert done.status == 0, done.err
         steps_by_world_size.append(done.of("step"))
     schedule = tg.Schedule(preset())
