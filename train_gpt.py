@@ -3184,7 +3184,7 @@ class RowwiseTable(ExchangedTable):
 
 # ====== Section 6: Batches ============================================================================================
 class Batch(NamedTuple):
-    """This rank's sequences of one step, or of one micro-batch of the step."""
+    """This rank's sequences of one step, or of one micro-batch of the step. B is the number of these sequences."""
     step: int                            # the step that trains on the batch
     # Keyed by table label. A table that is read in place has no plan. All steps of an update cycle share one plan.
     plans: dict[str, RowPlan]
@@ -3192,10 +3192,10 @@ class Batch(NamedTuple):
     targets: Tensor                      # (B, T) i64: the next token of every position
     # (B, num_bounds) i32: for each sequence, 0 and then the end of each document; padded with T.
     cu_seqlens: Tensor
-    # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is the index of a lookup into the
-    # plan's rows_to_fetch, or the global row if the table is read in place.
+    # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is one lookup: an index into the plan's
+    # rows_to_fetch. If the table is read in place, the entry is the global row instead.
     row_index: dict[str, Tensor]
-    # Keyed by the label of a table with signs: (B, T) i32, the index of each position's sign vector.
+    # Keyed by table label, only for tables with signs: (B, T) i32. Each entry is an index into GPT.sign_vectors.
     sign_ids: dict[str, Tensor]
 
     def map(self, convert: Callable[[Any], Any]) -> Batch:
@@ -3206,17 +3206,17 @@ class Batch(NamedTuple):
                      row_index, sign_ids)
 
     def to(self, device: torch.device) -> Batch:
-        """Copy the batch, except its plans, to the device. The copy is asynchronous if it is from pinned memory."""
+        """Copy the batch, except its plans, to the device. Asynchronous if the batch is in pinned memory."""
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
 
-    row_index contains global rows. `build_batches` later adds the plans, and replaces the global rows of each table
-    that has a plan with indices into its rows_to_fetch.
+    row_index contains global rows. `build_batches` later adds the plans. If a table has a plan, `build_batches` also
+    replaces the table's global rows by indices into plan.rows_to_fetch.
     """
     tokens = np.stack([seq.tokens for seq in seqs])
-    # Sequences have different numbers of documents. Repeat the last bound, T, which appends empty documents.
+    # Sequences have different numbers of documents. Pad with the last bound, T. The padding adds empty documents.
     bounds_by_seq = [seq.cu_seqlens for seq in seqs]
     num_bounds = max(map(len, bounds_by_seq))
     cu_seqlens = np.stack([np.pad(bounds, (0, num_bounds - len(bounds)), "edge") for bounds in bounds_by_seq])
@@ -3228,17 +3228,17 @@ def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[Packed
 
 def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGroup | None, purpose: str,
                   cycle: list[StepConfig], seqs_by_step: list[list[PackedSeq]]) -> list[Batch]:
-    """Build this rank's batches for one cycle of the run, one per step, with the row plans of all tables.
+    """Build this rank's batches for one cycle of the run, one per step, with their row plans.
 
     The batches are on the host, in pinned memory if the device is a GPU.
 
-    process_group   gloo group over which the ranks exchange row requests, or None for the group of all ranks
+    process_group   gloo group that exchanges the row requests; None: the default process group
     purpose         recorded in the tag of each row plan; traffic is counted only for "train"
     cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
     seqs_by_step    for each step, the sequences of this rank
 
-    Raises RunError if the plans of two ranks differ in tag (purpose, cycle, tokens), tables, dtype or tied, or if a
-    rank requests an invalid row. Collective.
+    Raises RunError if a rank requests an invalid row, or if two ranks have different tables, dtypes, tags (purpose,
+    cycle, tokens) or values of `tied`. Collective.
     """
     tables = table_specs(cfg)
     batches = [collate(step_cfg, tables, seqs) for step_cfg, seqs in zip(cycle, seqs_by_step)]
@@ -3258,12 +3258,12 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
                 # of this update cycle. Both are equal on all ranks.
                 tag = dict(purpose=purpose, cycle=step_cfg.step // table.update_every,
                            tokens=sum(batch.tokens.shape[1] for batch in cycle_batches))
-                # step_cfg.tied is constant over the update cycle of the tied table: this update cycle is an Adam cycle,
-                # and untying happens only between Adam cycles.
+                # One value of `tied` is enough for the update cycle. The update cycle of the tied table is an Adam
+                # cycle, and step_cfg.tied changes only between Adam cycles.
                 tied = table.tied_to_head and step_cfg.tied
                 # With row_comms=dense, every rank fetches all rows of a dense table.
                 fetch_all = cfg.row_comms == "dense" and not table.rowwise and not tied
-                # row_index has global rows until here. Replace each global row by its index into plan.rows_to_fetch.
+                # row_index has global rows until here. Replace each global row by its index in plan.rows_to_fetch.
                 ids_by_step = [batch.row_index[table.label] for batch in cycle_batches]
                 plan, index_by_step = plan_rows(table, comm, tag, ids_by_step, tied, fetch_all)
                 new_plans[table.label] = plan
@@ -3276,36 +3276,38 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
-    """Yield (epoch, header) of every data shard in the order of training. With --epochs=0, they repeat without end."""
+    """Yield (epoch, header) for the data shards of every epoch, in training order. With --epochs=0, never ends."""
     for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
         for header in headers:
             yield epoch, header
 
 class OutOfData(DataError):
-    """End of the training data: the remaining shards have too few tokens for the next step.
+    """Error at the end of the training data: the remaining shards have too few tokens for the next step.
 
-    It is raised on every rank in the same cycle of the run. The steps before it are validated and saved.
+    All ranks raise this error in the same cycle of the run. `train_loop` catches the error. The run then validates,
+    logs and saves the steps already trained.
     """
 
 class Packer:
-    """Packs the S sequences of consecutive steps from a stream of data shards, in the same way on every rank.
+    """Packer of a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
 
-    The first epoch packs as modded-nanogpt does (`pack_batch`): it drops the rest of every document that it cuts, and
-    the end of every shard. Later epochs drop nothing (`pack_pieces`): they join the end of a shard to the next shard.
+    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of every cut document, and the end of every
+    shard, are dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next shard.
     """
     def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
-        """shards: (epoch, shard), with epochs counted from 0."""
+        """Create the packer without reading data. shards: yields (epoch, shard), with epochs counted from 0."""
         self.cfg = cfg
         self.shards = shards
         self.epoch = 0
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
-        # Where the next step begins in the shard: index of a document in the first epoch, of a token in later ones.
+        # Start of the next step in the shard: a document index in the first epoch, a token index in later epochs.
         self.position = 0
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, for all ranks. Raises OutOfData if the shards end before that.
+        """Pack the S sequences of the next step, which are the sequences of all ranks.
 
-        Returns (shard, sequences) in the format of `pack_batch`.
+        Returns (shard, sequences); `pack_batch` defines the format of a sequence. Raises OutOfData if the remaining
+        shards have too few tokens, or if a shard has changed since the start of the run.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3323,36 +3325,37 @@ class Packer:
                                          f"{self.cfg.max_doc_len} of each document in the first epoch",
                                 hint="--epochs=0 repeats the data; or add shards (FineWeb: python "
                                      f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
-            except DataError as error:   # the shard has changed since the start of the run
+            except DataError as error:   # the shard file has changed since the start of the run
                 raise OutOfData(*error.args) from None
             if len(rest):
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
             self.position = 0
 
 def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
-    """Count the tokens that all steps of the schedule read, in the first epoch and in later epochs.
+    """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule.
 
-    Packs every step without building batches. Raises OutOfData if the data end before the schedule does.
+    Packs every step without building batches. Raises OutOfData if the data ends before the schedule does.
     """
     packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
         packer.next(step_cfg)
-        # In the first epoch, the last target of a sequence is not the first input of the next sequence.
+        # A sequence has T + 1 tokens. In later epochs, its last token is also the first token of the next sequence, so
+        # count only T of them.
         counts[packer.epoch > 0] += (step_cfg.seq_len + (packer.epoch == 0)) * cfg.seqs_per_step
     return counts[0], counts[1]
 
 class Loader:
-    """Loader that builds the batches of the next cycle of the run on a background thread during the current cycle.
+    """Background loader: a thread builds the batches of the next cycle of the run while the current cycle trains.
 
-    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The caller passes the step
-    configs of each cycle, so batches do not depend on timing. The S sequences of a step are the same for every W.
+    Call `start` once, then `advance` at the start of every cycle and `next` in every step. The batches depend only on
+    the step configs that the caller passes, and not on timing. The S sequences of a step are the same for every W.
     """
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         """Create the loader without reading data.
 
-        headers: the training shards, in reading order. purpose: recorded in the tag of each row plan; the traffic of a
-        plan is counted only if its purpose is "train".
+        headers: headers of the training shards, in reading order. purpose: recorded in the tag of each row plan;
+        traffic is counted only for "train".
         """
         self.cfg = cfg
         self.comm = comm
@@ -3365,7 +3368,7 @@ class Loader:
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
     def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Consume the data of steps that a resumed run has already trained on, without building batches.
+        """Skip the data of `steps`, the steps that a resumed run has already trained. Builds no batches.
 
         Raises OutOfData if the data ends before the last of these steps.
         """
@@ -3373,7 +3376,7 @@ class Loader:
             self.packer.next(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
-        """Build the batches of the first cycle, and wait for them. The first `advance` makes them current.
+        """Build the batches of the first cycle, and wait for the batches. The first `advance` makes them current.
 
         Raises OutOfData if the data ends before the end of the cycle, or any other error of the loader thread.
         Collective.
@@ -3382,7 +3385,7 @@ class Loader:
         self._wait_for_cycle()
 
     def advance(self, cycle_after_next: list[StepConfig]) -> None:
-        """Make the next cycle the current one, and build the batches of `cycle_after_next` in the background.
+        """Make the next cycle the current one, and start to build the batches of `cycle_after_next` in the background.
 
         cycle_after_next: step configs, or [] at the end of training. Waits for the batches of the new current cycle.
         Raises OutOfData if the data ended before the end of the new current cycle, or any other error of the loader
@@ -3409,7 +3412,7 @@ class Loader:
         """
         try:
             batches = self.ready or self._wait_for_cycle()
-        except OutOfData:                # Loader.advance, which starts the next cycle, raises this error again
+        except OutOfData:                # `advance` raises this error again at the start of the next cycle
             return {}
         return batches[0].plans if batches else {}
 
@@ -3432,7 +3435,7 @@ class Loader:
         Runs on the loader thread. Raises OutOfData if the data ends before the end of the cycle.
         """
         seqs_by_step = []
-        # If a rank cannot read a shard any more, all ranks end in this cycle.
+        # If one rank fails to read a shard, raise the error on all ranks, so that training ends in the same cycle.
         with self.comm.raise_together(self.comm.loader_group):
             for step_cfg in cycle:
                 shard, seqs = self.packer.next(step_cfg)
@@ -3441,10 +3444,10 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
-        """Yield (epoch, data shard) for all epochs, in order. With --epochs=0, the shards repeat without end.
+        """Yield (epoch, data shard) for all shards of all epochs, in training order. With --epochs=0, never ends.
 
         The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
-        shard takes longer than --comm_timeout.
+        shard takes longer than --comm_timeout, and DataError if a shard file has changed.
         """
         loading = None
         for epoch, header in shard_order(self.cfg, self.headers):
@@ -3454,24 +3457,24 @@ class Loader:
         yield loading[0], result_with_timeout(loading[1], self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
-    """The validation sequences, in host memory, with the statistics for bits per byte."""
+    """The validation sequences, in host memory, and the token statistics that convert a loss to bits per byte."""
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "validation"):
         """Load the first --val_tokens tokens of the validation shards, and the vocabulary if there is one.
 
-        headers: the validation shards, in reading order. purpose: recorded in the tag of each row plan. Raises
-        DataError if a shard or the vocabulary is invalid.
+        headers: headers of the validation shards, in reading order. purpose: recorded in the tag of each row plan.
+        Raises DataError if a shard or the vocabulary is invalid.
         """
-        # Every rank stores all sequences, because they are few. Each rank evaluates every W-th sequence.
+        # Every rank stores all sequences, because there are few. Each rank evaluates every W-th sequence.
         self.cfg = cfg
         self.comm = comm
         self.purpose = purpose
         seq_len = cfg.val_batch_tokens // cfg.seqs_per_step
-        # `map` is lazy: shards after the last sequence are not read.
+        # `map` is lazy, so shards beyond the first --val_tokens tokens are not read.
         shards = map(load_shard, headers)
         seqs = validation_sequences(shards, cfg.seqs_per_step, seq_len, cfg.bos_id)
         self.seqs = list(itertools.islice(seqs, cfg.val_tokens // seq_len))
 
-        # Compute the unigram entropy and the bytes per token over exactly the tokens that are predicted.
+        # Compute the unigram entropy and the bytes per token over the targets, the tokens that the loss averages over.
         targets = np.concatenate([seq.tokens[1:] for seq in self.seqs])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         frequencies = counts[counts > 0] / len(targets)
@@ -3485,20 +3488,20 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.token_bytes)) / len(targets))
 
     def text_metrics(self, loss: float) -> dict[str, float]:
-        """Return val_bpb, the loss in bits per byte, and unigram_nats, the unigram entropy of the tokens in nats.
+        """Return dict(val_bpb, unigram_nats): the loss in bits per byte, and the unigram entropy in nats per token.
 
-        loss: validation loss in nats per token. Returns {} if there is no vocabulary, because the bytes per token are
-        then unknown.
+        loss: validation loss in nats per token. Without a vocabulary, returns {}, because the bytes per token are
+        unknown.
         """
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, step_cfg: StepConfig) -> Iterable[Batch]:
-        """Yield a batch on the device for every S validation sequences, with this rank's S / W sequences. Collective.
+        """Yield this rank's validation batches, on the device, with S / W sequences each. Collective.
 
-        step_cfg: the step whose weights are evaluated. If step_cfg.tied, the row plans read the embedding from the
-        head.
+        step_cfg: config of the step whose weights are evaluated. If step_cfg.tied and W > 1, lookups in the table
+        `embed` read columns of the head.
         """
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
@@ -3509,12 +3512,14 @@ class ValidationSet:
 
 # ====== Section 7: Model ==============================================================================================
 class ParameterSpec(NamedTuple):
-    """A parameter: shape, initialization, optimizer and multipliers (RECIPE 2.1)."""
+    """Shape, initialization, optimizer and multipliers of one parameter or table (RECIPE 2.1)."""
     label: str                           # name of the parameter; also seeds its initial values
     shape: tuple[int, ...]               # unsharded
-    # Distribution of the initial values and its argument: ("constant", one value or one per element),
-    # ("normal", standard deviation), ("uniform", bound) in [-bound, bound], or ("up", bound). "up" is for the bank of
-    # MLPs, (L, 2, F, D): the up matrices are uniform in [-bound, bound], and the down matrices are zero.
+    # (distribution of the initial values, argument):
+    #     ("constant", values)            one value, or one value per element
+    #     ("normal", standard deviation)
+    #     ("uniform", bound)              uniform in [-bound, bound]
+    #     ("up", bound)                   for the bank of MLPs, (L, 2, F, D): uniform up matrices, zero down matrices
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
@@ -3522,8 +3527,8 @@ class ParameterSpec(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
     # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: heights of the weight matrices that the parameter stacks in each layer. Gradients of weight
-    # matrices accumulate in a main_grad. Autograd stores the gradients of replicated parameters in .grad.
+    # matrix_heights: number of rows of each weight matrix. A bank stacks these matrices in each layer; the head is one
+    # matrix. Gradients of weight matrices accumulate in main_grad. Gradients of replicated parameters are in .grad.
     matrix_heights: tuple[int, ...] = ()
     table: TableSpec | None = None       # how tokens are looked up, for an embedding table
 
@@ -3544,10 +3549,7 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape.
-
-    The "up" distribution is for the bank of MLPs: uniform up matrices, and zero down matrices.
-    """
+    """Create the initial weight that spec.init describes: unsharded, f32, of shape spec.shape."""
     distribution, argument = spec.init
     shape = spec.shape
     if distribution == "constant":
@@ -3557,7 +3559,7 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     if distribution == "up":
         shape = (shape[0], 1, *shape[2:])
     weight = torch.rand(shape, generator=generator) * (2 * argument) - argument
-    # Down matrices start as zeros, so that every MLP outputs zeros at first.
+    # Zero down matrices, so that every MLP outputs zeros at first.
     if distribution == "up":
         weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
     return weight
@@ -3565,8 +3567,8 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
-    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. The
-    values of a table are its coefficients, one per layer.
+    The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
+    table has one scalar per layer, its coefficient in the residual stream.
     """
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
@@ -3577,20 +3579,21 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     """
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
-    # Value embeddings, and n-gram tables that are added to attention values, have a gate per head.
+    # Each value embedding, and each n-gram table that is added to attention values, has one gate per head.
     num_value_gates = NUM_VALUE_EMBEDS + sum(ngram.layer is not None for ngram in cfg.tables)
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
-    # Settings of several parameters. With this bound, a uniform distribution in [-bound, bound] has the standard
-    # deviation 0.5 / sqrt(D).
+    # Settings that several parameters share.
     zeros = "constant", 0.0
+    # Uniform values in [-bound, bound] have the standard deviation bound / sqrt(3) = 0.5 / sqrt(D).
     bound = 3**0.5 * 0.5 * D**-0.5
     scalar_kwargs = dict(lr_mul=5, wd_mul=0, full_precision=True)
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
         ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
+        # "up": uniform up matrices, zero down matrices.
         ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
                       matrix_heights=(mlp_dim, mlp_dim)),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
@@ -3602,14 +3605,14 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
         ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
         ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
-        # While head and embedding are tied, embed is the transpose of lm_head. `initial_weights` replaces the zeros.
+        # Head and embedding are tied at first, so `initial_weights` replaces the zeros by the transpose of lm_head.
         ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
         # Row-wise updates have no first moment, so the first beta is 0.
         *(ParameterSpec(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
                         table=table_spec) for ngram, table_spec in zip(cfg.tables, ngram_tables)))
 
-# Type aliases of the arguments and results of GPT's methods. Rows to read are (num_rows, D). Their gradient buffer has
-# the same shape, in f32, or in f64 in an f64 run. In evaluation, None replaces the buffer. Embeddings are (B, T, D).
+# Type aliases of the arguments and results of GPT's methods. Embeddings are (B, T, D). Rows to read are (num_rows, D).
+# Their gradient buffer has the same shape, and is f32, or f64 in an f64 run. In evaluation, None replaces the buffer.
 RowBuffers = dict[str, tuple[Tensor, Tensor | None]]      # label of a table -> (rows to read, their gradient buffer)
 ResidualInputs = list[tuple[tuple[Tensor, ...], Tensor]]  # (coefficient of each layer, embedding)
 ValueEmbeds = dict[int, list[tuple[int, Tensor]]]         # layer index -> (index in ve_gate_bank, embedding)
@@ -3622,25 +3625,27 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
     max_len       upper bound of the document length, in tokens
     scale         softmax scale
 
-    In a paired layer, a token has two positions. A document therefore has two positions per token, and a window covers
-    half as many tokens as in a plain layer. The new AttentionArgs replace those of the same kind in the registry
-    ATTENTION_ARGS.
+    Paired layers have two positions per token. Their AttentionArgs.max_seqlen is therefore 2 * max_len, and a window of
+    n positions covers n / 2 tokens.
+
+    Side effect: each AttentionArgs registers itself in ATTENTION_ARGS under a name such as "plain long", and replaces
+    the AttentionArgs of the previous step.
     """
     return {(attention, window_name): AttentionArgs(positions_per_token * max_len, window, scale,
-                                                    f"{attention} {window_name}")
+                                                    name=f"{attention} {window_name}")
             for attention, positions_per_token in (("plain", 1), ("paired", 2))
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
     """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
 
-    Weights are bf16, or f32 if the spec has full_precision. The weights of a parameter depend only on the seed and on
-    its spec: label, shape and distribution.
+    Weights are bf16, or f32 if spec.full_precision. The initial weight of a parameter depends only on the seed and on
+    the label, shape and init of the spec.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
             continue
-        # Seed a separate generator for each label, so that adding or removing a parameter does not change the others.
+        # Use one generator per label, so that adding a parameter does not change the initial values of the others.
         digest = hashlib.sha256(f"{seed}/{spec.label}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         weight = init_parameter(spec, generator)
@@ -3649,33 +3654,33 @@ def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
             weight = weight.bfloat16()
         if spec.label == "lm_head":
             head = weight
-        # Head and embedding are tied at first: embed (V, D) is the transpose of lm_head (D, V).
+        # Head and embedding are tied at first: embed (V, D) = lm_head^T, with lm_head (D, V).
         if spec.label == "embed":
             weight = head.t()
         yield spec.label, weight
 
 def sigmoid_gate(inputs: Tensor, weight: Tensor) -> Tensor:
-    """Compute gates, sigmoid(inputs @ weight^T), in (0, 1).
+    """Compute gates in (0, 1): sigmoid(inputs @ weight^T).
 
     inputs (..., GATE_INPUTS), weight (num_gates, GATE_INPUTS) -> (..., num_gates).
     """
     return torch.sigmoid(F.linear(inputs, weight))
 
 class GPT(nn.Module):
-    """The transformer of RECIPE 2. Runs no collectives. Each parameter is named by the label of its ParameterSpec."""
+    """The transformer of RECIPE 2. Runs no collectives. The name of a parameter is the label of its ParameterSpec."""
     def __init__(self, cfg: Config, attention: Callable, max_seq_len: int, shard_rows: dict[str, int]):
-        """Allocate all parameters, uninitialized, and the RoPE buffers, as zeros.
+        """Allocate uninitialized parameters, and zero-initialized RoPE buffers.
 
         attention     attention function with the signature and results of `attention_reference`
         max_seq_len   length of the longest sequence, in tokens
-        shard_rows    number of rows in this rank's shard of each table, keyed by label; {} allocates whole tables
+        shard_rows    {table label: number of rows of this rank's shard}; {} allocates whole tables
         """
         super().__init__()
         self.num_heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        # Row-wise tables are not parameters of the model, because row stores contain them. The methods receive the rows
-        # of these tables in the argument row_buffers.
+        # Row-wise tables are not parameters of the model, because row stores contain their weights. The methods receive
+        # the rows to read in the argument row_buffers.
         self.specs = {spec.label: spec for spec in parameter_specs(cfg) if spec.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(scalars) for name, scalars in initial_scalars(cfg).items()}
         self.ngrams = cfg.tables
@@ -3686,21 +3691,22 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, first_dim), *other_dims), dtype=param_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # The buffers are not persistent, so checkpoints omit them. They are computed again from settings and schedule.
+        # persistent=False omits the buffers from checkpoints, because settings and schedule determine their values.
         if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        for name in ("rotary_cos", "rotary_sin"):         # two positions per token, for paired layers
+        for name in ("rotary_cos", "rotary_sin"):         # paired layers have two positions per token
             self.register_buffer(name, torch.zeros(2 * max_seq_len, cfg.head_dim, dtype=dtype), persistent=False)
-        # Cache of `set_rotary`. Key: the frequencies of a stage. Value: (E,), a signed frequency per channel of a head.
+        # Cache of `set_rotary`: frequencies of a stage -> (E,), the signed frequency of each channel of a head.
         self.channel_freqs: dict[tuple[float, ...], Tensor] = {}
 
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Fill the RoPE buffers rotary_cos and rotary_sin with cos and sin of position * frequency, in place.
+        """Fill the RoPE buffers in place: rotary_cos = cos(angles), and rotary_sin = sin(angles), (2 * max_seq_len, E).
 
-        frequencies: E/4 angular frequencies in radians per position, for head dim E. Each rotates a pair of adjacent
-        channels; the second half of the channels is not rotated. The buffers are (2 * max_seq_len, E), and the sin of
-        the second channel of a pair is negated. Angles are computed in f32, or f64 in an f64 run. Writing in place
-        avoids a recompilation.
+            angles[position, channel] = position * signed frequency of the channel
+
+        frequencies: E/4 angular frequencies in radians per position, for head dim E. Channels 2i and 2i + 1 have the
+        signed frequencies f and -f, where f = frequencies[i]. The second half of the channels has frequency 0. Angles
+        are computed in f32, or f64 in an f64 run. Writing in place avoids a recompilation.
         """
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -3708,8 +3714,8 @@ class GPT(nn.Module):
         # at the first step of a stage would synchronize.
         if frequencies not in self.channel_freqs:
             freqs = torch.tensor(frequencies, dtype=dtype, device=device)
-            # Channels 2i and 2i + 1 rotate by the same angle. Negating the second frequency negates the sin of channel
-            # 2i + 1, as `apply_rotary` requires. The second half of the channels has frequency 0 and does not rotate.
+            # `apply_rotary` requires the negated sin in channel 2i + 1. Negating the frequency negates the sin, and
+            # does not change the cos. Frequency 0 does not rotate the second half of the channels.
             signed_freqs = torch.stack((freqs, -freqs), dim=-1).flatten()
             self.channel_freqs[frequencies] = F.pad(signed_freqs, (0, len(signed_freqs)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
@@ -3721,8 +3727,8 @@ class GPT(nn.Module):
                head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
 
-        Returns two tensors (B, T), for B sequences of T tokens: the multi-token losses, and the next-token losses,
-        which have no gradient. They are f32, or f64 in an f64 run, and are not multiplied by loss_scale.
+        Returns (multi-token losses, next-token losses), both (B, T), for B sequences of T tokens. The losses are f32,
+        or f64 in an f64 run, without loss_scale. The next-token losses are not differentiable.
 
         mtp_weights         (G,): loss weight of each of the next G tokens
         loss_scale          (): the upstream gradient that backward will receive for every loss
@@ -3790,7 +3796,7 @@ class GPT(nn.Module):
             if layer.save_as:
                 saved[layer.save_as] = x
 
-        # Backout: subtract a learned multiple of the output of an earlier layer. This raises the share of what later
+        # Backout: subtract a learned multiple of the output of an earlier layer. The result depends more on what later
         # layers have added.
         return rms_norm(x - scalars["backout"].type_as(x) * saved[BACKOUT])
 
@@ -3801,17 +3807,16 @@ class GPT(nn.Module):
         B sequences of T tokens, model dim D. scalars: the learned scalars, keyed by name. row_buffers: {table label:
         (rows to read, buffer in which their gradients accumulate)}, with None instead of the buffer in evaluation.
         Returns
-            x0                normalized token embedding, the initial residual stream
+            x0                rms_norm(smeared token embedding), the initial residual stream
             residual_inputs   list of (coefficient of each layer, embedding), bigrams first, then n-gram tables. Every
                               layer adds coefficient * embedding to the residual stream.
             value_embeds      {layer index: list of (index in ve_gate_bank, embedding)}. Each embedding is gated and
                               added to the attention values of the layer.
 
-        The smear coefficient of a token is the learned scalar `smear` times a gate in (0, 1). The gate reads the first
-        GATE_INPUTS channels of the token's embedding.
+        The smear adds to embed[t] the term smear * gate[t] * embed[t - 1], where `smear` is a learned scalar. gate[t],
+        in (0, 1), reads the first GATE_INPUTS channels of embed[t].
         """
-        # Smear: add to each token's embedding a gated multiple of the previous token's embedding, also across document
-        # boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
+        # The smear crosses document boundaries within a sequence, as in modded-nanogpt (RECIPE 2.3).
         embed, = self.lookup("embed", batch, row_buffers)
         smear = scalars["smear"].type_as(embed)
         gate = smear * sigmoid_gate(embed[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -3828,8 +3833,8 @@ class GPT(nn.Module):
         gate_idx = NUM_VALUE_EMBEDS
         for ngram in self.ngrams:
             ngram_embed, = self.lookup(ngram.label, batch, row_buffers)
-            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. The hash selects a random
-            # +-1 vector from sign_vectors, so that n-grams that share a row differ in about half of the signs.
+            # sign_ids (B, T) contains a second hash of the n-gram that ends at each token. sign_vectors[hash] is a
+            # random vector of +1 and -1. Two n-grams that share a row thus differ in about half of the signs.
             if ngram.signs:
                 ngram_embed = ngram_embed * F.embedding(batch.sign_ids[ngram.label], self.sign_vectors)
             if ngram.layer is None:
@@ -3842,14 +3847,14 @@ class GPT(nn.Module):
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
 
-        B sequences of T tokens, model dim D. row_buffers[label] is (rows, row_grads): the rows to read, (num_rows, D),
-        and the buffer in which their gradients accumulate, (num_rows, D), or None in evaluation. The entries of
-        batch.row_index[label], (B, T) or (B, lookups_per_token, T), are indices into these rows.
+        Each embedding is rows[index], where (rows, row_grads) = row_buffers[label], and `index` (B, T) is one of the
+        lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. rows and row_grads
+        are (num_rows, D); row_grads is None in evaluation. B sequences of T tokens, model dim D.
         """
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
-        # Make each of the lookups_per_token lookups a separate autograd node. Backward then adds each gradient to
-        # row_grads as soon as the gradient is computed, and never stacks gradients.
+        # Use one autograd node per lookup. Backward then adds each gradient to row_grads as soon as the gradient is
+        # computed, and never stacks gradients.
         indices = row_index.unbind(1) if row_index.dim() == 3 else [row_index]
         return [RowLookup.apply(rows, index, row_grads) for index in indices]
 
@@ -3862,19 +3867,19 @@ class GPT(nn.Module):
         normed         (B, T, D): normalized residual stream, the input of the qkv projection and of the gates
         value_embeds   pairs (index in ve_gate_bank, embedding (B, T, D)); the gated embedding is added to v
         cu_seqlens     (num_docs + 1,) i32: document bounds, in tokens, of the micro-batch flattened to B * T tokens
-        attn_args      window, maximum document length and softmax scale for this kind of layer, in positions
+        attn_args      window and maximum document length for this kind of layer, in positions, and the softmax scale
 
-        Plain layers have one position per token and H heads. Paired layers have two positions per token and H/2 heads,
-        because they fold heads j and j + H/2 into one sequence of length 2T. RoPE positions count from the start of the
+        Plain layers have one position per token and H heads. Paired layers fold heads j and j + H/2 into one sequence
+        of length 2T, and thus have two positions per token and H/2 heads. RoPE positions count from the start of the
         sequence, not of the document.
         """
         B, T, _ = normed.shape
         q, k, v = qkv.view(B, T, QKV, self.num_heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        # Add each value embedding to v, scaled per head by a gate in (0, 2). The gate reads the first GATE_INPUTS
-        # channels of the normalized residual stream. In plain layers, the second half of these inputs is replaced by
-        # the first GATE_INPUTS / 2 channels of the value embedding.
+        # Add each value embedding to v, scaled per head by a gate in (0, 2). In paired layers, the gate reads the first
+        # GATE_INPUTS channels of `normed`. In plain layers, the gate reads the first GATE_INPUTS / 2 channels of
+        # `normed`, and the first GATE_INPUTS / 2 channels of the value embedding.
         for gate_idx, value_embed in value_embeds:
             gate_inputs = normed[..., :GATE_INPUTS]
             if layer.attention == "plain":
@@ -3884,9 +3889,9 @@ class GPT(nn.Module):
             v = v + gate[..., None] * value_embed.view(v.shape)
 
         # In the folded sequence of a paired layer, position 2t is head j of token t, and position 2t + 1 is head
-        # j + H/2 of token t. But RoPE is applied before the heads are regrouped, so the angles follow head parity
-        # instead: even heads have the angles of position 2t, odd heads the angles of position 2t + 1. This order looks
-        # like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
+        # j + H/2 of token t. RoPE is applied before the heads are regrouped, and therefore does not use these
+        # positions: even heads have the angles of position 2t, and odd heads have the angles of position 2t + 1. This
+        # looks like a bug, but the published losses of modded-nanogpt include it (RECIPE 2.4).
         positions_per_token = 1
         if layer.attention == "paired":
             positions_per_token = 2
@@ -3896,7 +3901,7 @@ class GPT(nn.Module):
         rotary_shape = (B, T, self.num_heads // positions_per_token, positions_per_token, self.head_dim)
         q = apply_rotary(q.view(rotary_shape), cos, sin)
         k = apply_rotary(k.view(rotary_shape), cos, sin)
-        # Key offset: shift the unrotated half of the keys by one token, so that a query that matches token t - 1
+        # Key offset: the unrotated half of key t becomes that of key t - 1. A query that matches token t - 1 then
         # attends to the value of token t (a one-layer induction head). The shift crosses document boundaries, as in
         # modded-nanogpt (RECIPE 2.4). The first key of a sequence does not change.
         if layer.key_offset:
@@ -3909,9 +3914,10 @@ class GPT(nn.Module):
 
 
 # ====== Section 8: Optimizer ==========================================================================================
-# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It computes the updates, and launches the
-# all-gathers of updated weights, in UPDATE_ORDER. The two orders may differ. The banks come first, because their
-# NorMuon updates overlap the all-to-all of row gradients. `Optimizer` inserts the n-gram tables before the last group.
+# `Optimizer.step` launches the reductions of gradients in REDUCE_ORDER. It then updates the groups in UPDATE_ORDER, and
+# launches the all-gather of a group right after its update. The two orders may differ. The banks come first, so that
+# their NorMuon updates overlap the all-to-alls of row gradients. `Optimizer` inserts the n-gram tables before the last
+# group.
 REPLICATED = "replicated"                # label of the group of all parameters that every rank updates in full
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", REPLICATED)
 UPDATE_ORDER = REDUCE_ORDER
@@ -3926,17 +3932,16 @@ DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the
 def polar_express(x: Tensor) -> Tensor:
     """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
 
-    The polar factor of a matrix with the SVD U S V^T is U V^T. x (M, rows, columns) is a stack of M matrices; the
-    result has the shape and dtype of x, and all matmuls are in this dtype. Singular values above 0.002 of the Frobenius
-    norm become 0.86 to 1.14 (RECIPE 3.1).
+    The polar factor of U S V^T (SVD) is U V^T. x (M, rows, columns) -> (M, rows, columns), for M matrices, in the dtype
+    of x. Singular values above 0.002 times the Frobenius norm are mapped to [0.86, 1.14] (RECIPE 3.1).
     """
     norm = x.norm(dim=(-2, -1), keepdim=True)
-    # Transpose tall matrices to wide ones, so that the Gram matrix x x^T below is as small as possible.
+    # Transpose tall matrices, so that the Gram matrix x x^T below is as small as possible.
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    # The iteration needs singular values of at most 1. The Frobenius norm is an upper bound of the largest singular
-    # value. Divide by 1.02 times the norm, for a margin of 2 % (RECIPE 3.1).
+    # The iteration requires singular values of at most 1. The Frobenius norm is an upper bound of the singular values.
+    # The factor 1.02 is a margin (RECIPE 3.1).
     x = x / (1.02 * norm + 1e-6)
     for a, b, c in POLAR_EXPRESS:                                             # x <- a x + (b A + c A^2) x, A = x x^T
         gram = x @ x.mT
@@ -3957,8 +3962,8 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
         result        =  U * |O| / |U|, where |.| is the Frobenius norm of a matrix
 
     grad, momentum and the result are (M, r, c): M matrices with r rows and c columns. second_moment is (M, r, 1). For
-    wide matrices second_moment is (M, 1, c), and columns are normalized instead of rows. mu: 0-dim, the momentum
-    coefficient. beta2: decay of second_moment. polar_dtype: dtype in which polar_express runs.
+    wide matrices, second_moment is (M, 1, c), and columns are normalized instead of rows. mu (): momentum coefficient.
+    beta2: decay of second_moment. polar_dtype: dtype of the argument of polar_express.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
@@ -3970,7 +3975,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     second_moment.lerp_(mean_square, 1 - beta2)
     inverse_rms = second_moment.clamp_min(1e-10).rsqrt()
 
-    # Compute the norms |O| and |U| from the means. The matrices are then read only once more, for the last product.
+    # Compute |O| and |U| from the means, so that the full matrices are read only once more, in the return statement.
     count = grad.shape[axis]                                                  # elements per mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * inverse_rms.square()
@@ -3979,7 +3984,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second_moment: Tensor, mu:
     return orthogonal * scale.to(polar_dtype).to(grad.dtype)                  # rounded to polar_dtype, RECIPE 3.1
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Combine bf16 weights p (upper 16 bits) and i16 mantissa (lower 16 bits) into f32 weights of the same shape."""
+    """Combine p (bf16: upper 16 bits) and mantissa (i16: lower 16 bits) into f32 weights of the same shape."""
     # int() sign-extends an i16 mantissa. Mask off the upper 16 bits, because bit 15 of a mantissa is not a sign bit.
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
@@ -3992,10 +3997,10 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
         p <- p - lr_muls * lr * (decay * p + U)   where U * p >= 0
         p <- p - lr_muls * lr * U                 elsewhere
 
-    p, mantissa, momentum and second_moment are updated in place. mu, lr and decay are 0-dim tensors.
+    Also updates mantissa, momentum and second_moment in place. mu, lr and decay are 0-dim tensors.
 
     p               (M, r, c): M matrices with r rows and c columns
-    mantissa        (M, r, c) i16: lower 16 bits of f32 weights whose upper 16 bits are p; None: p is the full weight
+    mantissa        (M, r, c) i16: lower 16 bits of f32 weights, with p as the upper 16 bits; None: p is the full weight
     grad            (M, r, c): summed over sequences and ranks
     momentum        (M, r, c)
     second_moment   (M, r, 1), or (M, 1, c) for wide matrices; beta2 is its decay
@@ -4025,7 +4030,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
         p - (update + decay * p)   where update * p > 0
         p - update                 elsewhere
 
-    p and update have the same shape. decay: 0-dim, the weight-decay coefficient times the squared learning rate. As in
+    p and update have the same shape. decay (): the weight-decay coefficient times the squared learning rate. As in
     modded-nanogpt, weights with update * p = 0 decay in NorMuon, but not in Adam.
     """
     # modded-nanogpt tests > 0 here, but >= 0 in NorMuon.
@@ -4040,9 +4045,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
         v <- beta2 * v + (1 - beta2) * (grad_scale * grad)^2
         p <- cautious_adam(p, step_size * m / (sqrt(v) + eps), decay)
 
-    p, grad, m (first moment) and v (second moment) have the same shape. m and v are updated in place, too. grad is
-    summed over sequences and ranks. v has no bias correction when eps is added. step_size: 0-dim, the learning rate
-    with both bias corrections. decay: 0-dim, the weight-decay coefficient times the squared learning rate.
+    p, grad, m (first moment) and v (second moment) have the same shape. Also updates m and v in place. grad: summed
+    over sequences and ranks. step_size (): the learning rate times both bias corrections, sqrt(1 - beta2^n) /
+    (1 - beta1^n) in update n. decay (): the weight-decay coefficient times the squared learning rate.
     """
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -4060,13 +4065,13 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
     rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
-    last update that changed the row, 0 if there was none. grad (u, D): summed over sequences and ranks. update_num:
-    0-dim, number of this update, counted from 1. step_size: 0-dim, lr * sqrt(1 - beta2^update_num). decay: 0-dim,
-    the weight-decay coefficient times the squared learning rate.
+    last update that changed the row, or 0. grad (u, D): summed over sequences and ranks. update_num (): number of this
+    update, counted from 1. step_size (): lr * sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times
+    the squared learning rate.
     """
     grad = grad * grad_scale
-    # Decay v once per update since the last update of the row, as if the row had had a zero gradient in the updates
-    # in between. Compute the power in f64, and round once.
+    # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
+    # Compute the power in f64, and round once.
     v_decay = torch.pow(beta2, (update_num - last).double()).to(v.dtype)
     v.copy_(v * v_decay + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(update_num.expand_as(last))
@@ -4074,37 +4079,40 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(cautious_adam(rows.to(grad.dtype), update, decay))
 
 def cpu_scalar(value: float) -> Tensor:
-    """Wrap a scalar that changes every step in a 0-dim f64 CPU tensor.
+    """Convert a scalar that changes every step to a 0-dim f64 CPU tensor.
 
-    torch.compile specializes on floats, so passing a float would recompile the update in every step.
+    torch.compile specializes on floats, so a float argument would recompile the update in every step.
     """
     return torch.tensor(value, dtype=torch.float64)
 
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
 
-    weight: a parameter, or a shard of a bank that is already viewed as matrices.
+    weight: a parameter, or a shard of this view.
     """
     if spec.optimizer != "normuon":
         return weight
-    # The forward pass uses q, k and v of a layer as one matrix, with 3 D rows. NorMuon orthogonalizes q, k and v
-    # separately. The greatest common divisor of the heights, 3 D and D, is the height of each of these matrices.
+    # The forward pass uses q, k and v of a layer as one matrix (3D, D), but NorMuon orthogonalizes q, k and v
+    # separately. The greatest common divisor of the heights 3D and D is D, the height of each of these matrices.
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized optimizer state, {state name: tensor}, for a whole parameter or one rank's shard.
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or for a shard of one.
 
-    Adam: first moment "m" and second moment "v", shaped like `shard`. NorMuon, for M matrices (rows, columns):
-    "momentum" (M, rows, columns), "second" (M, rows, 1) or, for wide matrices, (M, 1, columns), and, if the weights are
-    bf16, "mantissa" (M, rows, columns) i16. All other state is f32, or f64 for f64 weights.
+        Adam       "m"          like shard: first moment
+                   "v"          like shard: second moment
+        NorMuon    "momentum"   (M, rows, columns), for M matrices
+                   "second"     (M, rows, 1), or (M, 1, columns) for wide matrices: second moment
+                   "mantissa"   (M, rows, columns) i16: lower 16 bits of the weights, only if the weights are bf16
+
+    Except the mantissa, all state is f32, or f64 for f64 weights.
     """
-    # This function is the only definition of this state. Snapshots, checkpoints and the memory estimate derive names,
-    # shapes and dtypes from its result.
+    # Snapshots, checkpoints and the memory estimate derive names, shapes and dtypes of the state from this function.
     shard = bank_matrices(spec, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if spec.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon averages squares over the shorter dimension: over each row, or over each column of wide matrices.
+    # NorMuon averages squares over each row, or over each column of wide matrices.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -4115,9 +4123,10 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
     """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
 
-    Updates of the parameter are counted from 1. The step size is the learning rate with bias corrections. The weight
-    decay is the weight-decay coefficient times the squared learning rate. Step size and weight decay are 0-dim f64 CPU
-    tensors.
+        step size    = lr * sqrt(1 - beta2^n) / (1 - beta1^n) in update n, counted from 1
+        weight decay = lr^2 * weight-decay coefficient
+
+    Both are 0-dim f64 CPU tensors. lr and the coefficient include the multipliers of the parameter.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -4129,24 +4138,24 @@ def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tu
 
 def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor, grad: Tensor, state: dict[str, Tensor],
                step_cfg: StepConfig) -> None:
-    """Apply one Adam update in place to p, a whole parameter or this rank's shard, and to its moments.
+    """Apply the Adam update of this step to p and its moments, in place.
 
-    update_fn: `adam_update`, compiled if this run compiles. grad: summed over sequences and ranks, shaped like p.
-    state: the moments, with keys "m" and "v", shaped like p.
+    update_fn: `adam_update`, compiled if this run compiles. p: a parameter, or this rank's shard of one. grad: summed
+    over sequences and ranks, shaped like p. state: the moments, with keys "m" and "v", shaped like p.
     """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
 
 
-# ---- Parameter groups. A group contains parameters that are reduced and updated together. It reduces their gradients
-# over ranks, updates the part of the parameters that this rank owns, and stores the optimizer state of this part. Every
-# group has the attributes update_every (steps per update) and state ({label: {state name: tensor}}), and the methods
-# has_gradient, launch_reduce, update and zero_grad, which `Optimizer.step` calls in this order.
+# ---- Parameter groups. A group contains one or more parameters. The group reduces their gradients over ranks, updates
+# this rank's part of the parameters, and stores the optimizer state of this part. Every group has the attributes
+# update_every (steps per update) and state ({label: {state name: tensor}}). `Optimizer.step` calls the methods
+# has_gradient, launch_reduce, update and zero_grad of a group, in this order.
 class ReplicatedGroup:
-    """The parameters that every rank updates in full. A single all-reduce sums the gradients of all of them."""
+    """The parameters that every rank updates in full. One all-reduce sums all of their gradients over ranks."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
                  adam: Callable):
-        """Create zero-initialized Adam state for all of the parameters.
+        """Create zero-initialized Adam state for all parameters of the group.
 
         weights: the parameters, in the order of specs. adam: functools.partial(apply_adam, update_fn, cfg), where
         update_fn is `adam_update`, compiled if this run compiles.
@@ -4163,7 +4172,7 @@ class ReplicatedGroup:
         return all(p.grad is not None for p in self.weights)
 
     def launch_reduce(self) -> None:
-        """Launch one all-reduce of all gradients, concatenated in f32, or in f64 in an f64 run. Collective."""
+        """Concatenate all gradients in f32, or in f64 in an f64 run, and launch their all-reduce. Collective."""
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
@@ -4182,21 +4191,22 @@ class ReplicatedGroup:
 class ShardedGroup:
     """One parameter with a main_grad, split into W shards. Each rank updates one shard.
 
-    Every rank has the full weight for the forward pass, and the optimizer state of one shard. Subclasses define the
-    attribute update_every, in steps, and the method update_shard(grad, step_cfg). The method updates self.shard in
+    Every rank has the full weight, for the forward pass, but only the optimizer state of its shard. Subclasses define
+    the attribute update_every, in steps, and the method update_shard(grad, step_cfg), which updates self.shard in
     place. `grad` is the gradient of self.shard, summed over sequences and ranks.
     """
     def __init__(self, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, sharded_view: Tensor,
                  num_matrices: int, grad_dtype: torch.dtype):
-        """Move the weight into a padded buffer of W equal shards, and allocate a main_grad buffer of the same shape.
+        """Move the weight into a padded buffer of W equal shards, and allocate main_grad with the same padding.
 
-        sharded_view: the weight, viewed so that dim 0 is the dim to shard. num_matrices: number of weight matrices
-        whose gradients the backward pass writes separately. grad_dtype: dtype in which gradients accumulate.
+        sharded_view: a view of the weight that is sharded along dim 0. num_matrices: number of weight matrices whose
+        gradients the backward pass writes separately. grad_dtype: dtype of main_grad.
         """
         self.comm = comm
         self.spec = spec
         self.weight = weight
-        # Equal shards in one buffer let collectives work in place. Only collectives read the padding.
+        # Collectives work in place, because one buffer contains all shards, and all shards have the same size. Only
+        # collectives read the padding.
         unpadded_size = len(sharded_view)
         self.shard_size = -(-unpadded_size // comm.world_size)
         self.padded = sharded_view.new_zeros(self.shard_size * comm.world_size, *sharded_view.shape[1:])
@@ -4207,20 +4217,20 @@ class ShardedGroup:
         self.shard = self.padded[:unpadded_size][self.slice]
         self.state = {spec.label: init_optimizer_state(spec, self.shard)}
 
-        # Gradients accumulate in grad_dtype. The reduce-scatter sends them in the dtype of the weight.
         self.main_grad = torch.zeros_like(self.padded, dtype=grad_dtype)
-        # `to` returns the same tensor if the dtypes are equal.
+        # The reduce-scatter sends gradients in the dtype of the weight. If grad_dtype is this dtype, `to` returns
+        # main_grad itself, and the reduce-scatter needs no copy.
         self.comm_buffer = self.main_grad.to(weight.dtype) if comm.world_size > 1 else self.main_grad
         weight.main_grad = self.main_grad[:unpadded_size].view_as(weight)
         weight.write_counts = torch.zeros(num_matrices, dtype=torch.int64)
         self.num_backwards = 0           # backward passes since `zero_grad`; each pass writes every matrix once
 
     def has_gradient(self) -> bool:
-        """Return whether there was a backward pass, or a call of `add_zero_grads`, since the last update."""
+        """Return whether a backward pass or `add_zero_grads` has run since the last update."""
         return self.num_backwards > 0
 
     def check_writes(self) -> None:
-        """Raise RunError unless each backward pass since the last update wrote each matrix of main_grad once."""
+        """Raise RunError unless each backward pass since the last update has written each matrix of main_grad once."""
         counts = self.weight.write_counts
         check(counts.eq(self.num_backwards).all(), f"main_grad of {self.spec.label}",
               found=f"its matrices were written {counts.tolist()} times",
@@ -4228,9 +4238,9 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set the gradient to zeros if there was no backward pass since the last update.
+        """Set main_grad to zero if no backward pass has run since the last update.
 
-        The zeros count as one backward pass, so that `check_writes` accepts them.
+        This counts as one backward pass, so that `check_writes` accepts the zeros.
         """
         if self.num_backwards == 0:
             self.num_backwards = 1
@@ -4238,8 +4248,8 @@ class ShardedGroup:
             self.main_grad.zero_()
 
     def launch_reduce(self) -> None:
-        """Launch the reduce-scatter that sums the gradient over ranks, in the dtype of the weight. Collective."""
-        self.comm_buffer.copy_(self.main_grad)                                # no-op if they are the same tensor
+        """Launch the reduce-scatter that sums main_grad over ranks, in the dtype of the weight. Collective."""
+        self.comm_buffer.copy_(self.main_grad)                                # no-op if both are the same tensor
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
@@ -4254,7 +4264,7 @@ class ShardedGroup:
 
     def zero_grad(self) -> None:
         """Clear main_grad, and set .grad to None."""
-        # There is no need to write zeros to main_grad. The write counts are 0, so the next write overwrites main_grad.
+        # main_grad need not be zeroed: while a write count is 0, the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
         self.weight.write_counts.zero_()
@@ -4267,9 +4277,9 @@ class BankGroup(ShardedGroup):
                  multiple_micro_batches: bool, normuon: Callable):
         """Shard the bank by matrix, and compute the learning rate multiplier of each matrix.
 
-        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, gradients accumulate
-        in f32, or in f64 in an f64 run. Otherwise they have the dtype of the weight. normuon: `normuon_update`,
-        compiled if this run compiles.
+        multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, main_grad is f32, or
+        f64 in an f64 run. Otherwise main_grad has the dtype of the weight. normuon: `normuon_update`, compiled if this
+        run compiles.
         """
         self.cfg = cfg
         self.normuon = normuon
@@ -4287,9 +4297,9 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's matrices, which are self.shard, in place.
+        """Update self.shard, the matrices of this rank, in place.
 
-        grad (matrices of this rank, rows, columns): summed over sequences and ranks.
+        grad: summed over sequences and ranks, shaped like self.shard, (matrices of this rank, rows, columns).
         """
         if len(self.shard) == 0:                          # more ranks than matrices
             return
@@ -4302,9 +4312,9 @@ class BankGroup(ShardedGroup):
                      cpu_scalar(step_cfg.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
 
 class HeadGroup(ShardedGroup):
-    """The head (D, V), model dim by vocabulary: sharded along D, and updated by Adam every --adam_every steps.
+    """The head (D, V), sharded along the model dim D. Adam updates the head every --adam_every steps.
 
-    Gradients accumulate over these steps in f32, or in f64 in an f64 run.
+    V is the padded vocabulary size. main_grad is f32, or f64 in an f64 run, and accumulates over these steps.
     """
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
@@ -4317,19 +4327,22 @@ class HeadGroup(ShardedGroup):
         super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard of the head in place.
+        """Update self.shard, this rank's rows of the head, in place.
 
-        grad (rows of this shard, V): summed over sequences and ranks.
+        grad: summed over sequences and ranks, shaped like self.shard, (rows of this rank, V).
         """
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense embedding table: Adam updates every row of this rank's shard, whether it was looked up or not."""
-    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
-        """Create the Adam state of this rank's shard of the table. The state of a row-wise table is in its row store.
+    """A dense embedding table, and the base class of RowwiseTableGroup.
 
-        update_fn: functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if this run compiles. For
-        a row-wise table: `rowwise_update`, compiled if this run compiles.
+    If the table is dense, Adam updates every row of this rank's shard, including rows that were not looked up.
+    """
+    def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
+        """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
+
+        update_fn: for a dense table, functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if
+        this run compiles. For a row-wise table, `rowwise_update`, compiled if this run compiles.
         """
         self.spec = spec
         self.table = table
@@ -4338,7 +4351,7 @@ class TableGroup:
         self.state = {} if spec.table.rowwise else {spec.label: init_optimizer_state(spec, table.shard)}
 
     def has_gradient(self) -> bool:
-        """Return whether a forward pass for training has read the table since the last update."""
+        """Return whether a training forward pass has read the table since the last update."""
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
@@ -4348,7 +4361,7 @@ class TableGroup:
     def update(self, step_cfg: StepConfig) -> None:
         """Wait for the row gradients, then update this rank's shard in place.
 
-        Launches no all-gather, because other ranks fetch the updated rows that they need for the next update cycle.
+        No all-gather is needed: for the next update cycle, each rank fetches the updated rows that it looks up.
         """
         grad = self.table.reduced_grads()
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
@@ -4363,15 +4376,12 @@ class RowwiseTableGroup(TableGroup):
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
-        """Create the group. It holds no optimizer state; the table's row store does.
-
-        update_fn: `rowwise_update`, compiled if this run compiles.
-        """
+        """Create the group, without optimizer state. update_fn: `rowwise_update`, compiled if this run compiles."""
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
     def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, update the plan's rows_to_update, and write these rows back to the row store."""
+        """Wait for the row gradients, update the plan's rows_to_update, and write the result to the row store."""
         grad = self.table.reduced_grads()
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
@@ -4387,15 +4397,15 @@ class RowwiseTableGroup(TableGroup):
 class Optimizer:
     """The optimizer of this rank: NorMuon for banks, row-wise updates for n-gram tables, Adam for all other parameters.
 
-    NorMuon updates on every step, Adam every --adam_every steps, and an n-gram table every `update_every` steps, as set
-    in --tables. Gradients are sums over sequences and ranks. The updates multiply the gradients by 1 / S, where S is
-    the number of sequences per step.
+    Banks are updated on every step, an n-gram table every `update_every` steps (a column of --tables), and all other
+    parameters every --adam_every steps. Gradients are sums over sequences and ranks. The updates multiply the gradients
+    by 1 / S, for S sequences per step.
     """
     def __init__(self, cfg: Config, comm: Communicator, model: GPT,
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
-        """Create the parameter groups, their optimizer state and the orders of their collectives.
+        """Create the parameter groups, their optimizer state, and the orders of reductions and updates.
 
-        Moves the banks and the head into sharded buffers, and gives them a main_grad. tables: {label: table}.
+        Moves the banks and the head into sharded buffers, and sets their attribute main_grad. tables: {label: table}.
         multiple_micro_batches: whether a step has more than one micro-batch on this rank.
         """
         self.comm = comm
@@ -4432,8 +4442,8 @@ class Optimizer:
     def add_zero_grads(self) -> None:
         """Set the missing gradients of banks, head and replicated parameters to zero.
 
-        The gradient buffers of tables exist already. `forward_backward(loss_scale=0)` calls this method instead of
-        backward, so that this rank still takes part in the reductions of the gradients.
+        The gradient buffers of tables always exist. `forward_backward(loss_scale=0)` calls this method instead of
+        backward, so that this rank can still take part in the reductions.
         """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
@@ -4445,9 +4455,9 @@ class Optimizer:
     def step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
 
-        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Then unties head and
-        embedding if step_cfg.untie_after. Raises RunError if a gradient is missing, or if a backward pass did not write
-        every matrix of a main_grad exactly once. Collective.
+        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. If
+        step_cfg.untie_after, then splits head and embedding into two parameters. Raises RunError if a gradient is
+        missing, or if a backward pass did not write every matrix of a main_grad exactly once. Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
         due_labels = [label for label in self.update_order
@@ -4479,8 +4489,8 @@ class Optimizer:
             self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
-        # Copy the updated head to the embedding. With W > 1 no copy is needed, because the `ExchangedTable` of a tied
-        # embedding reads rows from the head.
+        # With W = 1, lookups read model.embed, so copy the updated head there. With W > 1, lookups in a tied table read
+        # the head.
         if tied_update and self.comm.world_size == 1:
             self.model.embed.copy_(head.t())
         if step_cfg.untie_after:
@@ -4489,12 +4499,12 @@ class Optimizer:
     def _untie(self) -> None:
         """Split head and embedding into two parameters: copy the head's weights and Adam moments to the embedding.
 
-        Copies this rank's rows of the embedding; the head does not change. Collective.
+        Each rank copies the rows of its shard. The head does not change. Collective.
         """
         W = self.comm.world_size
         head = self.model.lm_head                         # (D, V)
         # Reshard the Adam moments with an all-to-all. The head's moments (D, V) are sharded along D. The embedding's
-        # moments (V, D) are sharded by row: rank r owns rows r, r + W, ..., padded to C rows.
+        # moments (V, D) are sharded by row: the shard of rank r contains rows r, r + W, ..., padded to C rows.
         for name, embed_moment in self.state["embed"].items():
             C, D = embed_moment.shape
             head_moment = self.state["lm_head"][name]
@@ -4510,14 +4520,14 @@ class Optimizer:
 
 # ====== Section 9: Engine =============================================================================================
 EVAL_CHUNK = 8192                        # positions per chunk of validation logits; one chunk is in memory at a time
-# Limit of graphs per compiled function. A function has one graph for each set of input shapes. With the attention
-# reference, a function has one graph for each combination of input shapes and AttentionArgs.
+# Maximum number of graphs per compiled function. A function has one graph for each set of input shapes. With the
+# attention reference, it has one graph for each combination of input shapes and AttentionArgs.
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Loss of one forward_backward call on this rank, without the loss scale.
+    """Losses of one forward_backward call on this rank, without the loss scale.
 
-    The sums stay on the device, because copying them to the host would synchronize. They are f32, or f64 in an f64 run.
+    The sums are f32, or f64 in an f64 run. They are on the device, because copying them to the host would synchronize.
     """
     seq_sums: Tensor                     # (sequences of this rank,): summed multi-token loss of each sequence
     next_sum: Tensor                     # (): summed next-token loss of all sequences of this rank
@@ -4541,7 +4551,7 @@ class Engine:
         self.cfg = cfg
         self.comm = comm
         self.head_precision = head_precision
-        # The Rotary for which the model's cos and sin buffers were computed; None: the buffers are stale.
+        # The Rotary in the model's buffers rotary_cos and rotary_sin; None: compute them before the next forward pass.
         self.rotary: Rotary | None = None
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.micro_batch_size = micro_batch_size or cfg.seqs_per_step // comm.world_size
@@ -4556,7 +4566,7 @@ class Engine:
         self.model.to(comm.device)
         self.tables: dict[str, LocalTable | ExchangedTable] = {}
         for spec in specs:
-            # Size the row cache for all tokens that this rank looks up in one update cycle of the table. Evaluation
+            # The row cache must hold the rows of all tokens of this rank in one update cycle of the table. Evaluation
             # uses no row cache.
             max_tokens = spec.update_every * largest_batch // comm.world_size if head_precision else 0
             if spec.rowwise:
@@ -4581,7 +4591,7 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Reset all weights to their initial values for this seed, except row-wise tables.
+        """Reset all weights except row-wise tables to their initial values for `seed`.
 
         Optimizer state does not change.
         """
@@ -4591,10 +4601,11 @@ class Engine:
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full weight or of a full optimizer state tensor.
 
-        name: key of the tensor in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
-        Rank r stores the rows r, r + W, ... of a table and of its optimizer state, zero-padded to the C rows of a
-        shard. Each rank stores a slice along dim 0 of the optimizer state of a bank and of the head. Other tensors are
-        returned unchanged.
+        name: key in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
+
+            tables and their optimizer state         rows r, r + W, ... on rank r, zero-padded to the C rows of a shard
+            optimizer state of banks and head        this rank's slice along dim 0
+            all other tensors                        the full tensor
         """
         label, _, state_name = name.partition(".")
         if state_name and label in self.optimizer.sharded_groups:
@@ -4607,16 +4618,15 @@ class Engine:
     def forward_backward(self, batch: Batch, step_cfg: StepConfig, loss_scale: float = 1.0) -> StepLoss:
         """Run forward and backward on this rank's batch, and accumulate the gradients.
 
-            gradients += loss_scale * d(sum of the losses of this rank's sequences) / d(weights)
+            gradients += loss_scale * d(sum of the multi-token losses of the batch) / d(weights)
 
-        Returns the loss without loss_scale. The host does not wait for the device. With loss_scale = 0, backward is
-        skipped, and missing gradients are set to zero. A loss that is not finite then does not reach the gradients, and
-        this rank still takes part in the update. Raises RunError if a table has gradients of another update cycle.
-        Collective.
+        Returns the losses without loss_scale. Does not synchronize with the device. loss_scale = 0 skips backward and
+        sets missing gradients to zero, so that even a NaN loss adds nothing to the gradients, and this rank can still
+        take part in the update. Raises RunError if a table has gradients of another update cycle. Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        # After the last update, `fetch_rows` launched the all-to-all of the rows. Make the compute stream wait for the
-        # rows. If `fetch_rows` was not called, fetch them now.
+        # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
+        # the rows. If `fetch_rows` was not called, rows_for_forward launches the all-to-alls.
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.rows_for_forward(batch.plans.get(label))
@@ -4652,10 +4662,10 @@ class Engine:
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Copy the next step's rows of tables in host memory to the device, asynchronously.
+        """Start to copy the rows of host tables that the next step needs to the device.
 
-        Call this method before `optim_step`. plans: {table label: row plan of the next step}. No-op for tables in
-        device memory.
+        Call this method before `optim_step`, so that the copy overlaps the update. plans: {table label: row plan of the
+        next step}. No-op for tables in device memory.
         """
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
@@ -4664,18 +4674,18 @@ class Engine:
         """Launch the all-to-alls that fetch the rows of the next step. Collective.
 
         Call this method after `optim_step`, so that the rows include the update. plans: {table label: row plan of the
-        next step}. No-op for plans whose rows are cached already.
+        next step}. No-op for a plan if its rows are already cached or in flight.
         """
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Compute the validation loss: mean nats per token over the batches of all ranks. Collective.
+        """Compute the validation loss, in nats per token, averaged over the tokens of all ranks. Collective.
 
-        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len. The
-        windows and RoPE are those of step_cfg. The host waits for the device. Raises RunError if the device does not
-        finish within the timeout.
+        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
+        step_cfg determines attention windows and RoPE. Synchronizes with the device, and raises RunError if the device
+        does not finish within the timeout.
         """
         # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
@@ -4696,11 +4706,11 @@ class Engine:
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
         """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
 
-        V is the size of the padded vocabulary. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. If
-        `tokens` is longer than a validation sequence, only the last tokens are the context.
+        V is the padded vocabulary size. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. The
+        context is the end of `tokens`, at most as long as a validation sequence.
         """
-        # Pad the context to a length that the attention kernels support. Attention is causal, so the padding at the end
-        # does not affect the logits at the last position of the context.
+        # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
+        # affect the logits at the last position of the context.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.seqs_per_step):]
         seq_len = -(-len(context) // SEQ_MULTIPLE) * SEQ_MULTIPLE
         padded = np.zeros(seq_len + 1, np.uint16)
@@ -4715,8 +4725,8 @@ class Engine:
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
         """Return (AttentionArgs by kind of layer, {table label: (rows, None)}) for an evaluation batch. Collective.
 
-        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None replaces the
-        buffer of row gradients. Evaluation does not truncate documents, so a document may be as long as a sequence.
+        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None means that there
+        is no gradient buffer. Evaluation does not truncate documents, so a document may be as long as a sequence.
         """
         row_buffers = {}
         for label, table in self.tables.items():
@@ -4727,11 +4737,10 @@ class Engine:
         return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Update the RoPE buffers for this step, and return the step's AttentionArgs by kind of layer.
+        """Update the RoPE buffers, and return {(Layer.attention, Layer.window): AttentionArgs} for this step.
 
-        The key of a kind is (Layer.attention, Layer.window). The buffers are the model's cos and sin, computed again
-        only if they are stale or belong to another Rotary.
-        max_doc_len: upper bound of the length of a document, in tokens.
+        Recomputes the buffers only if step_cfg.rotary has changed, or after a snapshot was restored. max_doc_len: upper
+        bound of the document length, in tokens.
         """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
@@ -4739,20 +4748,20 @@ class Engine:
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Yield the micro-batches of a batch, with at most self.micro_batch_size sequences each."""
+        """Split a batch into micro-batches of at most self.micro_batch_size sequences."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
             if self.compiling:                            # do not recompile when the number of documents changes
                 torch._dynamo.maybe_mark_dynamic(micro_batch.cu_seqlens, 1)
             yield micro_batch
 
-    # A snapshot copies the tensors that this rank stores, including its shards. Files contain unsharded tensors, and
-    # rows with their global indices, so that they can be loaded with another world size.
+    # A snapshot copies the tensors of this rank, including its shards. Files contain full tensors, and table rows with
+    # their global indices, so that a run with another world size can load the files.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return {name: tensor} of all weights and optimizer state that this rank stores, except row-wise tables.
+        """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables.
 
-        The tensors are not copies. A weight is named by its label, for example "attn". Optimizer state is named
-        "label.state name", for example "attn.momentum".
+        The tensors are not copies. The name of a weight is its label, for example "attn". The name of optimizer state
+        is "label.state name", for example "attn.momentum".
         """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
@@ -4760,15 +4769,15 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the current training state in place, bit for bit.
+        """Copy the training state to host memory, and return a function that restores it in place, bit for bit.
 
-        Copies weights, optimizer state, touched rows of row-wise tables and the CPU random state to host memory. A
-        restore also discards all gradients.
+        The state is: weights, optimizer state, touched rows of row-wise tables, and the CPU random state. The returned
+        function also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched_by_store = [(table.store, list(table.store.touched_state()))
                             for table in self.tables.values() if table.store]
-        # Save the state of the CPU generator only, because training never uses the generator of the device.
+        # Training uses only the CPU generator, and never that of the device.
         rng = torch.get_rng_state()
 
         @torch.no_grad()
@@ -4778,17 +4787,14 @@ class Engine:
                 x.copy_(copies[name])
             for store, chunks in touched_by_store:
                 store.load(chunks)
-            self.rotary = None                            # the next step computes the cos and sin buffers again
+            self.rotary = None                            # the next step recomputes the RoPE buffers
             self.discard_grads()
             torch.set_rng_state(rng)
 
         return restore
 
     def discard_grads(self) -> None:
-        """Clear all gradients, and invalidate cached and prefetched table rows.
-
-        Also sets the byte counts of the tables to zero.
-        """
+        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -4798,17 +4804,18 @@ class Engine:
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
         """Gather the full tensor of one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
 
-        Tables and their optimizer state are sharded by row, and rank 0 returns the rows in global order. Optimizer
-        state of banks and of the head is sharded along dim 0. For a sharded tensor, ranks other than 0 return None. All
-        other tensors are replicated, and every rank returns a CPU copy of x. name: "label" for a weight, and
-        "label.state name" for optimizer state.
+            tables and their optimizer state         sharded by row: rank 0 returns all rows in global order
+            optimizer state of banks and head        sharded along dim 0: rank 0 returns the full tensor
+            all other tensors                        replicated: every rank returns a CPU copy of x
+
+        For a sharded tensor, ranks other than 0 return None.
         """
         label, _, state_name = name.partition(".")
         is_shard = state_name and label in self.optimizer.sharded_groups
         if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
-        # comm.all_gather gathers Python objects. Gather chunks of up to CHUNK_ROWS rows, because NCCL copies the
-        # objects to device memory. Compute the number of chunks from the full size, so that it is equal on all ranks.
+        # comm.all_gather gathers Python objects, which NCCL copies to device memory. Limit this memory with chunks of
+        # up to CHUNK_ROWS rows. Shards may differ in size between ranks, but the number of chunks must not.
         num_rows = self.model.specs[label].shape[0]
         num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
         chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.tensor_split(num_chunks)]
@@ -4817,18 +4824,21 @@ class Engine:
         shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
         if is_shard:
             return torch.cat(shards)
-        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Then cut off the padding.
+        # Interleave the rows of the ranks: global row r is local row r // W of rank r % W. Drop the padding at the end.
         return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
         """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
 
-        On other ranks, sharded tensors are None. The result does not depend on W, because table rows are in global
-        order. Call this method only between cycles of the run, because the result has no accumulated gradients.
+        step_cfg: config of the next step to train. If step_cfg.tied, `embed` in the result is the transposed lm_head.
+        with_moments: also gather the optimizer state.
 
-        step_cfg: config of the next step to train. If step_cfg.tied, the embedding in the result is a transposed copy
-        of the head. with_moments: include the optimizer state.
+        On other ranks, sharded entries are None: tables (but not a tied `embed`), and the optimizer state of tables,
+        banks and head. All other entries are CPU copies on every rank. The result does not depend on W, because table
+        rows are in global order. Call this method only between cycles of the run, because the result contains no
+        accumulated gradients.
         """
+        # Only the names of optimizer state contain a dot.
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
         if step_cfg.tied:
@@ -4837,7 +4847,7 @@ class Engine:
 
     @torch.no_grad()
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
-        """Load this rank's part of full weights and optimizer state, in place, and clear all gradients.
+        """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients.
 
         full_tensors: {name: tensor} with the names of `state_tensors`, validated by `check_tensors`. Row-wise tables do
         not change.
@@ -4847,13 +4857,13 @@ class Engine:
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return the bytes that training has copied per table, {table label: Counter}, summed over ranks. Collective.
+        """Return {table label: Counter of the bytes that training has copied}, summed over ranks. Collective.
 
         bytes_sent       sent to other ranks
         bytes_received   received from other ranks
-        bytes_dense      for comparison: bytes that the ranks would send if they exchanged whole tables
-        bytes_up         row-wise tables only: copied from host to device
-        bytes_down       row-wise tables only: copied from device to host
+        bytes_dense      for comparison: what ranks would send if they exchanged whole tables
+        bytes_up         only for row-wise tables: copied from host to device
+        bytes_down       only for row-wise tables: copied from device to host
         """
         bytes_by_table = {}
         for label, table in self.tables.items():
@@ -4867,21 +4877,23 @@ class Engine:
 # ---- Memory, estimated before the model is built
 USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
 HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
-# Activations per token at the peak of a step. The peak occurs in the head. SAVED_VECTORS is the number of vectors of D
-# elements that a layer saves: 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in
-# f32. LOGIT_COPIES is the memory of the logits and of their gradient, relative to one copy of the logits.
-# tests/dry_run.py counts both numbers for compiled steps. The constants named *_EAGER are for plain PyTorch.
+# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements:
+# 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in f32. Logits and their
+# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts both numbers for compiled steps.
+# The constants *_EAGER are for plain PyTorch.
 SAVED_VECTORS = 17
 SAVED_VECTORS_EAGER = 26
 LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of one rank, {category: bytes}, with micro_batch_size sequences per micro-batch.
+    """Estimate the peak memory of one rank as {category: bytes}. attention: attention function of the run.
 
-    attention: attention function of the run. Activations take the least memory with `attention_varlen`. The categories
-    "weights", "gradients" and "moments" (optimizer state) are computed from the parameter specs. The category "working"
-    (activations) is estimated from SAVED_VECTORS and LOGIT_COPIES. HOST_TABLES is the host memory of row-wise tables.
+        weights, gradients            computed from the parameter specs
+        moments                       optimizer state, except that of row-wise tables; also from the parameter specs
+        working                       activations, estimated from SAVED_VECTORS and LOGIT_COPIES, or from their *_EAGER
+                                      variants unless `attention` is attention_varlen
+        HOST_TABLES                   host memory of row-wise tables
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
@@ -4897,8 +4909,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
             # cycle. A row-wise table also takes device memory for copies of the rows that an update changes: the rows
             # of one update, or of two updates if the table is in host memory. The optimizer state of these copies, 8
-            # bytes per row, is not counted. lookup_elements counts the elements that all ranks look up in an update
-            # cycle. This is an upper bound for the copies on one rank, because one shard may have all of these rows.
+            # bytes per row, is not counted. lookup_elements is the number of elements that all ranks look up in an
+            # update cycle. This bounds the copies on one rank, because one shard may contain all of these rows.
             shard_elements = num_elements // W
             lookup_elements = table.update_every * largest_batch * table.lookups_per_token * cfg.model_dim
             cache_elements = num_elements
@@ -4913,10 +4925,10 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             elif W > 1:
                 num_elements = shard_elements + cache_elements
         elif spec.optimizer == "normuon" and micro_batch_size * W >= cfg.seqs_per_step:
-            # With one micro-batch, a gradient is written once, in the dtype of the weights, and reduced without a copy.
+            # With one micro-batch, main_grad has the dtype of the weights, and is reduced without a copy.
             grad_bytes = item_bytes
         elif W > 1 and accum_bytes > item_bytes:
-            grad_bytes += item_bytes                      # a copy in the dtype of the weights, to be reduced
+            grad_bytes += item_bytes                      # the reduce-scatter sends a copy in the dtype of the weights
         estimate["weights"] += num_elements * item_bytes
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
@@ -4924,9 +4936,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that split the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
-    # Estimate the activations of a step with the largest batch. Evaluation takes less memory than this step, because
-    # evaluation computes the logits in chunks. Row-wise updates also take less memory than this step. An exception is a
-    # run whose steps have many short sequences.
+    # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
+    # logits in chunks. Row-wise updates take less memory, too, unless steps have many short sequences.
     saved_vectors = SAVED_VECTORS
     logit_bytes = LOGIT_COPIES * item_bytes
     if attention is not attention_varlen:
@@ -4939,9 +4950,9 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
 def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable) -> tuple[int, Counter[str]]:
     """Choose the largest micro-batch size whose estimated memory fits on every rank. Collective.
 
-    Returns (sequences per micro-batch, estimated memory of a rank as {category: bytes}). Tries the divisors of the
-    number of sequences per step and rank. If --micro_batch_size is set, tries only this size, capped at the number of
-    sequences per step and rank. Raises RunError if no size fits.
+    Returns (sequences per micro-batch, result of `estimate_memory` for this size). The candidates are the divisors of
+    S / W, the sequences of a rank. With --micro_batch_size, min(--micro_batch_size, S / W) is the only candidate.
+    Raises RunError if no candidate fits.
     """
     # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
@@ -4951,8 +4962,7 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     sizes = [size for size in range(local_seqs, 0, -1) if local_seqs % size == 0]
     if cfg.micro_batch_size:
         sizes = [min(cfg.micro_batch_size, local_seqs)]
-    # Try large sizes first. Steps are faster with large micro-batches, because matmuls are larger and graphs run less
-    # often.
+    # Try large sizes first: larger matmuls and fewer runs of the graphs make steps faster.
     for micro_batch_size in sizes:
         estimate = estimate_memory(cfg, comm, attention, micro_batch_size)
         if estimate.total() - estimate[HOST_TABLES] <= available_bytes:
@@ -4980,8 +4990,7 @@ def file_sha256(path: Path) -> str:
 def fsync_path(path: Path) -> None:
     """Flush the content of a file, or the entries of a directory, to the disk with fsync.
 
-    Raises OSError if the disk fails or is full, or if a file cannot be flushed. For a directory, this is a no-op if the
-    file system does not support fsync of directories.
+    Raises OSError if the flush fails. For a directory, raises OSError only for the errors in DISK_ERRORS.
     """
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
@@ -4997,10 +5006,9 @@ def fsync_path(path: Path) -> None:
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Convert an I/O error in the body of a `with` statement into an `error_type` that names `path`.
+    """Convert OSError, ValueError and RuntimeError in the body of a `with` statement into error_type.
 
-    path: the file or directory that the body writes. Raises `error_type` if the body raises OSError (for example
-    because the disk is full), ValueError or RuntimeError.
+    path: the file or directory that the body writes; named in the error.
     """
     try:
         yield
@@ -5012,9 +5020,9 @@ def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Itera
 
 @contextlib.contextmanager
 def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception in the body of a `with` statement into a DataError that names `path`.
+    """Convert any exception except TrainerError in the body of a `with` statement into DataError.
 
-    path: the file that the body reads. A TrainerError in the body is raised unchanged.
+    path: the file that the body reads; named in the error.
     """
     try:
         yield
@@ -5027,14 +5035,13 @@ def read_errors(path: Path) -> Iterator[None]:
                         hint="choose another file, write it again, or use the trainer that wrote it") from None
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the temporary path under which `directory` is written: next to `directory`, and unique to the run."""
+    """Return the temporary path under which this run writes `directory`: its path, followed by .<run_id>.part."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (file name, dict) for every chunk of rows that training has updated in this rank's row-wise tables.
+    """Yield (file name, content) for every chunk of touched rows in this rank's shards of row-wise tables.
 
-    Each dict contains `ids` (n,) i64, the global indices of n <= CHUNK_ROWS rows, and the fields of `RowState` for
-    these rows, as CPU tensors.
+    content: dict of CPU tensors for n <= CHUNK_ROWS rows: `ids` (n,) i64, the global rows, and the fields of RowState.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5047,10 +5054,10 @@ def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
     """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective.
 
-    files: {name: bytes, or an object for torch.save}, used on rank 0 only. The order of the writes guarantees that the
+    files: {name: bytes, or an object for torch.save}, used only on rank 0. The order of the writes guarantees that the
     directory is complete if it exists under its final name, even after a crash or power loss:
 
-        1. Rank 0 creates a partial directory, `partial_path`.
+        1. Rank 0 creates the partial directory partial_path(directory, run_id).
         2. Every rank writes its files there, and flushes each file with fsync.
         3. Rank 0 writes the manifest, with the size and sha256 of every file, and flushes the manifest and the
            directory.
@@ -5060,7 +5067,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     """
     comm = engine.comm
     partial = partial_path(directory, run_id)
-    # Both arguments are iterated lazily, so that one chunk of rows is in memory at a time.
+    # chain iterates lazily, so that only one chunk of rows is in memory at a time.
     contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
@@ -5081,8 +5088,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
                 partial.mkdir(parents=True)
         with comm.raise_together(), write_errors(partial):
             entries = {name: write(name, content) for name, content in contents}
-        # The files of all ranks are on the disk now, because `raise_together` has waited for every rank. Write the
-        # manifest, then rename the directory.
+        # The files of all ranks are on the disk now, because `raise_together` has waited for all ranks.
         entries = functools.reduce(operator.or_, comm.all_gather(entries))
         with comm.raise_together(), write_errors(directory):
             if comm.rank == 0:
@@ -5093,14 +5099,14 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     finally:
         PARTIAL_DIRS.discard(partial)
         if comm.rank == 0:
-            # Delete the partial directory after a failure. After the rename, this path no longer exists.
+            # Delete the partial directory after a failure. After success, the path no longer exists.
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load the dict in a file from torch.save, with memory-mapped CPU tensors. Executes no code from the file.
+    """Load a dict that torch.save wrote, as memory-mapped CPU tensors. Executes no code from the file.
 
-    manifest: {file name: sha256 in hex} of the directory of the file. Raises DataError if the file is missing or cannot
-    be parsed, or if the sha256 of its content is not the one in the manifest.
+    manifest: {file name: sha256 in hex} of the file's directory. Raises DataError if the file is missing, cannot be
+    parsed, or has another sha256 than manifest[path.name].
     """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
@@ -5111,9 +5117,9 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
     """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies.
 
-    found: the loaded {name: tensor}. A weight is named by its label, and optimizer state "label.state name". Expected
-    are the full weights, without row-wise tables, and if with_moments also the optimizer state. Raises DataError if a
-    tensor is missing, unexpected, or of another shape or dtype.
+    found: the loaded {name: tensor}, named as in `Engine.state_tensors`. The expected tensors are the full weights
+    except row-wise tables and, if with_moments, the optimizer state. Raises DataError if a tensor is missing or
+    unexpected, or has another shape or dtype.
     """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -5134,11 +5140,9 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
     """Load this rank's rows of the row-wise tables from a save or checkpoint.
 
-    Rows of this rank that are in no file are set to zero.
-
-    directory: the save or checkpoint; it may have been written with a different world size. manifest: {file name:
-    sha256 in hex} of the directory. Raises DataError if a file is missing, changed or corrupt, or has rows of another
-    width, dtype or table.
+    Sets rows that are in no file to zero. directory: the save or checkpoint, possibly of a run with another world size.
+    manifest: {file name: sha256 in hex} of `directory`. Raises DataError if a file is missing, changed or corrupt, or
+    if its rows do not fit the table.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5147,7 +5151,7 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
             for name in manifest:
                 if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                     content = read_tensors(directory / name, manifest)
-                    # If the rows have another width, dtype or table, one of the statements below raises an error.
+                    # If the rows do not fit the table, for example in width, one of these statements raises.
                     with read_errors(directory / name):
                         owned = content["ids"] % comm.world_size == comm.rank
                         rows, v, last = (content[field][owned] for field in RowState._fields)
@@ -5160,11 +5164,13 @@ def settings_json(cfg: Config) -> bytes:
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write a save, a directory with full weights, settings, vocabulary and row-wise tables. Collective.
+    """Write a save: a directory with full weights, settings, vocabulary and row-wise tables. Collective.
 
-    step_cfg: config of the step after the last trained one. token_bytes: the bytes of each token, indexed by token id;
-    empty for tokens without text. None: write no vocabulary. Raises RunError if a write fails or the directory exists.
+    run_id: part of the temporary name of the directory. step_cfg: config of the step after the last trained one.
+    token_bytes: the bytes of each token, indexed by token id, and empty for a token without text; None: write no
+    vocabulary. Raises RunError if a write fails or the directory exists.
     """
+    # `write_directory` adds the touched rows of the row-wise tables.
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
     if token_bytes is not None:
         files[VOCAB_FILE] = b"".join(b"%s %d\n" % (base64.b64encode(text), token)
@@ -5175,9 +5181,9 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
                      step_cfg: StepConfig) -> None:
     """Write the checkpoint from which --resume continues with step `step_cfg.step`, and delete old ones. Collective.
 
-    content: entries of run.pt in addition to the state of the engine. The last KEPT_CHECKPOINTS checkpoints are kept,
-    including the new one. Checkpoints of later steps are also kept, because they belong to another run. If the
-    checkpoint cannot be written, this prints a warning and raises no error.
+    content: entries of run.pt in addition to the state of the engine. Keeps KEPT_CHECKPOINTS checkpoints, including the
+    new one. Also keeps checkpoints of later steps, because they belong to another run. If the write fails, prints a
+    warning and raises no error.
     """
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
@@ -5229,24 +5235,24 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
 # ====== Section 10: Loop ==============================================================================================
 LOG_FILES = ("log.txt", "log.jsonl")
 CONSOLE_STEP_LINES = 20                  # step lines printed per run, if the console is not a terminal
-EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # `Log.state` of a new run
+EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})         # result of Log.state for a new run
 
 class Clock:
     """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device.
 
-    initial_ms: training time at the start; above 0 if the run continues from a checkpoint.
+    initial_ms: training time before the first `start`, above 0 if the run continues from a checkpoint.
     """
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
-        self.initial_ms = initial_ms     # training time at the last stop
+        self.ms_at_last_stop = initial_ms  # training time at the last stop; initial_ms before the first stop
         self.start_s: float | None = None  # time.perf_counter() at the last start; None while the clock is stopped
         self.cycle_start_ms = initial_ms  # training time at the last call of `predict_next_cycle_start_ms`
 
     @property
     def ms(self) -> float:
-        """Training time so far in ms; while the clock runs, this includes the time since the last start."""
-        return self.initial_ms if self.start_s is None else (
-            self.initial_ms + (time.perf_counter() - self.start_s) * 1000)
+        """Training time so far, in ms, including the time since the last start if the clock is running."""
+        return self.ms_at_last_stop if self.start_s is None else (
+            self.ms_at_last_stop + (time.perf_counter() - self.start_s) * 1000)
 
     def start(self) -> None:
         """Start the clock. Synchronize with the device first, so that earlier device work is not timed."""
@@ -5256,14 +5262,15 @@ class Clock:
     def stop(self) -> None:
         """Stop the clock. Synchronize with the device first, so that all device work so far is timed."""
         self.comm.synchronize()
-        self.initial_ms = self.ms
+        self.ms_at_last_stop = self.ms
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time in ms at which the next cycle starts. Call this once at the start of every cycle.
+        """Predict the training time, in ms, at the start of the next cycle. Call this once, at the start of each cycle.
 
-        The prediction assumes that the current cycle takes as long as the previous cycle. The duration of the previous
-        cycle is the training time since the previous call.
+            prediction = training time now + training time since the previous call
+
+        This assumes that the current cycle takes as long as the previous one.
         """
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
@@ -5271,14 +5278,13 @@ class Clock:
         return now_ms + previous_cycle_ms
 
 class Log:
-    """Log files and console output of a run. Rank 0 writes them, and every rank checks its losses for NaN and infinity.
+    """Log files and console output of a run, both written by rank 0. Every rank checks losses for NaN and infinity.
 
-    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The loss of a
-    step is read --adam_every steps later, so that no step waits for the device.
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The log reads the
+    loss of a step --adam_every steps later, so that no step waits for the device.
 
-    files: {name: content} of additional files to write to the run directory.
-    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run.
-    Raises RunError if run_dir already contains a log, or if a file cannot be written.
+    files: {name: content} of additional files to write to run_dir. resumed: result of `Log.state` in the checkpoint;
+    EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
                  resumed: dict[str, Any] = EMPTY_LOG_STATE):
@@ -5286,13 +5292,15 @@ class Log:
         self.comm = comm
         self.schedule = schedule
         self.total_steps = schedule.planned_steps         # steps of the run; an estimate with --time_budget
-        self.tokens = resumed["tokens"]
+        self.tokens = resumed["tokens"]  # tokens trained so far, on all ranks
         self.steps_done = resumed["steps_done"]
         self.last_val = resumed["last_val"]               # last finite validation loss and its step, as text
-        # Steps whose log lines are not written yet. Each tuple contains the fields of the line in log.jsonl, the summed
-        # multi-token and next-token losses of all ranks (2,) on the host, the number of tokens of all ranks, the
-        # all-reduce of the sums, and the CUDA event that completes when their copy to the host has finished (None on a
-        # CPU).
+        # Steps whose log lines are not written yet, as (fields, sums, num_tokens, work, copied):
+        #     fields       of the line in log.jsonl
+        #     sums         (2,), on the host: multi-token loss and next-token loss, each summed over all ranks
+        #     num_tokens   of all ranks
+        #     work         the all-reduce of `sums`; None if W = 1
+        #     copied       CUDA event after the copy of `sums` to the host; None on a CPU
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.files: dict[str, Any] = {}  # open log files, keyed by name; empty unless rank 0
@@ -5310,17 +5318,17 @@ class Log:
             self._write(name, text.encode())
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the log for a checkpoint, after writing all pending lines.
+        """Write all pending lines, and return the state of the log for a checkpoint.
 
-        The entry `lines` is {file name: text} of the log files, and {} on ranks other than 0. Raises RunError if a
-        pending loss is not finite, or if a line cannot be written.
+        The entry `tokens` is the number of tokens trained so far. The entry `lines` is {file name: text} of the log
+        files on rank 0, and {} on other ranks. Raises RunError if a pending loss is not finite, or if writing fails.
         """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append the JSON object dict(type=kind, **fields) to log.jsonl. Raises RunError if writing fails."""
+        """Append dict(type=kind, **fields) to log.jsonl, as a line of JSON. Raises RunError if writing fails."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str) -> None:
@@ -5330,9 +5338,9 @@ class Log:
         self.comm.print0(line)
 
     def show_progress(self, text: str) -> None:
-        """Show `text` as the progress line of the terminal. The text "" erases the progress line.
+        """Show `text` as the progress line of the terminal, or erase the progress line if `text` is "".
 
-        The next printed line overwrites the progress line. A no-op if the console is not a terminal, and on ranks other
+        The next printed line overwrites the progress line. No-op if the console is not a terminal, and on ranks other
         than 0.
         """
         if self.is_tty:
@@ -5344,7 +5352,7 @@ class Log:
     def _write(self, name: str, data: bytes) -> None:
         """Append data to the log file `name`. Raises RunError if writing fails.
 
-        A no-op on ranks other than 0, and after the log is closed.
+        No-op on ranks other than 0, and after the log is closed.
         """
         file = self.files.get(name)
         if file is not None:
@@ -5354,9 +5362,9 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the body of a `with` statement, as phase `name`.
+        """Log the wall time of the body of a `with` statement as phase `name`.
 
-        timed: the clock runs during the body, so the wall time is part of the training time.
+        timed: whether the clock runs during the body, so that its wall time is part of the training time.
         """
         start = time.perf_counter()
         yield
@@ -5365,10 +5373,10 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a training step. Its log lines are written --adam_every steps later. Collective.
+        """Record a training step, and write the log lines of the step --adam_every steps ago. Collective.
 
-        losses: loss of this rank. ms: training time right after the launch of the step, when the CUDA work of the step
-        may still be running. Raises RunError if the loss of an earlier step is not finite.
+        losses: losses of this rank. ms: training time after the step was launched; the device may still be computing
+        the step. Raises RunError if the loss of an earlier step is not finite.
         """
         self.steps_done += 1
         self.tokens += losses.num_tokens * self.comm.world_size
@@ -5377,8 +5385,8 @@ class Log:
             progress = self.schedule.progress(self.steps_done - 1)
             fields["progress"] = progress
             self.total_steps = round(self.schedule.planned_steps * self.steps_done / max(progress, 1))
-        # Sum the losses of all ranks and copy the sums to the host, on a stream of their own, so that training does not
-        # wait. `flush` reads the copy --adam_every steps later. By then, the device is already running later steps.
+        # Sum the losses of all ranks, and copy the sums to the host, on a separate stream, so that training does not
+        # wait. `flush` reads the copy --adam_every steps later, when the device is already running later steps.
         sums = torch.stack([losses.seq_sums.sum(), losses.next_sum])
         work = self.comm.launch(dist.all_reduce, sums)
         copied = None
@@ -5395,9 +5403,9 @@ class Log:
     def flush(self, keep: int = 0) -> None:
         """Write the log lines of all pending steps except the last `keep` steps.
 
-        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss: the sum over the
-        MTP targets of a token, weighted with the MTP weights. train_loss_next is the loss of the next token, in the
-        same unit as the validation loss. Raises RunError if a loss is not finite.
+        The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss, a sum over the
+        next G tokens, weighted by the MTP weights. train_loss_next is the loss of the next token in nats, like the
+        validation loss. Raises RunError if a loss is not finite.
         """
         while len(self.pending) > keep:
             fields, sums, num_tokens, work, copied = self.pending.pop(0)
@@ -5425,7 +5433,7 @@ class Log:
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Log the validation loss after the steps done so far. Writes the lines of pending steps first.
+        """Log the validation loss at step self.steps_done, after writing all pending lines.
 
         loss: in nats per token. ms: training time so far. validation_set: converts the loss to bits per byte. Raises
         RunError if this loss or the loss of a pending step is not finite.
@@ -5439,11 +5447,11 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Append `cause`, the reason why the run ended early, to both log files. Later lines are discarded.
+        """Append `cause`, why the run ended early, to both log files as the last line.
 
-        Never raises. Can be called from any thread.
+        Discards all later lines. Never raises. Can be called from any thread.
         """
-        # Clear self.files first, so that `_write` discards later lines. The main thread may still be running a step.
+        # The main thread may still be running a step. Clear self.files first, so that `_write` discards its lines.
         open_files, self.files = self.files, {}
         last_lines = {"log.txt": f"aborted after step {self.steps_done}: {' '.join(cause.split())}\n",
                       "log.jsonl": json.dumps(dict(type="aborted", step=self.steps_done, cause=cause)) + "\n"}
@@ -5452,37 +5460,37 @@ class Log:
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the log files, and erase the progress line. Lines that are logged later are discarded."""
+        """Close the log files, and erase the progress line. Discards all later lines."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the batch of this step, and fetch the table rows of the next step. Collective.
+    """Train on the batch of this step, and launch the fetch of the table rows of the next step. Collective.
 
-    Returns this rank's loss, which the device may not have computed yet. Raises RunError if a gradient is missing or
-    incomplete.
+    Returns the losses of this rank, which the device may not have computed yet. Raises RunError if a gradient is
+    missing or incomplete.
     """
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
-    # On the last step of a cycle, next_plans() waits for the loader thread. The GPU keeps computing during this wait,
-    # because its work was launched before.
+    # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
+    # that the GPU computes during this wait.
     next_plans = loader.next_plans()
-    engine.prefetch_rows(next_plans)     # copy rows of host tables to the device asynchronously
+    engine.prefetch_rows(next_plans)     # start to copy rows of host tables to the device
     engine.optim_step(step_cfg)
-    engine.fetch_rows(next_plans)        # launch the all-to-all of the rows in next_plans
+    engine.fetch_rows(next_plans)        # launch the all-to-alls of the rows in next_plans
     return losses
 
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective.
 
-    The stage with the largest batches runs first, so that an OOM surfaces early.
+    The stage with the largest batches runs first, so that an OOM is raised early.
     """
     restore = engine.snapshot()
     # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
                   comm_timeout=SLOW_TIMEOUT_FACTOR * cfg.comm_timeout)
-    # Generate enough tokens for a cycle of any stage. Truncating documents to max_doc_len discards some of the tokens.
+    # Generate enough tokens for a cycle of any stage, although truncation to max_doc_len drops some of the tokens.
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
@@ -5500,7 +5508,7 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
-        # Run every stage, because attention windows differ between stages. The final validation has its own window.
+        # Validate with every stage and with the final validation, because their attention windows differ.
         last_of_stage = {step_cfg.stage: step_cfg for step_cfg in step_cfgs}
         for step_cfg in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             engine.evaluate(validation.batches(step_cfg), step_cfg)
@@ -5510,12 +5518,13 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
 def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[StepConfig]:
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
-    With --time_budget, also appends the progress of the cycle to schedule.cycle_progress, from the clock of rank 0:
+    The loader builds batches one cycle ahead, so call this function at the start of the previous cycle. With
+    --time_budget, it also appends the progress of the cycle to schedule.cycle_progress, unless a checkpoint has
+    restored this progress already:
 
-        progress = planned_steps * (predicted training time at the start of this cycle / budget)
+        progress = max(previous progress, planned_steps * predicted training time at the start of this cycle / budget)
 
-    Call this at the start of the previous cycle, because the loader builds batches one cycle ahead. Progress never
-    decreases. If a checkpoint has restored the progress of the cycle, this progress is kept.
+    The prediction is that of rank 0's clock.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
@@ -5525,7 +5534,7 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
     return [schedule.at(step) for step in range(first_step, min(first_step + schedule.cycle_steps, schedule.end_step))]
 
 class RunInfo(NamedTuple):
-    """Metadata for logs and checkpoints that all runs of this process share."""
+    """Metadata for logs and checkpoints, shared by all runs (seeds) of this process."""
     run_id: str                          # 8 random hex digits, the same on all ranks
     source: bytes                        # content of this file
     raw_cfg: Config                      # flags and preset, before the shard headers fill in the sizes
@@ -5537,9 +5546,9 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the schedule or the data ends, then validate. Collective.
 
-    Returns the final validation loss in nats per token, and OutOfData if the data ended before the schedule, else None.
-    The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
-    checkpoints and validations. Raises RunError if a loss is not finite.
+    Returns (final validation loss in nats per token, OutOfData if the data ended before the schedule, else None). The
+    clock includes reading and packing of data, row plans, training steps and logging. The clock excludes checkpoints
+    and validations. Raises RunError if a loss is not finite.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -5566,7 +5575,7 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
             if step_cfg.begins_cycle:
                 loader.advance(schedule_cycle(step_cfg.step + schedule.cycle_steps, schedule, clock))
             log.step(train_step(engine, loader, step_cfg), clock.ms)
-    except OutOfData as error:           # not raised here, so that the trained steps are still validated and logged
+    except OutOfData as error:           # the caller raises it, after the trained steps are validated and saved
         out_of_data = error
     clock.stop()
 
@@ -5584,16 +5593,16 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
 
 def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: list[bytes] | None,
              prompt: list[int] | tuple[int, ...] = ()) -> str:
-    """Sample a continuation of BOS and the prompt, and return it as text, without the prompt. Collective.
+    """Sample a continuation of the prompt, and return the continuation as text. Collective.
 
-    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids, without BOS. step_cfg:
-    determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None: return a list of
-    token ids as text. Raises RunError if the logits are not finite.
+    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids; a BOS is inserted before
+    them. step_cfg: determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None:
+    return the sampled token ids as text. Raises RunError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
     for _ in range(cfg.sample_tokens):
-        # Drop the logits from vocab_size on. These columns pad the vocabulary, and must never be sampled.
+        # Drop the logits of ids from vocab_size on. These ids pad the vocabulary, and must never be sampled.
         logits = engine.next_logits(tokens, step_cfg)[:cfg.vocab_size].float().cpu()
         check(logits.isfinite().all(), "sample: logits of the next token", found="NaN or infinity",
               expected="finite logits", hint="use other weights, or train again with lower --adam_lr and --normuon_lr",
@@ -5612,16 +5621,16 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # timeout of the TCPStore in which ranks agree on the cause of an exit
+STORE_TIMEOUT_S = 2.0                    # of the TCPStore in `agree_on_cause`
 BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
-ALL_RANKS_TIMEOUT_S = 1.0                # wait this long for all ranks to receive the same signal
+ALL_RANKS_TIMEOUT_S = 1.0                # maximum wait for all ranks to receive the same signal
 EXIT_TIMEOUT_S = 5.0                     # the process exits after this time even if the exit handler hangs
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # same as in data/pocket.py
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return the result, or raise the exception of `call`.
+    """Run `call` on a new thread, and return its result or raise its exception.
 
     Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
     """
@@ -5630,10 +5639,11 @@ def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
 def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
     """Read rank, local rank, world size and local world size from the environment variables that torchrun sets.
 
-    Without the variables, this is a single process: rank 0 of 1. Raises ConfigError if a variable is missing or
-    invalid, or if the world size does not divide --seqs_per_step.
+    Without these variables, the process is rank 0 of 1. Raises ConfigError if a variable is invalid, if RANK,
+    MASTER_ADDR or MASTER_PORT is missing and WORLD_SIZE > 1, if WORLD_SIZE is missing in a Slurm job of several tasks,
+    or if the world size does not divide --seqs_per_step.
     """
-    # A rank that lacks one of the variables would train separately from the others.
+    # Without these checks, a rank that lacks a variable would train separately from the others.
     env = os.environ
     defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     launch_env = {name: env.get(name, value) for name, value in defaults.items()}
@@ -5659,9 +5669,8 @@ def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
 def init_distributed(cfg: Config) -> Communicator:
     """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
 
-    A single process needs no environment variables and no process group. Collective.
-
-    Raises ConfigError if the launch environment, the world size or the device is invalid, or if a rank is missing.
+    A single process needs no environment variables and no process group. Raises ConfigError if the launch environment,
+    the world size or the device is invalid, or if a rank is missing. Collective.
     """
     rank, local_rank, world_size, local_world_size = read_launch_env(cfg)
     # Select the device: one GPU per rank, or the CPU for all ranks.
@@ -5675,8 +5684,8 @@ def init_distributed(cfg: Config) -> Communicator:
           hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
-    # Keep freed memory in the process. By default, glibc returns freed memory to the system after each step, and the
-    # next step takes a page fault for every page it allocates.
+    # Keep freed memory in the process. By default, glibc returns freed memory to the system after each step, and every
+    # page that the next step allocates costs a page fault.
     if not use_cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD in malloc.h: never trim
@@ -5684,7 +5693,7 @@ def init_distributed(cfg: Config) -> Communicator:
     if world_size == 1:
         return comm
 
-    # Use a thread with a timeout, because torch waits forever if the port accepts connections but does not respond.
+    # Use a thread with a timeout, because torch waits forever for a port that accepts connections but does not respond.
     def join() -> dist.ProcessGroup:
         timeout = timedelta(seconds=cfg.comm_timeout)
         comm.set_thread_device()
@@ -5700,7 +5709,7 @@ def init_distributed(cfg: Config) -> Communicator:
                           hint="check that every rank has started, and check MASTER_ADDR and MASTER_PORT") from None
 
 def describe_hardware(comm: Communicator) -> str:
-    """Describe the hardware for the log: GPU name and world size, or CPU name, cores and threads of torch."""
+    """Return the hardware as text for the log: GPU name and world size, or CPU name, cores and torch threads."""
     if comm.on_cuda:
         return f"{torch.cuda.get_device_name(comm.device)} x {comm.world_size}"
     name = platform.machine()
@@ -5711,8 +5720,8 @@ def describe_hardware(comm: Communicator) -> str:
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
     """Return the precision of the head for this device: "plain", "fp8" or "emulated".
 
-    This is --head, with "auto" resolved to "fp8" if the device, the dtype and the matrix sizes support fp8, and to
-    "plain" otherwise. Raises ConfigError if --head is "fp8" without this support.
+    --head=auto becomes "fp8" if the device, the dtype and the matrix sizes support fp8, and "plain" otherwise. Raises
+    ConfigError if they do not support --head=fp8.
     """
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
@@ -5724,10 +5733,10 @@ def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
         return "fp8" if supports_fp8 else "plain"
     return cfg.head
 
-# Kernels of torch's variable-length attention, keyed by the GPU's major compute capability, in the order in which they
-# are tried. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no faster than
-# FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been timed with this
-# trainer on a GPU yet.
+# Kernels of torch's variable-length attention, keyed by the GPU's major compute capability. `choose_attention` tries
+# them in this order. FA3 is written for 9.x, and has an official wheel. Two users measured FA4 on 9.x: FA4 was no
+# faster than FA3. A maintainer of torch reports that FA4 is slower for variable lengths. FA3 and FA4 have not been
+# timed with this trainer on a GPU yet.
 ATTENTION_BY_CAPABILITY = {9: ("FA3", "FA4", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}         # package of each kernel
 # Inputs of `check_attention`. Documents end inside tiles of 128 tokens and inside windows. Some documents are empty,
@@ -5740,9 +5749,9 @@ CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its c
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
 
-    The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
-    AssertionError if the results differ by more than rounding, and RunError if the kernel does not return within
-    CHECK_TIMEOUT. Exceptions of the kernel are not caught.
+    The kernel computes in cfg.dtype, and the reference in f32. name: the active kernel, for messages. Raises
+    AssertionError if the results differ by more than rounding, RunError if the kernel does not return within
+    CHECK_TIMEOUT, or any exception of the kernel.
     """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
@@ -5753,7 +5762,7 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
         num_positions = positions_per_token * CHECK_CU_SEQLENS[-1]
         q, k, v, grad = torch.randn(4, num_positions, num_heads, cfg.head_dim, device=device,
                                     generator=generator).to(dtype)
-        if positions_per_token == 1:     # v is a slice of qkv, as in layers without value embeddings
+        if positions_per_token == 1:     # test a strided v, which is a slice of qkv in layers without value embeddings
             v = torch.cat((q, k, v), dim=1)[:, -num_heads:]
         attn_args = AttentionArgs(num_positions, window, CHECK_LOGIT_STD / cfg.head_dim**0.5)
         results = []
@@ -5761,7 +5770,8 @@ def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
             qkv = [x.to(compute_dtype).detach().requires_grad_() for x in (q, k, v)]
             out = attend(*qkv, positions_per_token * cu_seqlens, attn_args)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad.to(compute_dtype))))
-        # A kernel that never returns blocks the device for this process, so no other kernel can be tried.
+        # A kernel that never returns blocks the device for this process. Raise RunError, because no other kernel can be
+        # tried.
         check(happens_within(CHECK_TIMEOUT, comm.record_event()), f"attention kernel {name}, window {window}",
               found=f"no result after {CHECK_TIMEOUT} s", expected="a result within 1 s",
               hint=f"use another kernel: --attention={'reference' if name == 'varlen' else 'varlen'}", error=RunError)
@@ -5781,9 +5791,10 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     """Choose the first attention kernel that matches the reference on all ranks. Collective.
 
     Returns (attention function, name of the kernel). The name includes package and version, for example
-    "FA3 (flash-attn-3 3.0.0)". With --attention=auto, the kernels of ATTENTION_BY_CAPABILITY are tried on a GPU, and
-    the reference is the fallback if no kernel works, except in the presets `record*`. Raises ConfigError if no kernel
-    works and there is no fallback, and RunError if a kernel does not return within CHECK_TIMEOUT.
+    "FA3 (flash-attn-3 3.0.0)". With --attention=auto on a GPU, the candidates are the kernels of
+    ATTENTION_BY_CAPABILITY, in order. The reference is the fallback of --attention=auto, except in the presets
+    `record*`. Raises ConfigError if no kernel works and there is no fallback, and RunError if a kernel does not return
+    within CHECK_TIMEOUT.
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
@@ -5823,8 +5834,8 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
 
-    attention_name: name of the chosen kernel, from `choose_attention`. The kernels that ATTENTION_BY_CAPABILITY lists
-    before varlen count as equally fast.
+    attention_name: result of `choose_attention`. All kernels before varlen in ATTENTION_BY_CAPABILITY count as equally
+    fast.
     """
     if not comm.on_cuda:
         return ""
@@ -5837,7 +5848,7 @@ def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:
-    """Return the CPU time in s that all processes but the ranks have used on this machine since boot. Collective.
+    """Return the CPU time, in s, that processes other than the ranks have used on this machine since boot. Collective.
 
     The result is negative if the system does not report CPU times in /proc/stat.
     """
@@ -5866,8 +5877,8 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
-    # Count all parameters, and the parameters that one token uses: the table rows that the token looks up, and all
-    # parameters that are not tables.
+    # params_per_token counts the parameters that one token uses: the table rows that it looks up, and all parameters
+    # that are not tables.
     tables = table_specs(cfg)
     table_rows = {table.label: table.num_rows for table in tables}
     params_total = sum(math.prod(spec.shape) for spec in parameter_specs(cfg))
@@ -5905,11 +5916,10 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
 
 def open_log(run_dir: Path, info: RunInfo, schedule: Schedule, engine: Engine,
              resumed: dict[str, Any] = EMPTY_LOG_STATE) -> Log:
-    """Open the log of one run in `run_dir`, and write the header of the log.
+    """Open the log of one run in `run_dir`, and write the log header, the source of the trainer and the settings.
 
-    Creates run_dir if it does not exist, and writes the source of the trainer and the settings of the run to run_dir.
-    resumed: `Log.state` from the checkpoint; EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains
-    a log, or if a file cannot be written.
+    Creates run_dir if it does not exist. resumed: result of `Log.state` in the checkpoint; EMPTY_LOG_STATE for a new
+    run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     settings = replace(info.raw_cfg, seed=schedule.cfg.seed, micro_batch_size=engine.micro_batch_size)
     files = {Path(__file__).name: info.source, SETTINGS_FILE: settings_json(settings)}
@@ -5922,9 +5932,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
 
     source: content of this file. Returns (config with all sizes, headers of the training shards, headers of the
-    validation shards, fingerprint). The fingerprint is {name: text} of the settings that affect results, the version of
-    torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small, and
-    ConfigError if a flag contradicts the shard headers or the ranks disagree about settings, data or source.
+    validation shards, fingerprint). The fingerprint maps names to texts: the settings that affect results, the version
+    of torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small. Raises
+    ConfigError if a flag contradicts the shard headers, or if settings, data or source differ between ranks.
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
@@ -5934,7 +5944,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
     cfg = resolve_sizes(raw_cfg, train_headers, val_headers)
     schedule = Schedule(cfg)
     check_enough_data(cfg, schedule, train_headers, val_headers)
-    if not cfg.time_budget:                               # otherwise, the number of steps is not known
+    if not cfg.time_budget:                               # with a time budget, the number of steps is not known
         first_epoch, later_epochs = count_packed_tokens(cfg, schedule, train_headers)
         total = sum(header.num_tokens for header in train_headers)
         unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
@@ -5950,10 +5960,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     return cfg, train_headers, val_headers, numeric_settings(raw_cfg) | versions
 
 def check_compilers(cfg: Config, comm: Communicator) -> None:
-    """Check that torch.compile and Triton find the compilers and headers that they need.
+    """Raise ConfigError unless torch.compile and Triton find the compilers and headers that they need.
 
-    Raises ConfigError if torch.compile is used and there is no C++ compiler, or if the device is a GPU and there is no
-    C compiler or no Python.h.
+    torch.compile needs a C++ compiler. On a GPU, Triton needs a C compiler and Python.h.
     """
     default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
     compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
@@ -5962,7 +5971,7 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
     if not comm.on_cuda:
         return
 
-    # Before its first kernel, Triton compiles a Python extension module in C. Eager code uses Triton kernels, too.
+    # Triton compiles a Python extension module in C. Eager code uses Triton kernels, too.
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     check(any(map(shutil.which, compilers)), "compiling kernels for the GPU",
           found=f"no C compiler: {' or '.join(compilers)}", expected="gcc, clang, or the compiler that CC names",
@@ -5976,10 +5985,10 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
           hint="apt install python3-dev, or python3.12-dev for Python 3.12; or use a Python that includes its headers")
 
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
-    """Check the run directories, --save and the compilers, to fail now instead of hours into the run. Collective.
+    """Check the run directories, --save and the compilers before the run starts. Collective.
 
-    run_dirs: one directory per run. Raises RunError if a run directory already contains a log. Raises ConfigError if
-    the path of --save exists or cannot be created, or if a compiler is missing. Every rank raises the same error.
+    run_dirs: one directory per run. Raises, on every rank, RunError if a run directory already contains a log, and
+    ConfigError if the path of --save exists or cannot be created, or if a compiler is missing.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
@@ -6003,10 +6012,12 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
                  end_step: float) -> dict[str, Any]:
     """Check that this run can continue from a checkpoint. Returns dict(step, source, differs) for the log.
 
-    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result, step is the number
-    of steps done, source is the directory of --resume, and differs is {name: (then, now)} of the fingerprint entries
-    that have changed since the checkpoint. Raises DataError if the data has changed, and ConfigError if this run ends
-    before the step of the checkpoint.
+    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result,
+        step      is the number of steps trained before the checkpoint
+        source    is the directory of --resume
+        differs   is {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
+
+    Raises DataError if the data has changed, and ConfigError if this run ends before the step of the checkpoint.
     """
     previous = checkpoint["fingerprint"]
     check(previous["data_sha256"] == fingerprint["data_sha256"], f"data with --resume={cfg.resume}",
@@ -6027,7 +6038,8 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     """Log the result of a run, save the weights, and close the log. Collective.
 
     loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
-    Returns (result, error), where error is the RunError of writing to the directory of --save, or None.
+    Returns (result, save_error): the fields of the log event "result", and the RunError if --save cannot be written,
+    else None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
@@ -6042,7 +6054,7 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, too little data.
+    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     if recompiled:
         log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
@@ -6077,10 +6089,10 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, then a JSON object with the means over all runs as the last line of stdout. Collective.
+    """Print a sample, then the means over all runs as a JSON object in the last line of stdout. Collective.
 
-    log: the log of the last run, whose weights generate the sample. results: the result of `finish_run` for each run.
-    Raises RunError if the logits of the sample are not finite, or if printing fails.
+    log: log of the last run. results: the result of `finish_run` for each run. The sample uses the weights of the last
+    run. Raises RunError if the logits of the sample are not finite, or if printing fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
@@ -6093,24 +6105,25 @@ def report_results(log: Log, engine: Engine, validation: ValidationSet, results:
         print_stdout(json.dumps(summary))
 
 def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profiler.profile | None:
-    """Build the profiler of --profile=a:b, to trace steps a to b - 1. Returns None without --profile.
+    """Build the profiler of --profile=a:b, which traces steps a to b - 1. Returns None without --profile.
 
-    The run trains steps first_step to end_step - 1; end_step is math.inf if it is not known yet. Raises ConfigError
-    unless steps a - 1 to b are inside the run.
+    The run trains steps first_step to end_step - 1; with --time_budget, end_step may be math.inf. Raises ConfigError
+    unless first_step < a < b < end_step.
     """
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
+    limit = "" if end_step == math.inf else f" < {end_step}"
     check(first_step < start and stop < end_step, f"--profile={cfg.profile}",
-          found=f"a run of steps {first_step} to {end_step}",
-          expected=f"{first_step} < a < b < {end_step}: step a - 1 warms up the profiler, and step b ends the trace",
+          found=f"a run of steps {first_step} <= step{limit}",
+          expected=f"{first_step} < a < b{limit}: step a - 1 warms up the profiler, and step b ends the trace",
           hint=f"--profile={first_step + 1}:{first_step + 3}")
     profile_schedule = torch.profiler.schedule(skip_first=start - first_step - 1, wait=0, warmup=1,
                                                active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=profile_schedule)
 
 def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write this rank's profiler trace to the run directory, and log a table of the most expensive operations.
+    """Write this rank's profiler trace to the run directory, and log a table of the 12 most expensive operations.
 
     Raises RunError if a file cannot be written.
     """
@@ -6123,8 +6136,8 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
 
-    OOM, I/O errors and lost connections get the message of a TrainerError with a hint. Other exceptions are bugs, and
-    their message is the traceback.
+    OOM, I/O errors and lost connections are converted to a TrainerError with a hint. Any other exception is a bug, and
+    its message is the traceback.
     """
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
@@ -6144,20 +6157,22 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
 def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     """Return (cause of the exit that all ranks report, whether this rank prints the cause).
 
-    The ranks write their causes to a TCPStore. All ranks report the first cause, and the rank that has written the
-    first cause prints it. cause: what this rank writes if all ranks exit together, for example after Ctrl-C.
-    partial_exit_cause: what this rank writes instead if only some ranks exit within ALL_RANKS_TIMEOUT_S, because then
-    a rank was lost. If the two arguments are equal, as for an error, this rank writes its cause immediately. Raises an
-    error of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
+    Every rank writes a cause to a TCPStore. All ranks report the first cause in the store, and the rank that wrote it
+    prints it. This rank writes
+        cause                if all ranks exit within ALL_RANKS_TIMEOUT_S, for example after Ctrl-C
+        partial_exit_cause   if only some ranks exit, because a rank was lost
+
+    If both are equal, as for an error, this rank writes its cause without waiting for the other ranks. Raises an error
+    of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
     """
-    # The store outlives a restart by torchrun, so its keys contain the number of restarts.
+    # The store outlives a restart by torchrun, so the keys contain the number of restarts.
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_TIMEOUT_S))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended() -> bool:
-        """Wait until all ranks exit, for at most ALL_RANKS_TIMEOUT_S. Return whether all ranks exit."""
+        """Wait up to ALL_RANKS_TIMEOUT_S until every rank has called agree_on_cause. Return whether all have."""
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         # add(key, 0) returns the value of the key.
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
@@ -6168,19 +6183,18 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
 
     if cause != partial_exit_cause and not all_ended():
         cause = partial_exit_cause
-    # Store the cause unless another rank has stored one. Prefix the rank, so that no two ranks store the same text.
+    # Store this cause unless another rank has stored one. Prefix the rank, so that no two ranks store the same text.
     my_cause = f"{env['RANK']}\n{cause}"
     first_cause = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
-    # If rank 0 hosts the store instead of torchrun, wait for the other ranks, because the store ends with the process
-    # of rank 0.
+    # If rank 0 hosts the store, and not torchrun, the store ends with the process of rank 0. Wait for the other ranks.
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()
     return first_cause.partition("\n")[2], first_cause == my_cause
 
 class ExitHandler:
-    """Handler that ends this process after the first error or signal, within EXIT_TIMEOUT_S.
+    """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.
 
-    A signal wakes up a background thread. The thread ends the process even if the main thread is blocked in C code.
+    A background thread handles signals, so that a signal ends the process even if the main thread is blocked in C code.
     """
     def __init__(self):
         self.log: Log | None = None                                           # log of the current run
@@ -6190,14 +6204,14 @@ class ExitHandler:
         signal.set_wakeup_fd(self.wakeup_send.fileno(), warn_on_full_buffer=False)
         for signum in EXIT_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:                    # keep SIG_IGN, for example under nohup
-                signal.signal(signum, lambda *_: None)                        # the thread handles the signal
+                signal.signal(signum, lambda *_: None)                        # the background thread handles the signal
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
         """End the process, with the exit status and the message of `describe_exit`. Does not return.
 
-        One rank prints the cause of the exit, and rank 0 writes the cause to the log if a log is open. Also deletes the
-        unfinished directories of this process.
+        One rank prints the cause of the exit. Rank 0 writes the cause to the log, if a log is open. Every rank deletes
+        its PARTIAL_DIRS.
         """
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
@@ -6205,8 +6219,8 @@ class ExitHandler:
         threading.Timer(EXIT_TIMEOUT_S, os._exit, [exit_status]).start()
         prints = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
-            # If a signal reaches only some ranks, a rank was lost, and torchrun or srun is ending the other ranks. In
-            # this case, report the lost rank instead of the signal.
+            # If a signal reaches only some ranks, another rank was lost, and torchrun or srun is ending the remaining
+            # ranks. Then report the lost rank instead of the signal.
             partial_exit_cause = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
                 agree = functools.partial(agree_on_cause, cause, partial_exit_cause)
@@ -6226,11 +6240,11 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: config before the shard headers fill in the sizes. exit_handler: its `log` is set to the log of the current
-    run. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training data ends
-    early or --save cannot be written, the error is raised after the last run.
+    raw_cfg: config before the shard headers fill in the sizes. exit_handler: receives the log of the current run in its
+    attribute `log`. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training
+    data ends early or --save cannot be written, the error is raised after the last run.
     """
-    # Fail fast: before reading data or writing anything, check what would otherwise fail hours into the run.
+    # Fail fast: `preflight` checks what would otherwise fail hours into the run.
     start = time.perf_counter()
     other_cpu_before = other_cpu_seconds(comm)
     run_id = comm.all_gather(os.urandom(4).hex())[0]
@@ -6241,13 +6255,12 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     run_dirs = [root / f"seed_{seed}" if raw_cfg.runs > 1 else root for seed in seeds]
     preflight(raw_cfg, run_id, run_dirs, comm)
 
-    # Open the data before building the model, because the shard headers determine the sizes of the model, and bad data
-    # ends the run.
+    # Open the data before building the model, because the shard headers determine the sizes of the model.
     cfg, train_headers, val_headers, fingerprint = open_data(raw_cfg, comm, source)
     head_precision = resolve_head_precision(cfg, comm)
 
     # Choose attention before the micro-batch size, because the kernel determines the memory per sequence. Use a longer
-    # timeout, because attention packages may compile kernels now, which may take longer on some ranks than on others.
+    # timeout, because attention packages may compile kernels now, and some ranks may take longer than others.
     comm.set_timeout(cfg.comm_timeout * SLOW_TIMEOUT_FACTOR)
     attention, attention_name = choose_attention(cfg, comm)
     micro_batch_size, estimate = choose_micro_batch_size(cfg, comm, attention)
@@ -6281,9 +6294,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     num_graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if engine.compiling:
         log.event("compiled", graphs=num_graphs)
-    # From here on, a rank counts as lost if it does not respond within --comm_timeout. Keep the longer timeout if
-    # checkpoints or weights are written, because all ranks wait for the slowest disk. Also keep the longer timeout for
-    # a single rank. A single rank waits only for its device, and the device may be slow.
+    # From here on, a rank counts as lost if it does not respond within --comm_timeout. Keep the longer timeout if the
+    # run writes checkpoints or weights, because all ranks wait for the slowest disk. Keep it also for a single rank,
+    # which waits only for its device, because the device may be slow.
     if not cfg.checkpoint_every and not cfg.save and comm.world_size > 1:
         comm.set_timeout(cfg.comm_timeout)
 
@@ -6291,7 +6304,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
     results: list[dict[str, Any]] = []
     first_error: TrainerError | None = None
     for seed, run_dir in zip(seeds, run_dirs):
-        # Every further run starts from the same state, with the initial weights of its seed.
+        # Every run after the first restores the state before training, and starts from the initial weights of its seed.
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
@@ -6328,9 +6341,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
 def sample_from_save(flags: Config) -> None:
     """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR. Runs on any device.
 
-    flags: the command-line flags only; the settings of the model are read from DIR. Raises DataError if a file in DIR
-    is missing, corrupt or changed, or if the prompt cannot be encoded; ConfigError if the settings or the launch
-    environment are invalid; and RunError if the logits are not finite or printing fails.
+    flags: command-line flags; the settings of the model are read from DIR. Raises DataError if a file in DIR is
+    missing, corrupt or changed, or if the prompt cannot be encoded. Raises ConfigError if the settings or the launch
+    environment are invalid, and RunError if the logits are not finite or printing fails.
     """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
@@ -6341,7 +6354,7 @@ def sample_from_save(flags: Config) -> None:
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)
 
-    # Use one rank, without torch.compile. Keep n-gram tables in host memory, because a prompt looks up few rows.
+    # Use one rank, without torch.compile. Store n-gram tables in host memory, because a prompt looks up few rows.
     comm = init_distributed(replace(saved_cfg, seqs_per_step=1, device=flags.device))
     dtype = "float32" if saved_cfg.dtype == "bfloat16" and not comm.on_cuda else saved_cfg.dtype
     tables = tuple(replace(table, location="host") for table in saved_cfg.tables)
@@ -6354,7 +6367,7 @@ def sample_from_save(flags: Config) -> None:
             token_bytes = [encoding.decode_single_token_bytes(i) for i in range(GPT2_BOS_ID)] + [b""]
             prompt = encoding.encode_ordinary(flags.prompt)
         else:
-            # Tokenize the prompt like data/pocket.py. A word that is not in the vocabulary is split into single bytes.
+            # Tokenize the prompt like data/pocket.py: split a word that is not in the vocabulary into single bytes.
             token_ids = {piece: i for i, piece in enumerate(token_bytes or ()) if piece}
             words = POCKET_TOKEN_RE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
             pieces = [[word] if word in token_ids else [bytes((byte,)) for byte in word] for word in words]
@@ -6395,8 +6408,8 @@ def main(argv: list[str], source: bytes | None = None) -> None:
         pass
     except BaseException as error:
         exit_handler.end(error)
-    # If the signal thread is ending the process, wait here until the process has ended. Otherwise, end the process now,
-    # without waiting for other threads, which may be stuck in a read.
+    # If the signal thread is ending the process, wait here until the process has ended. Otherwise, end the process
+    # without waiting for other threads, because a thread may be stuck in a read.
     exit_handler.exiting.acquire()
     os._exit(0)
 

@@ -216,7 +216,7 @@ def test_Clock__stop_waits_for_the_device_until_the_timeout(monkeypatch) -> None
         event = DeviceEvent(monkeypatch, event_time)
         stream = SimpleNamespace(record_event=Mock(return_value=event))
         monkeypatch.setattr(torch.cuda, "current_stream", {device: stream}.get)
-        clock.initial_ms, clock.start_s = 0.0, event.clock.now
+        clock.ms_at_last_stop, clock.start_s = 0.0, event.clock.now
         with contextlib.nullcontext() if completes else expect_error(tg.RunError, "waiting for the device"):
             clock.stop()
         assert (clock.ms == pytest.approx(3000, abs=1)) == completes
@@ -420,7 +420,7 @@ def test_schedule_cycle__uses_the_clock_of_rank_0(monkeypatch) -> None:
     time.work(2)
     assert [step_cfg.step for step_cfg in tg.schedule_cycle(4, schedule, clock)] == [4, 5]
     assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0]), "now 12 s; the last cycle took 2 s"
-    clock.initial_ms -= 30_000
+    clock.ms_at_last_stop -= 30_000
     tg.schedule_cycle(6, schedule, clock)
     assert schedule.cycle_progress == pytest.approx([0.0, 7.5, 14.0, 14.0])
 

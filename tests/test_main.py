@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -194,7 +195,8 @@ def test_Log__training_losses_are_means_over_all_ranks(tmp_path, monkeypatch) ->
     monkeypatch.setattr(tg, "warm_up", noop)
     steps_by_world_size = []
     for world_size in (1, 2):
-        done = launch(tmp_path / str(world_size), world_size, "--dtype=float64", "--sample_tokens=0", "--val_every=0")[0]
+        done = launch(tmp_path / str(world_size), world_size,
+                      "--dtype=float64", "--sample_tokens=0", "--val_every=0")[0]
         assert done.status == 0, done.err
         steps_by_world_size.append(done.of("step"))
     schedule = tg.Schedule(preset())
@@ -225,6 +227,13 @@ def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(t
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0].get("recompiles") == recompiles
+
+def test_make_profiler__message_of_a_run_without_a_known_end() -> None:
+    """With a time budget, the message gives no last step."""
+    cfg = tg.make_config(dict(preset="pocket", profile="5:7", time_budget=1.0))
+    with expect_error(tg.ConfigError, "a run of steps 5 <= step", "5 < a < b:", "--profile=6:8") as caught:
+        tg.make_profiler(cfg, 5, math.inf)
+    assert "inf" not in str(caught.value)
 
 @pytest.mark.slow
 def test_make_profiler__two_ranks(tmp_path) -> None:
@@ -421,7 +430,7 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
     (["--run_dir=old_run"], 1, "run directory old_run", "already contains a log", "another --run_dir"),
-    (["--profile=2:4"], 2, "--profile", "0 < a < b < 4", "--profile=1:3"),
+    (["--profile=2:4"], 2, "--profile", "0 <= step < 4", "0 < a < b < 4:", "--profile=1:3"),
     (["--sample=nowhere"], 2, "nowhere/settings.json", "No such file", "a directory written by --save"),
     (["--sample=w_vocab"], 2, "w_vocab/vocab.txt", "sha256"),
     (["--sample=w", "a ~ b"], 2, "prompt", "b'~'", "use other words"),
