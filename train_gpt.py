@@ -1782,13 +1782,22 @@ class WeightMatrix(NamedTuple):
 
     Backward of linear_main_grad(x, as_matrix(param)) then accumulates the gradient in param.main_grad, and param.grad
     stays None. param.write_counts.zero_() clears the gradient, because the next write overwrites main_grad. Without
-    these attributes, autograd accumulates the gradient in param.grad as usual.
+    these attributes, autograd accumulates the gradient in param.grad as usual. The same holds for the transposed
+    product, linear_main_grad(x, as_matrix(param).t()).
     """
     param: Tensor
-    matrix: Tensor                       # (I, J): param itself, or a view of one matrix of a bank
+    matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # (I, J): this matrix's view of param.main_grad; None: use param.grad
     count_idx: int = 0                   # index of this matrix in param.write_counts
     deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
+
+    def t(self) -> WeightMatrix:
+        """View the matrix and its main_grad transposed, so that linear_main_grad(x, weight.t()) is x @ weight.matrix.
+
+        x (..., I), weight.matrix (I, J) -> (..., J). Both products accumulate in the same main_grad.
+        """
+        main_grad = None if self.main_grad is None else self.main_grad.t()
+        return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
@@ -1852,7 +1861,7 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 def run_deferred(deferred: DeferredGrads) -> None:
     """Compute and accumulate all deferred gradients, and clear the queue.
 
-    The gradient of a WeightMatrix accumulates in its main_grad, or in matrix.grad if main_grad is None. Raises
+    The gradient of a WeightMatrix accumulates in its main_grad, or in param.grad if main_grad is None. Raises
     RunError, before any gradient is written, if a tensor in the queue was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
@@ -1863,8 +1872,9 @@ def run_deferred(deferred: DeferredGrads) -> None:
               hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
+        # The matrix may be a view. Its backward adds the gradient to the corresponding elements of param.grad.
         if weight.main_grad is None:
-            weight.matrix.grad = grad if weight.matrix.grad is None else weight.matrix.grad + grad
+            weight.matrix.backward(grad)
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
@@ -1911,7 +1921,7 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
     """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
 
     x (..., J), weight.matrix (I, J), scale () or None (no scale) -> (..., I). If weight.main_grad is None, autograd
-    accumulates the weight gradient in .grad instead.
+    accumulates the weight gradient in .grad instead. For x @ (scale * weight.matrix), pass weight.t().
     """
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
