@@ -1789,13 +1789,21 @@ class WeightMatrix(NamedTuple):
 
     Backward of linear_main_grad(x, as_matrix(param)) then accumulates the gradient in param.main_grad, and param.grad
     stays None. param.write_counts.zero_() clears the gradient, because the next write overwrites main_grad. Without
-    these attributes, autograd accumulates the gradient in param.grad as usual.
+    these attributes, autograd accumulates the gradient in param.grad as usual. The same holds for the transposed
+    product, linear_main_grad(x, as_matrix(param).t()).
     """
     param: Tensor
-    matrix: Tensor                       # (I, J): param itself, or a view of one matrix of a bank
+    matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # (I, J): this matrix's view of param.main_grad; None: use param.grad
     count_idx: int = 0                   # index of this matrix in param.write_counts
     deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
+
+    def t(self) -> WeightMatrix:
+        """View the matrix and its main_grad transposed, so that linear_main_grad(x, weight.t()) is x @ weight.matrix.
+
+        x (..., I), weight.matrix (I, J) -> (..., J). Both products accumulate in the same main_grad.
+        """
+        return self._replace(matrix=self.matrix.t(), main_grad=None if self.main_grad is None else self.main_grad.t())
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
@@ -1860,7 +1868,7 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 def run_deferred(deferred: DeferredGrads) -> None:
     """Compute and accumulate all deferred gradients, and clear the queue.
 
-    The gradient of a WeightMatrix accumulates in its main_grad, or in matrix.grad if main_grad is None. Raises
+    The gradient of a WeightMatrix accumulates in its main_grad, or in param.grad if main_grad is None. Raises
     RunError, before any gradient is written, if a tensor in the queue was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
@@ -1871,8 +1879,9 @@ def run_deferred(deferred: DeferredGrads) -> None:
               hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
         grad = weight._replace(deferred=None).add_gradient(a, b)
+        # The matrix may be a view. Its backward adds the gradient to the corresponding elements of param.grad.
         if weight.main_grad is None:
-            weight.matrix.grad = grad if weight.matrix.grad is None else weight.matrix.grad + grad
+            weight.matrix.backward(grad)
     deferred.clear()
 
 class LinearFunction(torch.autograd.Function):
@@ -1919,7 +1928,7 @@ def linear_main_grad(x: Tensor, weight: WeightMatrix, scale: Tensor | None = Non
     """Apply a linear layer, x @ (scale * weight.matrix)^T. Backward accumulates the weight gradient in main_grad.
 
     x (..., J), weight.matrix (I, J), scale () or None (no scale) -> (..., I). If weight.main_grad is None, autograd
-    accumulates the weight gradient in .grad instead.
+    accumulates the weight gradient in .grad instead. For x @ (scale * weight.matrix), pass weight.t().
     """
     return LinearFunction.apply(x, scale, weight.matrix, weight)
 
@@ -2055,12 +2064,18 @@ class ReluSqMLP(torch.autograd.Function):
         grad_up = up.add_gradient(grad_preact, x.flatten(0, -2))
         return grad_x, grad_up, down.add_gradient(squares, flat_grad_out), None, None
 
+MLP_SAVED = 1                            # vectors of F elements per token that the MLP saves for backward
+
 def relu_sq_mlp(x: Tensor, up: WeightMatrix, down: WeightMatrix) -> Tensor:
     """Apply the relu^2 MLP, relu(x up^T)^2 down (RECIPE 2.7). Backward accumulates the weight gradients in main_grad.
 
     x (..., D), up.matrix and down.matrix (F, D) -> (..., D), with model dim D and MLP hidden dim F. If the main_grad of
     a WeightMatrix is None, autograd accumulates the gradient of its matrix in .grad instead.
     """
+    # ReluSqMLP equals the composition of two matmuls with main_grad:
+    #     linear_main_grad(linear_main_grad(x, up).relu().square(), down.t())
+    # It saves one vector of F elements per token where this composition saves two. To use another activation, return
+    # such a composition instead, and set MLP_SAVED. `parameter_specs` lists the matrices that this function receives.
     return ReluSqMLP.apply(x, up.matrix, down.matrix, up, down)
 
 
@@ -3519,18 +3534,25 @@ class ParameterSpec(NamedTuple):
     #     ("constant", values)            one value, or one value per element
     #     ("normal", standard deviation)
     #     ("uniform", bound)              uniform in [-bound, bound]
-    #     ("up", bound)                   for the bank of MLPs, (L, 2, F, D): uniform up matrices, zero down matrices
+    #     ("up", bound)                   for the bank of MLPs, (L, number of matrices, F, D): the last matrix of every
+    #                                     layer (down) is zero, and all others (up) are uniform in [-bound, bound]
     init: tuple[str, float | tuple[float, ...]]
     optimizer: str = "adam"              # "adam"; "normuon" for banks of matrices; "rowwise" for n-gram tables
     lr_mul: float = 1.0                  # multiplier of adam_lr
     wd_mul: float = 1.0                  # multiplier of adam_weight_decay
     betas: tuple[float, float] = (0.9, 0.99)              # Adam: decay of the first and of the second moment
     full_precision: bool = False         # f32 even if the weights are bf16
-    # Parameters with matrix_heights or a table are sharded. All others are replicated: every rank updates them in full.
-    # matrix_heights: number of rows of each weight matrix. A bank stacks these matrices in each layer; the head is one
-    # matrix. Gradients of weight matrices accumulate in main_grad. Gradients of replicated parameters are in .grad.
-    matrix_heights: tuple[int, ...] = ()
+    # Parameters with matrices or a table are sharded. All others are replicated: every rank updates them in full.
+    # matrices: (name, height, multiplier of the NorMuon learning rate) of each weight matrix. A bank stacks these
+    # matrices in each layer; the head is one matrix. Gradients of weight matrices accumulate in main_grad. Gradients of
+    # replicated parameters are in .grad.
+    matrices: tuple[tuple[str, int, float], ...] = ()
     table: TableSpec | None = None       # how tokens are looked up, for an embedding table
+
+    @property
+    def matrix_heights(self) -> tuple[int, ...]:
+        """Heights of the weight matrices that the parameter stacks in each layer."""
+        return tuple(height for _, height, _ in self.matrices)
 
 # Initial values of the learned scalars, keyed by name (RECIPE 2.6). They are packed into the parameter `scalars`. Each
 # layer has two attention scalars: the first multiplies the weights of q, k and v, the second the output projection.
@@ -3544,7 +3566,7 @@ SCALARS = {
 }
 NGRAM_INIT_COEF = 0.1                    # initial coefficient of an n-gram table in the residual stream, for each layer
 MLP_RATIO = 4                            # MLP hidden dim / model dim
-MLP_MATRICES = 2                         # matrices of an MLP: up, down
+DOWN_LR_MUL = 2.0                        # learning rate multiplier of the down matrices of the MLP
 QKVO = 4                                 # matrices of an attention layer, stacked: q, k, v, output projection
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
@@ -3557,12 +3579,11 @@ def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
     if distribution == "normal":
         return torch.randn(shape, generator=generator) * argument
     if distribution == "up":
-        shape = (shape[0], 1, *shape[2:])
-    weight = torch.rand(shape, generator=generator) * (2 * argument) - argument
-    # Zero down matrices, so that every MLP outputs zeros at first.
-    if distribution == "up":
-        weight = torch.cat((weight, torch.zeros_like(weight)), dim=1)
-    return weight
+        uniform = spec._replace(shape=(shape[0], shape[1] - 1, *shape[2:]), init=("uniform", argument))
+        weight = init_parameter(uniform, generator)
+        # Zero down matrices, so that every MLP outputs zeros at first.
+        return torch.cat((weight, torch.zeros_like(weight[:, :1])), dim=1)
+    return torch.rand(shape, generator=generator) * (2 * argument) - argument
 
 def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
@@ -3584,6 +3605,9 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     bigram_table, value_table, embed_table, *ngram_tables = table_specs(cfg)
     scalars = sum(initial_scalars(cfg).values(), ())
 
+    # The matrices of an MLP, in the order in which `relu_sq_mlp` receives them.
+    mlp_matrices = ("up", mlp_dim, 1.0), ("down", mlp_dim, DOWN_LR_MUL)
+
     # Settings that several parameters share.
     zeros = "constant", 0.0
     # Uniform values in [-bound, bound] have the standard deviation bound / sqrt(3) = 0.5 / sqrt(D).
@@ -3592,10 +3616,9 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
     table_kwargs = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head_kwargs = dict(wd_mul=150, betas=(0.5, 0.95))
     return (
-        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon", matrix_heights=(QKV * D, D)),
-        # "up": uniform up matrices, zero down matrices.
-        ParameterSpec("mlp", (L, MLP_MATRICES, mlp_dim, D), ("up", bound), "normuon",
-                      matrix_heights=(mlp_dim, mlp_dim)),
+        ParameterSpec("attn", (num_attn, QKVO * D, D), ("uniform", bound), "normuon",
+                      matrices=(("qkv", QKV * D, 1.0), ("out", D, 1.0))),
+        ParameterSpec("mlp", (L, len(mlp_matrices), mlp_dim, D), ("up", bound), "normuon", matrices=mlp_matrices),
         ParameterSpec("scalars", (len(scalars),), ("constant", scalars), **scalar_kwargs),
         ParameterSpec("x0_lambdas", (L,), zeros, **scalar_kwargs, betas=(0.65, 0.95)),
         ParameterSpec("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
@@ -3604,7 +3627,7 @@ def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
         ParameterSpec("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros),
         ParameterSpec("bigram_embed", (bigram_table.num_rows, D), zeros, **table_kwargs, table=bigram_table),
         ParameterSpec("value_embed", (value_table.num_rows, D), ("normal", 0.01), **table_kwargs, table=value_table),
-        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrix_heights=(D,)),
+        ParameterSpec("lm_head", (D, V), ("normal", 0.005), **head_kwargs, matrices=(("head", D, 1.0),)),
         # Head and embedding are tied at first, so `initial_weights` replaces the zeros by the transpose of lm_head.
         ParameterSpec("embed", (embed_table.num_rows, D), zeros, **head_kwargs, table=embed_table),
         # Row-wise updates have no first moment, so the first beta is 0.
@@ -3927,7 +3950,6 @@ POLAR_EXPRESS = (                        # coefficients (a, b, c) per iteration 
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
-DOWN_LR_MUL = 2.0                        # extra learning rate multiplier of the down matrices of the MLP
 
 def polar_express(x: Tensor) -> Tensor:
     """Approximate the polar factor of each matrix in x by Polar Express iterations (arXiv 2505.16932).
@@ -4150,7 +4172,7 @@ def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor,
 # ---- Parameter groups. A group contains one or more parameters. The group reduces their gradients over ranks, updates
 # this rank's part of the parameters, and stores the optimizer state of this part. Every group has the attributes
 # update_every (steps per update) and state ({label: {state name: tensor}}). `Optimizer.step` calls the methods
-# has_gradient, launch_reduce, update and zero_grad of a group, in this order.
+# has_gradient, launch_reduce, reduced_grad, update and zero_grad of a group, in this order.
 class ReplicatedGroup:
     """The parameters that every rank updates in full. One all-reduce sums all of their gradients over ranks."""
     def __init__(self, cfg: Config, comm: Communicator, specs: list[ParameterSpec], weights: list[Tensor],
@@ -4176,12 +4198,16 @@ class ReplicatedGroup:
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
-    def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the all-reduce that `launch_reduce` launched, then update all parameters in place."""
+    def reduced_grad(self) -> Tensor:
+        """Wait for the all-reduce, and return the gradients of all parameters, concatenated, summed over ranks."""
         wait_for_work(self.work)
-        grads = self.grad.split([p.numel() for p in self.weights])
-        for spec, p, grad in zip(self.specs, self.weights, grads):
-            self.adam(spec, p.data, grad.view_as(p), self.state[spec.label], step_cfg)
+        return self.grad
+
+    def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update all parameters in place with the result of `reduced_grad`."""
+        grads = grad.split([p.numel() for p in self.weights])
+        for spec, p, p_grad in zip(self.specs, self.weights, grads):
+            self.adam(spec, p.data, p_grad.view_as(p), self.state[spec.label], step_cfg)
 
     def zero_grad(self) -> None:
         """Set the gradients of all parameters of the group to None."""
@@ -4253,13 +4279,17 @@ class ShardedGroup:
         self.grad = self.comm_buffer[self.slice]
         self.work = self.comm.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, step_cfg: StepConfig) -> dist.Work | None:
-        """Wait for the reduce-scatter, update this rank's shard, and launch the all-gather of the weight.
+    def reduced_grad(self) -> Tensor:
+        """Wait for the reduce-scatter, and return the gradient of this rank's shard, summed over ranks."""
+        wait_for_work(self.work)
+        return self.grad[:len(self.shard)]
+
+    def update(self, grad: Tensor, step_cfg: StepConfig) -> dist.Work | None:
+        """Update this rank's shard with the result of `reduced_grad`, and launch the all-gather of the weight.
 
         Returns the work handle of the all-gather, or None if W = 1. Collective.
         """
-        wait_for_work(self.work)
-        self.update_shard(self.grad[:len(self.shard)], step_cfg)
+        self.update_shard(grad, step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
@@ -4288,13 +4318,12 @@ class BankGroup(ShardedGroup):
         grad_dtype = accum if multiple_micro_batches else weight.dtype
         super().__init__(comm, spec, weight, matrices, len(spec.matrix_heights) * len(weight), grad_dtype)
 
-        # Multiply the learning rate of tall matrices by the square root of their aspect ratio, and the learning rate
-        # of down matrices also by DOWN_LR_MUL.
-        lr_mul = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5
-        lr_muls = matrices.new_full((len(matrices), 1, 1), lr_mul, dtype=accum)
-        if spec.label == "mlp":
-            lr_muls[1::MLP_MATRICES] *= DOWN_LR_MUL       # the bank alternates: up, down, up, down, ...
-        self.lr_muls = lr_muls[self.slice]
+        # Multiply the learning rate of a matrix by its multiplier in the spec, and the learning rate of tall matrices
+        # also by the square root of their aspect ratio. NorMuon may split a weight matrix into several matrices.
+        aspect_mul = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5
+        layer_lr_muls = [lr_mul * aspect_mul for _, height, lr_mul in spec.matrices
+                         for _ in range(height // matrices.shape[-2])]
+        self.lr_muls = matrices.new_tensor(layer_lr_muls, dtype=accum).repeat(len(weight))[self.slice, None, None]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
         """Update self.shard, the matrices of this rank, in place.
@@ -4358,12 +4387,18 @@ class TableGroup:
         """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
         self.table.launch_reduce()
 
-    def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, then update this rank's shard in place.
+    def reduced_grad(self) -> Tensor:
+        """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks.
+
+        Call this method once per update, because it releases the received row gradients.
+        """
+        return self.table.reduced_grads()
+
+    def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update this rank's shard in place with the result of `reduced_grad`.
 
         No all-gather is needed: for the next update cycle, each rank fetches the updated rows that it looks up.
         """
-        grad = self.table.reduced_grads()
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
@@ -4380,9 +4415,8 @@ class RowwiseTableGroup(TableGroup):
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
-    def update(self, step_cfg: StepConfig) -> None:
-        """Wait for the row gradients, update the plan's rows_to_update, and write the result to the row store."""
-        grad = self.table.reduced_grads()
+    def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
+        """Update the plan's rows_to_update with the result of `reduced_grad`, and write them to the row store."""
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
@@ -4424,7 +4458,7 @@ class Optimizer:
             elif spec.optimizer == "normuon":
                 self.groups[label] = BankGroup(cfg, comm, spec, model.get_parameter(label), multiple_micro_batches,
                                                normuon)
-            elif spec.matrix_heights:
+            elif spec.matrices:
                 self.groups[label] = HeadGroup(cfg, comm, spec, model.get_parameter(label), adam)
             else:
                 replicated_specs.append(spec)
@@ -4483,9 +4517,13 @@ class Optimizer:
         for label in self.reduce_order:
             if label in due_labels:
                 self.groups[label].launch_reduce()
+        # All reductions are in progress, and no weight has changed yet. To use all gradients at once, for example to
+        # clip them by their global norm, call reduced_grad() of every group here. This waits for all reductions, so
+        # that they no longer overlap the updates. Ranks own disjoint shards, but all of them have the gradients of the
+        # group REPLICATED. Gradients are sums over sequences.
         gather_works = []
         for label in due_labels:
-            gather_works.append(self.groups[label].update(step_cfg))
+            gather_works.append(self.groups[label].update(self.groups[label].reduced_grad(), step_cfg))
             self.groups[label].zero_grad()
         for work in gather_works:
             wait_for_work(work)
@@ -4877,12 +4915,12 @@ class Engine:
 # ---- Memory, estimated before the model is built
 USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
 HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
-# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements:
-# 183 vectors were counted in 11 layers, and the mean is rounded up to cover statistics in f32. Logits and their
-# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts both numbers for compiled steps.
-# The constants *_EAGER are for plain PyTorch.
-SAVED_VECTORS = 17
-SAVED_VECTORS_EAGER = 26
+# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements,
+# and the MLP_SAVED hidden vectors of its MLP. With these, 183 vectors of D elements were counted in 11 layers, and the
+# mean is rounded up to 17, to cover statistics in f32. Logits and their gradient take LOGIT_COPIES times the memory of
+# the logits. tests/dry_run.py counts both numbers for compiled steps. The constants *_EAGER are for plain PyTorch.
+SAVED_VECTORS = 13
+SAVED_VECTORS_EAGER = 22
 LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
@@ -4933,7 +4971,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
         estimate["gradients"] += num_elements * grad_bytes
         if spec.optimizer != "rowwise":
             state = init_optimizer_state(spec, torch.empty(spec.shape, dtype=dtype, device="meta"))
-            owners = W if spec.table or spec.matrix_heights else 1            # number of ranks that split the moments
+            owners = W if spec.table or spec.matrices else 1            # number of ranks that split the moments
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
@@ -4943,7 +4981,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     if attention is not attention_varlen:
         saved_vectors = SAVED_VECTORS_EAGER
         logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
-    bytes_per_token = len(LAYERS) * saved_vectors * cfg.model_dim * item_bytes + int(cfg.padded_vocab * logit_bytes)
+    bytes_per_token = (len(LAYERS) * (saved_vectors + MLP_SAVED * MLP_RATIO) * cfg.model_dim * item_bytes
+                       + int(cfg.padded_vocab * logit_bytes))
     estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
     return estimate
 

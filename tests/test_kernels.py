@@ -74,12 +74,18 @@ def test_apply_rotary__multiplies_complex_numbers_by_exp_minus_i_angle(T, num_he
 
 @pytest.mark.parametrize("batch_shape, D, hidden_dim", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])
 def test_relu_sq_mlp(batch_shape, D, hidden_dim) -> None:
+    """It also equals the composition of two matmuls with main_grad, which forks with another activation use."""
     x = leaf(*batch_shape, D)
     up = leaf(hidden_dim, D, seed=1)
     down = leaf(hidden_dim, D, seed=2)
     got = tg.relu_sq_mlp(x, tg.as_matrix(up), tg.as_matrix(down))
     expected = (x @ up.t()).relu().square() @ down
-    assert_equals_autograd(got, expected, (x, up, down), randn(*batch_shape, D, seed=3))
+    grad = randn(*batch_shape, D, seed=3)
+    assert_equals_autograd(got, expected, (x, up, down), grad)
+    hidden = tg.linear_main_grad(x, tg.as_matrix(up)).relu().square()
+    composed = tg.linear_main_grad(hidden, tg.as_matrix(down).t())
+    expected = (x @ up.t()).relu().square() @ down
+    assert_equals_autograd(composed, expected, (x, up, down), grad)
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 def test_relu_sq_mlp__gradient_is_exactly_zero_where_relu_is_zero(monkeypatch, dtype) -> None:

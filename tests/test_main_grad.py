@@ -68,9 +68,17 @@ def contract_weight(main_grad: bool, flag: bool) -> Tensor:
         weight.grad_added_to_main_grad = False
     return weight
 
+# The two products with a weight W: x @ W^T, and x @ W, which transposes the WeightMatrix.
+products = pytest.mark.parametrize("transposed", [False, True], ids=["x @ W^T", "x @ W"])
+
+def operand(weight: Tensor, transposed: bool, queue: tg.DeferredGrads | None = None) -> tg.WeightMatrix:
+    matrix = tg.as_matrix(weight, queue)
+    return matrix.t() if transposed else matrix
+
+@products
 @pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
 @pytest.mark.parametrize("scale", [None, 0.7])
-def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale) -> None:
+def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want, scale, transposed) -> None:
     """Check every case of the contract in two micro-batches: plain, accumulated, deferred, without and with the flag.
 
     Hooks on the weight receive what backward returns. No gradient has a graph, since a graph retains its operands.
@@ -80,15 +88,18 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
     seen, after = [], []
     weight.register_hook(seen.append)
     weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad is not None))
-    first = torch.nn.Parameter(randn(3, 3, seed=9))
+    outputs, inputs = (3, 4) if transposed else (4, 3)
+    first = torch.nn.Parameter(randn(inputs, inputs, seed=9))
     scale = scale and torch.tensor(scale, dtype=F64)
     true_gradient = torch.zeros(4, 3, dtype=F64)
     for seed in (1, 2):
         if flag:
             weight.grad_added_to_main_grad = False
-        x = randn(5, 3, seed=seed) @ first
-        tg.linear_main_grad(x, tg.as_matrix(weight, queue), scale).sum().backward()
-        of_matmul = torch.ones(5, 4, dtype=F64).t() @ x.detach()
+        x = randn(5, inputs, seed=seed) @ first
+        tg.linear_main_grad(x, operand(weight, transposed, queue), scale).sum().backward()
+        of_matmul = torch.ones(5, outputs, dtype=F64).t() @ x.detach()
+        if transposed:
+            of_matmul = of_matmul.t()
         true_gradient += of_matmul if scale is None else scale * of_matmul
         if flag:
             assert weight.grad_added_to_main_grad is (want == "dummy")
@@ -117,21 +128,27 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
     assert not found.requires_grad
     assert weight.write_counts.tolist() == [2 * main_grad]
 
+@products
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
-def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _) -> None:
+def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, deferred, _, transposed) -> None:
     """No gradient is written or queued, and no flag is set. The gradient of the input is computed nevertheless."""
     weight = contract_weight(main_grad, flag).requires_grad_(False)
     queue = []
-    x = randn(5, 3).requires_grad_()
-    tg.linear_main_grad(x, tg.as_matrix(weight, queue if deferred else None)).sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(dim=0).expand(5, 3))
+    inputs = 4 if transposed else 3
+    x = randn(5, inputs).requires_grad_()
+    tg.linear_main_grad(x, operand(weight, transposed, queue if deferred else None)).sum().backward()
+    torch.testing.assert_close(x.grad, weight.sum(dim=int(transposed)).expand(5, inputs))
     assert weight.grad is None and queue == [] and weight.write_counts.tolist() == [0]
     assert not main_grad or weight.main_grad.isnan().all()
     assert not flag or weight.grad_added_to_main_grad is False
 
+@products
 @pytest.mark.parametrize("main_grad, flag, deferred, _", CONTRACT)
-def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _) -> None:
-    """Each use writes once, and autograd does not add main_grad to itself."""
+def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, flag, deferred, _, transposed) -> None:
+    """Each use writes once, and autograd does not add main_grad to itself.
+
+    The second use may be the other product: x @ W^T, then x @ W.
+    """
     weight = make_weight(4, 4)
     if not main_grad:
         del weight.main_grad
@@ -139,24 +156,26 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
         weight.grad_added_to_main_grad = False
     queue = []
     x = randn(5, 4, seed=1)
-    true_gradient, = torch.autograd.grad(((x @ weight.t()).square() @ weight.t()).sum(), weight)
+    last = weight if transposed else weight.t()
+    true_gradient, = torch.autograd.grad(((x @ weight.t()).square() @ last).sum(), weight)
     for backward in (1, 2):
-        matrix = tg.as_matrix(weight, queue if deferred else None)
-        tg.linear_main_grad(tg.linear_main_grad(x, matrix).square(), matrix).sum().backward()
+        matrix, last_matrix = (operand(weight, each, queue if deferred else None) for each in (False, transposed))
+        tg.linear_main_grad(tg.linear_main_grad(x, matrix).square(), last_matrix).sum().backward()
         tg.run_deferred(queue)
         found = weight.main_grad if main_grad else weight.grad
         torch.testing.assert_close(found, backward * true_gradient)
         assert weight.write_counts.tolist() == [2 * backward * main_grad]
     assert not main_grad or not flag or not weight.grad.any(), "dummies add up to zeros"
 
+@products
 @pytest.mark.parametrize("modified", ("input", "gradient"))
-def test_run_deferred__a_modified_operand_is_refused(modified) -> None:
+def test_run_deferred__a_modified_operand_is_refused(modified, transposed) -> None:
     """The error is raised before any gradient is written, including those that were deferred earlier."""
-    weight = make_weight(4, 3)
+    weight = make_weight(*(3, 4) if transposed else (4, 3))
     queue = []
     operands = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
     for each in operands:
-        tg.linear_main_grad(each["input"], tg.as_matrix(weight, queue)).backward(each["gradient"])
+        tg.linear_main_grad(each["input"], operand(weight, transposed, queue)).backward(each["gradient"])
     operands[1][modified] += 1
     with expect_error(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
@@ -175,11 +194,13 @@ def as_views(bank: Tensor) -> list[list[tg.WeightMatrix]]:
         by_layer.append(pair)
     return by_layer
 
+@products
 @pytest.mark.parametrize("how", ("bank", "views", "frozen", "aot_eager"))
-def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how) -> None:
+def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how, transposed) -> None:
     """Gradients equal those of autograd in two micro-batches.
 
-    The gradient of the learned scale remains with autograd. The compiled function has one graph for all writes.
+    The gradient of the learned scale remains with autograd. The compiled function has one graph for all writes. If
+    `transposed`, the last product of a layer is x @ W.
     """
     bank = make_weight(3, 12, 4, seed=1, matrices=6)
     scale = torch.nn.Parameter(torch.tensor(0.7, dtype=F64))
@@ -187,13 +208,16 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how) ->
     want_x = x
     for layer in bank:
         up, down = layer.split((6, 6))
-        want_x = want_x + ((want_x @ (scale * up).t()).relu() * (want_x @ down.t()))[:, :4]
+        hidden = (want_x @ (scale * up).t()).relu()
+        want_x = want_x + (hidden @ (scale * down) if transposed else (hidden * (want_x @ down.t()))[:, :4])
     want = torch.autograd.grad(want_x.square().sum(), [bank, x, scale])
     bank.requires_grad_(how != "frozen")
 
     def loss(x: Tensor) -> Tensor:
         for up, down in as_views(bank) if how == "views" else tg.matrices_by_layer(bank, (6, 6)):
-            x = x + (tg.linear_main_grad(x, up, scale).relu() * tg.linear_main_grad(x, down))[:, :4]
+            hidden = tg.linear_main_grad(x, up, scale).relu()
+            x = x + (tg.linear_main_grad(hidden, down.t(), scale) if transposed
+                     else (hidden * tg.linear_main_grad(x, down))[:, :4])
         return x.square().sum()
 
     torch._dynamo.reset()
@@ -218,6 +242,26 @@ def test_matrices_by_layer__a_buffer_that_is_not_contiguous_is_refused() -> None
     bank.main_grad = torch.zeros(2, 4, 3, 5, dtype=F64).transpose(1, 2)
     with pytest.raises(RuntimeError, match="view"):
         tg.matrices_by_layer(bank, (4, 4, 4))
+
+def test_run_deferred__a_bank_without_main_grad_gets_autograds_gradients() -> None:
+    """The gradients of all matrices of the bank are added to bank.grad. An earlier gradient is kept."""
+    bank = torch.nn.Parameter(randn(2, 7, 4))
+    x = randn(5, 4, seed=1)
+
+    def output(queue: tg.DeferredGrads | None) -> Tensor:
+        total = x
+        for layer in tg.matrices_by_layer(bank, (3, 4)):
+            first, last = (matrix._replace(deferred=queue) for matrix in layer)
+            total = total + tg.linear_main_grad(tg.linear_main_grad(x, first), first.t())
+            total = total + tg.linear_main_grad(x, last)
+        return total.square().sum()
+
+    want, = torch.autograd.grad(output(None), bank)
+    queue = []
+    for backward in (1, 2):
+        output(queue).backward()
+        tg.run_deferred(queue)
+        torch.testing.assert_close(bank.grad, backward * want)
 
 @pytest.mark.parametrize("flag", (True, False), ids=("flag", "deferred"))
 def test_linear_main_grad__compiled_code_refuses_flag_and_queue(flag) -> None:
@@ -259,7 +303,8 @@ def test_add_gradient__a_frozen_matrix_of_the_mlp_or_the_head_keeps_its_main_gra
         assert weight.write_counts.tolist() == [int(name != frozen)]
         assert weight.main_grad.isnan().all() == (name == frozen)
 
-def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches() -> None:
+@products
+def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches(transposed) -> None:
     """Compared with the sum in f64 of matmuls of the same bf16 operands. Rounding each to bf16 has an error of 3e-3."""
     bank = make_weight(2, 48, 16, dtype=BF16, grad_dtype=F32, matrices=4)
     scales = torch.nn.Parameter(torch.tensor([0.7, 1.3]))
@@ -269,13 +314,19 @@ def test_linear_main_grad__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_mi
         for layer, matrices in enumerate(tg.matrices_by_layer(bank, (36, 12))):
             for weight, scale, rows in zip(matrices, scales.unbind(), (slice(0, 36), slice(36, 48))):
                 grad = randn(40, len(weight.matrix), seed=100 * weight.count_idx + micro_batch, dtype=BF16)
-                tg.linear_main_grad(x, weight, scale).backward(grad)
+                if transposed:
+                    tg.linear_main_grad(grad, weight.t(), scale).backward(x)
+                else:
+                    tg.linear_main_grad(x, weight, scale).backward(grad)
                 want[layer, rows] += scale.detach().double() * (grad.double().t() @ x.double())
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
 # Operations that write a gradient themselves. They map x (5, 4) and their weights to any output.
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return tg.linear_main_grad(x, tg.as_matrix(weight))
+
+def transposed_matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return tg.linear_main_grad(x, tg.as_matrix(weight).t())
 
 def mlp(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return tg.relu_sq_mlp(x, tg.as_matrix(up), tg.as_matrix(down))
@@ -286,7 +337,8 @@ def emulated_head(x: Tensor, weight: Tensor) -> Tensor:
 def lookup(x: Tensor, row_grads: Tensor) -> Tensor:
     return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), row_grads.main_grad)
 
-OPERATIONS = {matmul: [(8, 4)], mlp: [(8, 4)] * 2, head_losses: [(4, 9)], emulated_head: [(4, 9)], lookup: [(5, 4)]}
+OPERATIONS = {matmul: [(8, 4)], transposed_matmul: [(4, 8)], mlp: [(8, 4)] * 2, head_losses: [(4, 9)],
+              emulated_head: [(4, 9)], lookup: [(5, 4)]}
 
 def weights_for(operation: Callable) -> list[Tensor]:
     weights = [make_weight(*shape, seed=seed) for seed, shape in enumerate(OPERATIONS[operation])]

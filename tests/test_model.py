@@ -5,8 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_engine, own_rows, preset, randn,
-                    random_batch, small, unequal, with_tokens)
+import torch.nn.functional as F
+from common import (F64, RECIPE_PARAMETERS, angles_by_channel, fill_randomly, make_comm, make_engine, own_rows, preset,
+                    randn, random_batch, small, unequal, with_tokens)
 from reference import NUM_SIGN_VECTORS, Reference, ngram_rows
 
 import train_gpt as tg
@@ -185,6 +186,63 @@ def test_set_rotary__a_repeated_stage_copies_nothing_from_the_host(monkeypatch) 
     assert unequal(training, warm_up) == []
     first, second, *_ = training.values()
     assert not first.equal(second)
+
+# A fork with another MLP: these two functions replace `relu_sq_mlp` and the entry of the MLP in `parameter_specs`.
+def swiglu_mlp(x: torch.Tensor, gate: tg.WeightMatrix, up: tg.WeightMatrix, down: tg.WeightMatrix) -> torch.Tensor:
+    hidden = F.silu(tg.linear_main_grad(x, gate)) * tg.linear_main_grad(x, up)
+    return tg.linear_main_grad(hidden, down.t())
+
+def swiglu_specs(specs: tuple[tg.ParameterSpec, ...]) -> tuple[tg.ParameterSpec, ...]:
+    changed = []
+    for spec in specs:
+        if spec.label == "mlp":
+            num_layers, _, mlp_dim, model_dim = spec.shape
+            matrices = ("gate", mlp_dim, 1.0), ("up", mlp_dim, 1.0), ("down", mlp_dim, tg.DOWN_LR_MUL)
+            spec = spec._replace(shape=(num_layers, 3, mlp_dim, model_dim), matrices=matrices)
+        changed.append(spec)
+    return tuple(changed)
+
+def autograd_swiglu_mlp(x: torch.Tensor, *matrices: tg.WeightMatrix) -> torch.Tensor:
+    """Compute the same MLP without main_grad, so that its gradients are in .grad."""
+    gate, up, down = (weight.matrix for weight in matrices)
+    return (F.silu(x @ gate.t()) * (x @ up.t())) @ down
+
+def test_parameter_specs__a_fork_with_swiglu_trains_like_autograd(monkeypatch) -> None:
+    """The bank has three matrices per layer. Only the down matrices start as zeros and have the doubled learning rate.
+    """
+    specs_of = tg.parameter_specs
+    monkeypatch.setattr(tg, "parameter_specs", lambda cfg: swiglu_specs(specs_of(cfg)))
+    cfg = small()
+    schedule = tg.Schedule(cfg)
+    states = []
+    for mlp in (swiglu_mlp, autograd_swiglu_mlp):
+        monkeypatch.setattr(tg, "relu_sq_mlp", mlp)
+        engine = make_engine(cfg)
+        weight = engine.model.mlp
+        assert weight[:, :2].flatten(2).any(dim=2).all() and not weight[:, 2].any()
+        lr_muls = engine.optimizer.groups["mlp"].lr_muls
+        assert lr_muls.flatten().tolist() == [2.0, 2.0, 4.0] * len(tg.LAYERS), "sqrt(4), and for down matrices times 2"
+        for step_cfg in map(schedule.at, range(3)):
+            engine.forward_backward(random_batch(cfg, step_cfg.step, 8, 16, step_cfg.step), step_cfg)
+            if mlp is autograd_swiglu_mlp:
+                weight.main_grad.copy_(weight.grad)
+                weight.write_counts.fill_(1)
+            assert weight.main_grad[:, 2].any() and weight.main_grad[:, :2].any() == (step_cfg.step > 0)
+            engine.optim_step(step_cfg)
+        states.append(engine.state_tensors())
+    for name, x in states[1].items():
+        torch.testing.assert_close(states[0][name], x, rtol=1e-9, atol=1e-12, msg=name)
+
+def test_estimate_memory__counts_the_saved_vectors_of_the_mlp_in_one_number(monkeypatch) -> None:
+    """MLP_SAVED hidden vectors per layer and token, for both kinds of attention."""
+    cfg = small()
+    tokens = max(stage.batch_tokens for stage in cfg.stages)
+    for attention in (tg.attention_reference, tg.attention_varlen):
+        working = []
+        for saved in (1, 3):
+            monkeypatch.setattr(tg, "MLP_SAVED", saved)
+            working.append(tg.estimate_memory(cfg, make_comm(), attention, cfg.seqs_per_step)["working"])
+        assert working[1] - working[0] == 2 * tokens * len(tg.LAYERS) * 4 * cfg.model_dim * F64.itemsize
 
 @pytest.mark.parametrize("position, smear, offset_layers, expected", [
     # Attention sees neither other documents nor later positions. The second document is a single token.

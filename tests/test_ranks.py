@@ -359,6 +359,69 @@ def test_forward_backward__calls_add_up_and_wait_for_no_rank(ranks, world_size) 
     assert_same_bits(extra, whole)
     assert_close(idle, half, 1e-9)
 
+MAX_NORM = 2.0                           # smaller than the norms of all steps
+
+def train_clipped(rank: Rank) -> dict[str, Any]:
+    """Train tied and untied steps like a fork that clips all gradients by their global norm.
+
+    It computes the norm in `Optimizer.step` after the launch of the last reduction. Returns the norms, those of a plain
+    sum over all gradients if W = 1, and the state at the end.
+    """
+    tables = replace(PAIRS, update_every=1), replace(TRIPLES, update_every=1)
+    cfg = tiny_config(dtype="float64", adam_every=1, num_scheduled_steps=3, num_extension_steps=3, tables=tables)
+    schedule = tg.Schedule(cfg)
+    assert 0 < schedule.untie_step < 5
+    norms, plain_norms = [], []
+
+    def plain_norm(engine: tg.Engine, step_cfg: tg.StepConfig) -> float:
+        grads = {label: grad_of(engine.optimizer, label) for label in engine.model.specs if label not in engine.tables}
+        grads |= {label: grads_of(table) for label, table in engine.tables.items()}
+        if step_cfg.tied:
+            grads["lm_head"] = grads["lm_head"] + grads.pop("embed").t()
+        return math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+
+    def launch_and_clip(optimizer: tg.Optimizer, tied: bool) -> None:
+        tg.ReplicatedGroup.launch_reduce(optimizer.groups[tg.REPLICATED])
+        groups = {label: group for label, group in optimizer.groups.items() if label != "embed" or not tied}
+        grads = {label: group.reduced_grad() for label, group in groups.items()}
+        squares = torch.zeros((), dtype=torch.float64)
+        for label, grad in grads.items():
+            squares += grad.square().sum() / (rank.world if label == tg.REPLICATED else 1)
+        if rank.world > 1:
+            tg.dist.all_reduce(squares)
+        norms.append(float(squares.sqrt()))
+        for label, grad in grads.items():
+            grad *= (MAX_NORM / squares.sqrt()).clamp(max=1)
+            groups[label].reduced_grad = functools.partial(grads.get, label)
+
+    with few_layers(), started_engine(rank.comm(), cfg, 6) as (engine, loader, step_cfgs):
+        groups = engine.optimizer.groups
+        assert engine.optimizer.reduce_order[-1] == tg.REPLICATED
+        for step_cfg in steps_of(loader, step_cfgs):
+            engine.forward_backward(loader.next(step_cfg), step_cfg)
+            if rank.world == 1:
+                plain_norms.append(plain_norm(engine, step_cfg))
+            launch = functools.partial(launch_and_clip, engine.optimizer, step_cfg.tied)
+            groups[tg.REPLICATED].launch_reduce = launch
+            finish_step(engine, loader, step_cfg)
+            for group in groups.values():
+                vars(group).pop("reduced_grad", None)
+        return dict(norms=norms, plain_norms=plain_norms, end=full_state(engine, schedule.at(6)))
+
+@pytest.mark.parametrize("world_size", [2, SLOW_4], ids="W{}".format)
+def test_reduced_grad__a_fork_can_clip_by_the_global_norm(ranks, world_size) -> None:
+    """The norm of all gradients does not depend on W, and is known before the first update.
+
+    It covers sharded weights, tables, and parameters that every rank updates.
+    """
+    single, = ranks(1, train_clipped)
+    by_rank = ranks(world_size, train_clipped)
+    assert len(single["norms"]) == 6 and min(single["norms"]) > MAX_NORM
+    assert single["norms"] == pytest.approx(single["plain_norms"], rel=1e-12)
+    for found in by_rank:
+        assert found["norms"] == pytest.approx(single["norms"], rel=1e-9)
+    assert_close(by_rank[0]["end"], single["end"], 1e-9)
+
 UNEVEN_SEQS, UNEVEN_STEPS, CYCLE = 24, 6, 2
 
 def integer_grads(step: int, label: str, shape: Sequence[int]) -> Tensor:
