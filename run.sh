@@ -42,6 +42,23 @@ environment variables of ./run.sh:
 TEXT
 }
 
+check_files() {  # what this script needs: tools, the files next to it, and a .venv that can be used
+    local name
+    for name in cat date dirname grep head mkdir; do
+        command -v "$name" >/dev/null || die "tools" "$name: command not found (PATH=$PATH)" "$name in PATH" \
+            "install it (apt install coreutils grep), or repair PATH"
+    done
+    script=$(readlink -f -- "${BASH_SOURCE[0]}" 2>/dev/null || printf '%s' "${BASH_SOURCE[0]}")    # resolves links
+    CDPATH='' cd -- "$(dirname -- "$script")"
+    for name in train_gpt.py requirements.txt; do
+        [[ -r $name ]] || die "$name" "no readable file of this name in $PWD" \
+            "the files of the repository next to run.sh" \
+            "clone the repository, and call run.sh in the clone, or a link to it"
+    done
+    [[ -d .venv || ! (-e .venv || -L .venv) ]] || die ".venv" "a file, or a link to a directory that does not exist" \
+        "the directory of a virtual environment, or nothing" "mv $PWD/.venv $PWD/.venv.old, and repeat the command"
+}
+
 find_python() {
     local wanted=${PYTHON:-python3}
     python=$(command -v "$wanted") ||
@@ -160,20 +177,30 @@ oldest_driver() {  # $1 a CUDA version. From NVIDIA's table of minimum driver ve
     case $1 in 13.*) printf 580 ;; 12.*) printf 525 ;; *) printf 'the driver of its release' ;; esac
 }
 
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
+install() { .venv/bin/python -m pip install --disable-pip-version-check "$@"; }   # shows the progress of downloads
 
 make_venv() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
         die "Python" "$("$python" -V 2>&1 | head -n 1) ($python)" "3.11 or later, as requirements.txt needs" \
             "install a newer one, or run PYTHON=/path/to/python ./run.sh"
     ! uses_gpus || check_compiler "$python"                   # before downloading gigabytes
-    print_status "set-up: $python lacks packages; installing them into .venv (takes minutes the first time)"
+    print_status "set-up: $python lacks packages; installing them into .venv, once"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-    if [[ $gpus == 0 ]]; then                                 # saves gigabytes of CUDA libraries
-        install --timeout 10 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
-            "$(grep '^torch==' requirements.txt)" 2>/dev/null ||
-            print_status "set-up: could not install torch from PyTorch's CPU index; trying the default index"
+    local torch
+    torch=$(grep '^torch==' requirements.txt)
+    if [[ $gpus != 0 ]]; then
+        print_status "set-up: downloading the CUDA build of $torch with its libraries (2 to 3 GB)," \
+            "because this machine has GPUs"
+    else                                                      # saves gigabytes of CUDA libraries
+        print_status "set-up: downloading $torch for the CPU (about 190 MB), because no GPU is in use"
+        install --timeout 10 --retries 0 --index-url "$WHEELS/cpu" "$torch" ||
+            print_status "set-up: the CPU build of torch could not be installed from $WHEELS/cpu;" \
+                "downloading $torch from the default index instead. On Linux this is the CUDA build with its" \
+                "libraries (2 to 3 GB), which also runs without a GPU. For the small build: press Ctrl-C," \
+                "download its wheel from $WHEELS/cpu on a machine that reaches this index, install it here with" \
+                "$PWD/.venv/bin/python -m pip install FILE.whl, and repeat the command"
     fi
+    print_status "set-up: installing the other packages of requirements.txt (about 30 MB)"
     install -r requirements.txt
     [[ $task != test ]] || install -r tests/requirements.txt
 }
@@ -214,7 +241,7 @@ add_package() {
         fi
         # A .venv created from another virtual environment lacks its packages. An older .venv may have another torch.
         if ! { has_packages $ours && [[ $versions == "$before" ]] &&
-            timeout 600 $ours -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 "$@" &&
+            timeout 600 $ours -m pip install --disable-pip-version-check --timeout 10 --retries 0 "$@" &&
             has_packages $ours && [[ $versions == "$before" ]]; }
         then
             versions=$before
@@ -315,7 +342,7 @@ get_data() {  # for preset record; the data of preset pocket are in the reposito
     if [[ -n $files ]]; then
         return
     elif [[ ($preset == record || $preset == record_*) && $gpus != 0 ]]; then
-        print_status "data: downloading 900 million tokens of FineWeb"
+        print_status "data: downloading 900 million tokens of FineWeb (1.8 GB)"
         local status=0
         "$python" data/cached_fineweb10B.py 9 || status=$?
         if [[ $status != 0 ]]; then                           # without a network, the existing shards may suffice
@@ -411,8 +438,7 @@ if [[ ${NPROC+set} && ! ${NPROC} =~ ^[1-9][0-9]{0,3}$ ]]; then
     die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "run NPROC=1 ./run.sh, or unset it"
 fi
 find_python
-script=$(readlink -f -- "${BASH_SOURCE[0]}" 2>/dev/null || printf '%s' "${BASH_SOURCE[0]}")  # resolves links
-CDPATH='' cd -- "$(dirname -- "$script")"
+check_files
 case ${1-} in
     test | day)
         task=$1

@@ -165,6 +165,49 @@ def check(ok: object, what: object, *, found: object, expected: object, hint: st
     if not ok:
         raise error(what, found, expected, hint)
 
+# {error code: (what is expected, how to fix the error)}
+IO_REMEDIES = {
+    errno.EEXIST: ("a path that does not exist", "choose another path; another run may be writing to this one"),
+    errno.ENOENT: ("an existing path", "check the spelling, and whether another program has removed the path"),
+    errno.EIO: ("a disk that works", "check the disk (dmesg shows its errors), or use another disk"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("free disk space", "free disk space, or use another disk")),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), (
+        "permission to access the path", "fix the permissions (ls -ld PATH shows them), or choose another path"))}
+
+@contextlib.contextmanager
+def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: str = "") -> Iterator[None]:
+    """Convert an I/O error in the body of a `with` statement into an `error_type` that names `path`.
+
+    path: the file or directory that the body writes. source: the flag or variable that sets the path, for the message.
+    Raises `error_type` if the body raises OSError (for example because the disk is full), ValueError or RuntimeError.
+    """
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as error:
+        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
+        expected, hint = IO_REMEDIES.get(getattr(error.__context__ or error, "errno", None), (
+            "a path that can be written", "check the path, or choose another one"))
+        raise error_type(f"{source}writing {path}", found=error.__context__ or error, expected=expected,
+                         hint=hint) from None
+
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Convert any exception in the body of a `with` statement into a DataError that names `path`.
+
+    path: the file that the body reads. A TrainerError in the body is raised unchanged.
+    """
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:
+        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
+        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
+        expected, hint = IO_REMEDIES.get(getattr(error, "errno", None), (
+            "a file as this trainer writes it",
+            "choose another file, write it again, or use the trainer that wrote it"))
+        raise DataError(path, found=found, expected=expected, hint=hint) from None
+
 @dataclass(frozen=True)
 class Layer:
     """Features of one transformer layer, an entry of LAYERS.
@@ -398,11 +441,11 @@ class Config:
     adam_eps: float = _optim(1e-10, "number", "added to the square root of the uncorrected second moment")
     # The flags below do not affect the results of a step beyond rounding.
     device: str = _run("auto", "device", "auto: CUDA if available", ("auto", "cpu", "cuda"))
-    compile: int = _run(-1, "0|1", "use torch.compile; -1: on CUDA only", (-1, 0, 1))
+    compile: int = _run(-1, "-1, 0 or 1", "use torch.compile; -1: on CUDA only", (-1, 0, 1))
     attention: str = _run("auto", "kernel", "auto: the first that works and matches the reference", ATTENTION_KERNELS)
     row_comms: str = _run("sparse", "mode", "sparse: exchange the table rows that are looked up; dense: whole tables",
                           ("dense", "sparse"))
-    debug_rows: int = _run(0, "0|1", "fill unfetched rows with NaN, and fail on gradients of unplanned rows", (0, 1))
+    debug_rows: int = _run(0, "0 or 1", "fill unfetched rows with NaN, and fail on gradients of unplanned rows", (0, 1))
     micro_batch_size: int = _run(0, "sequences", "per forward and backward pass of a rank; 0: as many as fit in memory")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     target_loss: float = _run(3.28, "nats", "per token that several runs are tested against; 0: no test")
@@ -515,10 +558,11 @@ def format_value(value: Any) -> str:
     """Serialize the value of a Config field to its command-line syntax. `parse_value` is the inverse."""
     return ";".join(map(format_spec, value)) if isinstance(value, tuple) else str(value)
 
-def parse_value(name: str, text: str) -> Any:
+def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
     """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs.
 
-    Raises ConfigError if the text has the wrong type, is not one of the choices, or is out of range.
+    preset: the preset in use, whose value is the example in error messages. Raises ConfigError if the text has the
+    wrong type, is not one of the choices, or is out of range.
     """
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
@@ -544,7 +588,9 @@ def parse_value(name: str, text: str) -> Any:
         in_bounds = value_type is str or metadata["lo"] <= value <= metadata["hi"]  # False for NaN
         if value in choices or (in_bounds and not choices):
             return value
-    example = shlex.quote(format_value(config_field.default))
+    # Most presets have no tables, and an empty list is a poor example.
+    example = shlex.quote(format_value(PRESETS.get(preset, {}).get(name, config_field.default))
+                          or "trigram_embed 3 20480")
     raise ConfigError(f"--{name}: invalid value", found=repr(text), expected=expected,
                       hint=f"for example --{name}={example}; see --help")
 
@@ -597,7 +643,8 @@ def check_config(cfg: Config) -> None:
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "at least two stages, of which the last is the extension, and `untie` in at most one", format_value(STAGES)),
+         "at least two stages, of which the last is the extension, and `untie` in at most one",
+         format_value(PRESETS[cfg.preset].get("stages", STAGES))),
         ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
          f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
          -(-cfg.val_batch_tokens // batch_multiple) * batch_multiple),
@@ -631,8 +678,12 @@ def read_settings(directory: Path) -> Config:
     """
     path = directory / SETTINGS_FILE
     try:
-        check(path.is_file() or not path.exists(), f"settings file {path}", found="not a regular file",
-              expected="the settings of a run or a save", hint="give a run directory or a directory written by --save",
+        check(path.is_file(), f"settings file {path}",
+              found=f"the directory does not exist (working directory {os.getcwd()})" if not directory.exists() else
+                    "no regular file of this name",
+              expected="the settings of a run or a save",
+              hint="give a run directory, or a directory written by --save; a prompt is an argument of its own: "
+                   "--sample=DIR 'a prompt'; for a run of an older version, use the train_gpt.py in its run directory",
               error=DataError)
         # Another version of this trainer, with other flags, may have written the file.
         return make_config({name: parse_value(name, text) for name, text in json.loads(path.read_bytes()).items()})
@@ -640,7 +691,8 @@ def read_settings(directory: Path) -> Config:
         what, *rest = error.args
         raise ConfigError(f"{what}, in {path}", *rest) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"settings file {path}", found=f"{type(error).__name__}: {error}",
+        raise DataError(f"settings file {path}",
+                        found=getattr(error, "strerror", None) or f"invalid content ({type(error).__name__}: {error})",
                         expected="settings of this version of the trainer",
                         hint="give a run directory or a directory written by --save; for a run of an older version, "
                              "use the train_gpt.py in its run directory") from None
@@ -656,7 +708,8 @@ def print_stdout(text: str) -> None:
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
     """Build the command-line parser. Its help shows the values of the preset as defaults.
 
-    Flags that are not given are absent from the parsed namespace. Raises ConfigError if the preset is unknown.
+    The parsed values are texts. Flags that are not given are absent from the parsed namespace. Raises ConfigError if
+    the preset is unknown.
     """
     # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
     # `parse_args` prints it.
@@ -670,9 +723,9 @@ def make_arg_parser(preset: str) -> argparse.ArgumentParser:
     for group, config_fields in itertools.groupby(fields(Config), lambda config_field: config_field.metadata["group"]):
         help_group = parser.add_argument_group(group)
         for config_field in config_fields:
-            help_text = f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]"
-            help_group.add_argument(f"--{config_field.name}", metavar=config_field.metadata["unit"], help=help_text,
-                                    type=functools.partial(parse_value, config_field.name))
+            help_group.add_argument(
+                f"--{config_field.name}", metavar=config_field.metadata["unit"],
+                help=f"{config_field.metadata['help']} [{format_value(defaults[config_field.name])}]")
     return parser
 
 # {old name: new name}. The old names, which earlier versions used on command lines and in settings files, are rejected.
@@ -686,7 +739,8 @@ def unknown_flag_error(text: str) -> ConfigError:
     """
     flag_text = text.partition("=")[0]
     name = flag_text.removeprefix("--")
-    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.4)
+    # Names below a similarity of 0.7 have few letters in common with the text, so they mislead.
+    similar_names = difflib.get_close_matches(name, Config.__dataclass_fields__, 3, 0.7)
     hint = "--help lists all flags"
     if name in RENAMED_FLAGS:
         hint = f"it was renamed to --{RENAMED_FLAGS[name]}"
@@ -709,10 +763,12 @@ def parse_args(argv: list[str]) -> dict[str, Any]:
                           hint="--help lists all flags") from None
     if unknown_args:
         raise unknown_flag_error(unknown_args[0])
-    flags = vars(namespace)
-    if "help" in flags:
-        print_stdout(make_arg_parser(flags.get("preset", Config.preset)).format_help())
+    texts = vars(namespace)
+    if "help" in texts:
+        print_stdout(make_arg_parser(texts.get("preset", Config.preset)).format_help())
         sys.exit(0)
+    # Parse the values after all flags are known, because the examples in error messages depend on --preset.
+    flags = {name: parse_value(name, text, texts.get("preset", Config.preset)) for name, text in texts.items()}
 
     # An empty directory is probably --resume=$DIR with DIR unset. Reject the flag instead of starting a new run.
     for name in ("resume", "sample"):
@@ -1225,11 +1281,11 @@ def read_shard_header(path: Path) -> ShardHeader:
     header_words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     header_words.resize(HEADER_BYTES // 4)                # zero-pad if the file is shorter
     magic, version, num_tokens, vocab_size, bos_id = header_words[:5].tolist()
-    length_matches = num_tokens >= 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
+    length_matches = num_tokens > 0 and HEADER_BYTES + TOKEN_ITEMSIZE * num_tokens == size
     check([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and length_matches, f"data shard {path}",
           found=f"{size:,} bytes that begin with the int32 words {magic}, {version}, {num_tokens}",
           expected=f"a header of {HEADER_BYTES:,} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number "
-                   f"of tokens, then {TOKEN_ITEMSIZE} bytes per token",
+                   f"of tokens, at least 1, then {TOKEN_ITEMSIZE} bytes per token",
           hint="the file is truncated, still being written, or not a shard (format: data/README.md); download or write "
                "it again", error=DataError)
     # Older shards contain GPT-2 tokens, and store 0 as vocabulary size and BOS id.
@@ -1244,8 +1300,9 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
     if no file matches the glob, if a match is not a valid shard, or if the pattern of synthetic tokens is malformed.
     """
     if pattern.startswith(SYNTHETIC_PREFIX):
-        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern),
-              "synthetic data", found=pattern, expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS",
+        check(re.fullmatch(SYNTHETIC_PREFIX + r"\d{1,5}:\d{1,5}:[1-9]\d{0,8}:[1-9]\d{0,4}", pattern),
+              "synthetic data", found=pattern,
+              expected="formula:VOCAB_SIZE:BOS_ID:TOKENS:SHARDS, with at least 1 token and 1 shard",
               hint="for example --train_files=formula:512:511:40000:2", error=DataError)
         vocab_size, bos_id, num_tokens, num_shards = map(int, pattern.removeprefix(SYNTHETIC_PREFIX).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", num_tokens, vocab_size, bos_id) for seed in range(num_shards)]
@@ -1274,18 +1331,20 @@ def read_manifest(folder: Path) -> dict[str, str]:
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
         return {name: entry["sha256"] for name, entry in manifest["files"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
                         expected="format 1 or 2, as described in data/README.md",
                         hint="write the directory again; or remove this file if the files next to it are intact"
                         ) from None
 
-def check_manifest(path: Path, content: bytes) -> None:
-    """Verify the content of a file against the SHA-256 in the manifest of its directory.
+def read_verified(path: Path) -> bytes:
+    """Read a file, and verify its content against the SHA-256 in the manifest of its directory.
 
-    No-op if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the SHA-256
-    differs from the manifest, or if the manifest is unfinished or malformed.
+    No verification if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the
+    file cannot be read, if the SHA-256 differs from the manifest, or if the manifest is unfinished or malformed.
     """
+    with read_errors(path):
+        content = path.read_bytes()
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -1293,6 +1352,7 @@ def check_manifest(path: Path, content: bytes) -> None:
               expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
               hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
                    f"{MANIFEST_FILE} if this content is intended", error=DataError)
+    return content
 
 def load_shard(header: ShardHeader) -> TokenShard:
     """Load a data shard from its file, or generate a synthetic one, and validate every token.
@@ -1310,7 +1370,7 @@ def load_shard(header: ShardHeader) -> TokenShard:
     max_token = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
           f"data shard {name}: content",
-          found=f"{len(tokens):,} tokens with ids up to {max_token}, {len(shard.doc_starts):,} BOS tokens",
+          found=f"{len(tokens):,} tokens with ids up to {max_token}; BOS tokens: {len(shard.doc_starts):,}",
           expected=f"{header.num_tokens:,} tokens with ids below the vocabulary size {header.vocab_size:,}, and at "
                    f"least one BOS token {header.bos_id}",
           hint="download or write the shard again, and do not change it during a run", error=DataError)
@@ -1328,9 +1388,7 @@ def verify_shards(headers: list[ShardHeader]) -> str:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))             # file names need not be valid UTF-8
         if not header.name.startswith(SYNTHETIC_PREFIX):
-            content = path.read_bytes()
-            digest.update(content)
-            check_manifest(path, content)
+            digest.update(read_verified(path))
             load_shard(header)
     return digest.hexdigest()
 
@@ -1347,10 +1405,10 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
               expected=f"{first_header.vocab_and_bos} (vocabulary size, BOS id), as in {first_header.name}",
               hint="use one data set for --train_files and --val_files", error=DataError)
     vocab_size, bos_id = first_header.vocab_and_bos
-    check(0 <= bos_id < vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
+    check(0 <= bos_id < vocab_size and 2 <= vocab_size <= 2**16, f"data shard {first_header.name}: vocabulary",
           found=f"vocabulary size {vocab_size}, BOS id {bos_id}",
-          expected="0 <= BOS id < vocabulary size <= 65,536, because tokens are u16", hint="write the shards again",
-          error=DataError)
+          expected="a vocabulary size from 2 to 65,536, because tokens are u16, and 0 <= BOS id < vocabulary size",
+          hint="write the shards again, or use other data", error=DataError)
     # A flag with its default value takes the value of the shard headers.
     for name, header_value in (("vocab_size", vocab_size), ("bos_id", bos_id)):
         flag_value = getattr(cfg, name)
@@ -1393,7 +1451,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     check(max_step_tokens <= max_shard_tokens, "training shards are too small",
           found=f"at most {max_shard_tokens:,} tokens in a shard",
           expected=f"{max_step_tokens:,} tokens in one shard, enough for the sequences of one step",
-          hint=f"use larger shards; or lower batch_tokens in --stages to at most {suggested_batch_tokens}",
+          hint="use larger shards" + (f"; or lower batch_tokens in --stages to at most {suggested_batch_tokens}"
+                                      if suggested_batch_tokens else ""),
           error=DataError)
     usable_tokens = sum(usable_val_tokens(header.num_tokens, cfg.val_batch_tokens) for header in val_headers)
     suggested_val_tokens = usable_tokens or max(usable_val_tokens(header.num_tokens, batch_multiple)
@@ -1401,9 +1460,9 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     check(usable_tokens >= cfg.val_tokens, "too few validation tokens",
           found=f"{usable_tokens:,} tokens in whole batches of {cfg.val_batch_tokens:,}, from {cfg.val_files!r}",
           expected=f"{cfg.val_tokens:,} tokens (--val_tokens)",
-          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens; or use all that this text "
-               f"allows, --val_tokens={suggested_val_tokens} "
-               f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}",
+          hint=f"add validation text, in shards of at least {batch_multiple + 2} tokens" + (
+              f"; or use all that this text allows, --val_tokens={suggested_val_tokens} "
+              f"--val_batch_tokens={min(suggested_val_tokens, cfg.val_batch_tokens)}" if suggested_val_tokens else ""),
           error=DataError)
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
@@ -1489,8 +1548,7 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     path = folder / VOCAB_FILE
     if not path.is_file():
         return None
-    content = path.read_bytes()
-    check_manifest(path, content)
+    content = read_verified(path)
     bytes_by_id: dict[int, bytes] = {}
     # Stop at the first invalid line. The check below then reports the missing tokens.
     with contextlib.suppress(ValueError):
@@ -3335,7 +3393,7 @@ class Packer:
                 self.epoch, self.shard = next(self.shards)
             except StopIteration:
                 raise OutOfData("training data ended",
-                                found=f"{self.cfg.train_files!r} is enough for {step_cfg.step} steps",
+                                found=f"{self.cfg.train_files!r} ends before step {step_cfg.step}, counted from 0",
                                 expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} more tokens, at most "
                                          f"{self.cfg.max_doc_len} of each document in the first epoch",
                                 hint="--epochs=0 repeats the data; or add shards (FineWeb: python "
@@ -5043,36 +5101,6 @@ def fsync_path(path: Path) -> None:
         if error.errno in DISK_ERRORS or not path.is_dir():
             raise
 
-@contextlib.contextmanager
-def write_errors(path: Path, error_type: type[TrainerError] = RunError) -> Iterator[None]:
-    """Convert OSError, ValueError and RuntimeError in the body of a `with` statement into error_type.
-
-    path: the file or directory that the body writes; named in the error.
-    """
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        # If the disk fails, torch.save raises a RuntimeError whose context is the OSError.
-        raise error_type(f"writing {path}", found=error.__context__ or error,
-                         expected="free disk space and write permission",
-                         hint="free disk space, fix the permissions, or choose another directory") from None
-
-@contextlib.contextmanager
-def read_errors(path: Path) -> Iterator[None]:
-    """Convert any exception except TrainerError in the body of a `with` statement into DataError.
-
-    path: the file that the body reads; named in the error.
-    """
-    try:
-        yield
-    except TrainerError:
-        raise
-    except Exception as error:
-        # Omit torch's message. It suggests weights_only=False, which executes code from the file.
-        found = getattr(error, "strerror", None) or f"corrupt, unreadable or with pickled code ({type(error).__name__})"
-        raise DataError(path, found=found, expected="a file as this trainer writes it",
-                        hint="choose another file, write it again, or use the trainer that wrote it") from None
-
 def partial_path(directory: Path, run_id: str) -> Path:
     """Return the temporary path under which this run writes `directory`: its path, followed by .<run_id>.part."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
@@ -5541,9 +5569,9 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     # Log each cycle as a phase, so that the console shows progress while graphs compile slowly.
     loader = Loader(cfg, comm, headers, "warm-up")
     loader.start(cycles[0])
-    for cycle, next_cycle in zip(cycles, [*cycles[1:], []]):
+    for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
         loader.advance(next_cycle)
-        with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
+        with log.phase(f"warm-up of stage {cycle[-1].stage + 1} ({number} of {len(cycles)})"):
             for step_cfg in cycle:
                 train_step(engine, loader, step_cfg)
     with log.phase("warm-up of validation"):
@@ -5719,7 +5747,7 @@ def init_distributed(cfg: Config) -> Communicator:
           expected="an NVIDIA GPU and a CUDA build of torch",
           hint="preset record needs one; --preset=pocket trains on a CPU in about two minutes")
     check(not use_cuda or max(local_rank + 1, local_world_size) <= num_gpus, "more ranks than GPUs",
-          found=f"{local_world_size} ranks, {num_gpus} GPUs", expected="one GPU per rank on this machine",
+          found=f"ranks: {local_world_size}, GPUs: {num_gpus}", expected="one GPU per rank on this machine",
           hint=f"torchrun --nproc_per_node={num_gpus} train_gpt.py ...")
     comm = Communicator(torch.device("cuda", local_rank) if use_cuda else torch.device("cpu"), rank, world_size)
     comm.set_thread_device()
@@ -5913,8 +5941,8 @@ def write_header(log: Log, info: RunInfo, engine: Engine) -> None:
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+        commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True,
+                                text=True, timeout=10, check=True).stdout.strip()
 
     # params_per_token counts the parameters that one token uses: the table rows that it looks up, and all parameters
     # that are not tables.
@@ -5988,7 +6016,7 @@ def open_data(raw_cfg: Config, comm: Communicator,
         total = sum(header.num_tokens for header in train_headers)
         unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
         details = f" ({first_epoch:,} in the first epoch, then {later_epochs / total:.1f} more epochs of all tokens)"
-        comm.print0(f"{schedule.end_step} steps read {1 - unread / total:.1%} of the {total:,} training tokens"
+        comm.print0(f"the run reads {1 - unread / total:.1%} of the {total:,} training tokens"
                     f"{details if later_epochs else ''}")
     # Resolve symbolic links, because two paths may refer to the same file.
     val_paths = {os.path.realpath(header.name) for header in val_headers}
@@ -6003,8 +6031,8 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
 
     torch.compile needs a C++ compiler. On a GPU, Triton needs a C compiler and Python.h.
     """
-    default_compilers = f"g++ {os.environ.get('CC', 'gcc')} clang"
-    compilers = os.environ.get("CXX", default_compilers).split()     # if CXX is set, torch tries no other compiler
+    # If CXX is set, torch tries no other compiler.
+    compilers = os.environ.get("CXX", f"g++ {os.environ.get('CC', 'gcc')} clang").split()
     check(not comm.compiles(cfg) or any(map(shutil.which, compilers)), "--compile", found="no C++ compiler",
           expected="g++, or another compiler that torch.compile finds", hint="apt install g++; or --compile=0")
     if not comm.on_cuda:
@@ -6027,7 +6055,8 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
     """Check the run directories, --save and the compilers before the run starts. Collective.
 
     run_dirs: one directory per run. Raises, on every rank, RunError if a run directory already contains a log, and
-    ConfigError if the path of --save exists or cannot be created, or if a compiler is missing.
+    ConfigError if the path of --save exists or cannot be created, if a compiler is missing, or if its cache cannot be
+    written.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
@@ -6038,14 +6067,16 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
             check(not any(os.path.lexists(run_dir / name) for name in LOG_FILES), f"run directory {run_dir}",
                   found="it already contains a log", expected="a directory without a log",
                   hint="choose another --run_dir, or delete the files of the earlier run", error=RunError)
-        if cfg.save:
-            save_dir = Path(cfg.save)
-            check(not os.path.lexists(save_dir), f"--save={cfg.save}", found="the path already exists",
-                  expected="a path that does not exist", hint="choose another name; nothing is overwritten")
-            # Create and remove a directory, to check that --save can be written.
-            with write_errors(save_dir, ConfigError):
-                partial_path(save_dir, run_id).mkdir(parents=True)
-                partial_path(save_dir, run_id).rmdir()
+        check(not cfg.save or not os.path.lexists(cfg.save), f"--save={cfg.save}", found="the path already exists",
+              expected="a path that does not exist", hint="choose another name; nothing is overwritten")
+        # Create and remove a directory, to check that --save and the cache of torch.compile can be written. Importing
+        # torch._dynamo fails if the cache cannot be written, also with --compile=0.
+        cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+        for name, path in (("--save", cfg.save), ("TORCHINDUCTOR_CACHE_DIR", cache_dir and f"{cache_dir}/test")):
+            if path:
+                with write_errors(Path(path), ConfigError, source=f"{name}: "):
+                    partial_path(Path(path), run_id).mkdir(parents=True)
+                    partial_path(Path(path), run_id).rmdir()
 
 def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
@@ -6085,23 +6116,29 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     if comm.on_cuda:                     # peak in MiB since the start of the training loop
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
     else:                                # peak in MiB of the whole process; ru_maxrss is in KiB, on macOS in bytes
-        shift = 20 if sys.platform == "darwin" else 10
-        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> shift)
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+                    >> (20 if sys.platform == "darwin" else 10))
     result = dict(val_loss=loss, train_time_ms=round(train_time_ms, 3), steps=log.steps_done, tokens=log.tokens,
                   peak_memory_mib=peak, run_dir=str(log.run_dir), **validation.text_metrics(loss))
     if validation.bytes_per_token:
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data.
+    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data, a
+    # missed time budget.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
-    if recompiled:
-        log.info(f"warning: {recompiled} graphs were compiled after the warm-up; TORCH_LOGS=recompiles shows why")
-    void = "the data ended early" if log.steps_done < log.schedule.end_step else ""
-    if cfg.profile:
-        void = "profiled"
-    if void:
-        log.info(f"warning: the training time is not valid: {void}")
+    void = "profiled" if cfg.profile else "the data ended early" if log.steps_done < log.schedule.end_step else ""
+    # If the machine has a constant speed, a run ends within one cycle of its time budget.
+    late_s = train_time_ms / 1000 - cfg.time_budget
+    cycle_s = train_time_ms / 1000 / max(log.steps_done, 1) * log.schedule.cycle_steps
+    for applies, text in (
+            (recompiled, f"graphs compiled after the warm-up: {recompiled}; TORCH_LOGS=recompiles shows why"),
+            (void, f"the training time is not valid: {void}"),
+            (cfg.time_budget and late_s > max(0.01 * cfg.time_budget, cycle_s),
+             f"--time_budget={cfg.time_budget:g} was missed by {late_s:.2f} s; possible causes: other processes used "
+             "the machine, or the budget is not much longer than a cycle of steps")):
+        if applies:
+            log.info(f"warning: {text}")
     log.info(f"training time {train_time_ms / 1000:.2f} s, {log.steps_done} steps, {log.tokens:,} tokens")
     log.info("peak memory " + " ".join(f"{name}: {mib} MiB" for name, mib in peak.items()))
     touched_rows = {label: sum(comm.all_gather(sum(map(len, table.store.touched_rows()))))
@@ -6169,8 +6206,7 @@ def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
     path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
     with write_errors(path):
         profiler.export_chrome_trace(str(path))
-    sort_by = f"self_{log.comm.device.type}_time_total"
-    log.info(profiler.key_averages().table(sort_by, 12, max_name_column_width=60))
+    log.info(profiler.key_averages().table(f"self_{log.comm.device.type}_time_total", 12, max_name_column_width=60))
 
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
@@ -6185,8 +6221,9 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
         error = RunError("out of memory", found=first_line, expected="a micro-batch that fits",
                          hint="--micro_batch_size=1, or a larger --seqs_per_step, which shortens the sequences")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), found=error.strerror, expected="a readable and writable file",
-                          hint="check the disk and the permissions")
+        expected, hint = IO_REMEDIES.get(error.errno, ("a readable and writable file", "check the path and the disk"))
+        error = DataError(str(error.filename or "input or output"), found=error.strerror or error, expected=expected,
+                          hint=hint)
     elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION_RE, first_line):
         error = lost_rank_error(first_line)
     if isinstance(error, TrainerError):
@@ -6230,6 +6267,19 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
         all_ended()
     return first_cause.partition("\n")[2], first_cause == my_cause
 
+def describe_progress(log: Log) -> str:
+    """Describe how far a run is, and how to continue the run from its last checkpoint."""
+    # If a resumed run has no checkpoint yet, use the last one of the earlier run.
+    last_checkpoints = [path for run_dir in filter(None, (str(log.run_dir), log.schedule.cfg.resume))
+                        for path in sorted(Path(run_dir, CHECKPOINT_DIR).glob("step-???????"))[-1:]]
+    if not last_checkpoints:
+        return (f"after step {log.steps_done} of {log.total_steps}, without a checkpoint to continue from; "
+                "--checkpoint_every=100 writes one every 100 steps")
+    # run.sh changes to the directory of this file, so print the path relative to this directory.
+    resume = os.path.relpath(last_checkpoints[0].parents[1], Path(__file__).parent)
+    return (f"after step {log.steps_done} of {log.total_steps}; last checkpoint: {last_checkpoints[0].name}; "
+            f"to continue: ./run.sh --resume={shlex.quote(resume)}")
+
 class ExitHandler:
     """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.
 
@@ -6262,14 +6312,16 @@ class ExitHandler:
             # ranks. Then report the lost rank instead of the signal.
             partial_exit_cause = f"RunError: {lost_rank_error(cause)}" if isinstance(error, signal.Signals) else cause
             try:
-                agree = functools.partial(agree_on_cause, cause, partial_exit_cause)
-                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, agree)
+                cause, prints = call_with_timeout(STORE_TIMEOUT_S + 2 * ALL_RANKS_TIMEOUT_S, functools.partial(
+                    agree_on_cause, cause, partial_exit_cause))
             except Exception:                                                 # a stopped torchrun does not respond
                 cause = partial_exit_cause
         if prints:
             with contextlib.suppress(Exception):                              # stderr may be closed, or a full pipe
                 erase_progress = "\r\x1b[K" if self.log and self.log.is_tty else ""
                 call_with_timeout(1, functools.partial(print, erase_progress + cause, file=sys.stderr, flush=True))
+                if self.log and isinstance(error, signal.Signals):            # may hang on a dead disk, so it is last
+                    call_with_timeout(1, lambda: print(describe_progress(self.log), file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.write_aborted(cause)
         for path in tuple(PARTIAL_DIRS):
@@ -6373,6 +6425,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         results.append(result)
         first_error = first_error or out_of_data or save_error
 
+    exit_handler.log = None              # complete: after a signal, there is nothing to continue
     report_results(log, engine, validation, results)
     if first_error:
         raise first_error
@@ -6388,7 +6441,7 @@ def sample_from_save(flags: Config) -> None:
     directory = Path(flags.sample)
     weights_path = directory / "weights.pt"
     saved_cfg = read_settings(directory)
-    check_manifest(directory / SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
+    read_verified(directory / SETTINGS_FILE)
     manifest = read_manifest(directory)
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)

@@ -241,10 +241,12 @@ REFUSED = {                                  # a flag after --preset=tiny -> wha
     "--adam_every=3": ("--adam_every", "'3'", "one of 1, 2"),
     "--seqs_per_step=0": ("--seqs_per_step", "1 to ", "(sequences)"),
     "--cooldown_frac=1.01": ("--cooldown_frac", "'1.01'", "0 to 1", "--cooldown_frac=0.55"),
-    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages='{tg.format_value(tg.STAGES)}'"),
+    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages='{tg.format_value(tg.TINY['stages'])}'"),
+    "--stages=": ("--stages", "nothing", f"--stages='{tg.format_value(tg.TINY['stages'])}'"),
+    "--target_loss=x": ("--target_loss", "--target_loss=0.0"),
     f"--stages={ONE_STAGE} tie": ("--stages", "tie", "[untie]"),
     f"--stages={ONE_STAGE}": ("--stages", "at least two stages"),
-    "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
+    "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows", "trigram_embed 3 20480"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
     "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
@@ -267,6 +269,24 @@ def test_load_config__refuses_settings_of_the_model_with_sample() -> None:
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refuse(["--sample=w", "x", flag], "--sample", flag, "settings of the model", "omit the others")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
+
+@pytest.mark.parametrize("name, suggestions", [
+    ("time_buget", "--time_budget"), ("time-budget", "--time_budget"), ("epoch", "--epochs"), ("sede", "--seed"),
+    ("lr", None), ("x", None), ("verbose", None)])
+def test_unknown_flag_error__suggests_only_similar_flags(name, suggestions) -> None:
+    """Earlier, it also suggested flags that share only a few letters with the text."""
+    hint = refuse(["--preset=tiny", f"--{name}=1"], f"unknown flag --{name}").splitlines()[-1]
+    expected = f"did you mean {suggestions}?" if suggestions else "--help lists all flags"
+    assert hint.split("hint:")[1].strip() == expected
+
+@pytest.mark.parametrize("argv", [["--preset=race"], ["--preset", "race"]])
+def test_parse_value__the_example_is_a_value_of_the_preset(argv) -> None:
+    """The order of the flags does not matter."""
+    for name, example in (("stages", tg.RACE["stages"]), ("tables", tg.RACE["tables"]), ("num_heads", 2)):
+        for flags in ([*argv, f"--{name}=a b"], [f"--{name}=a b", *argv]):
+            message = refuse(flags, f"--{name}: invalid value", "'a b'")
+            assert f"--{name}={tg.shlex.quote(tg.format_value(example))}" in message
+    refuse([f"--stages={ONE_STAGE}", *argv], "--stages", tg.format_value(tg.RACE["stages"]))
 
 @pytest.mark.parametrize("old, new", [
     ("num_slots", "seqs_per_step"), ("slots_per_micro_batch", "micro_batch_size"), ("document_start", "bos_id")])

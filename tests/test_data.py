@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -67,9 +68,10 @@ BAD_FILES = {                                # case -> (arguments of write_shard
     "longer": (dict(count=100), 0, f"{1024 + 240:,} bytes", "20240520, 1, 100"),
     "no header": (dict(), 500, "764 bytes", "1,024 bytes"),
     "no tokens": (dict(count=0), 0, "20240520, 1, 0"),
+    "empty": (dict(count=0), 240, "20240520, 1, 0", "number of tokens, at least 1"),
     "a token id too high": (dict(vocab_size=5), 0, "ids up to 5", "below the vocabulary size 5"),
-    "no BOS": (dict(vocab_size=9, bos_id=8), 0, "0 BOS tokens", "token 8"),
-    "not GPT-2 tokens": (dict(vocab_size=0, bos_id=0), 0, "0 BOS tokens", "50256"),
+    "no BOS": (dict(vocab_size=9, bos_id=8), 0, "BOS tokens: 0", "token 8"),
+    "not GPT-2 tokens": (dict(vocab_size=0, bos_id=0), 0, "BOS tokens: 0", "50256"),
 }
 
 def test_load_shard__the_warm_up_repeats_ngrams() -> None:
@@ -111,7 +113,8 @@ def test_read_shard_headers__header_words_and_name_order(tmp_path, monkeypatch) 
     ("{}/train_*.bin", ("data shard", "train_1.bin", "no regular file")),
     ("{}/pipe", ("data shard", "pipe", "no regular file")),
     ("{}/none_*.bin", ("none_*.bin", "no regular file", "cached_fineweb10B.py", "--train_files")),
-    ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS"))])
+    ("formula:512:511:100:0", ("formula:512", "VOCAB_SIZE:BOS_ID:TOKENS:SHARDS")),
+    ("formula:512:511:0:1", ("formula:512", "at least 1 token"))])
 def test_read_shard_headers__every_match_must_be_a_shard(tmp_path, name, parts) -> None:
     """A broken link or a pipe is an error: skipping it silently means training on less data than requested."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
@@ -153,6 +156,30 @@ def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None
         with expect_error(error, *parts):
             tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
+def test_resolve_sizes__refuses_a_vocabulary_of_one_token() -> None:
+    """The warm-up needs another token than BOS. Earlier, it divided by zero."""
+    for vocab in ((1, 0), (0, 0), (2, 2)):
+        with expect_error(tg.DataError, "shard_0.bin: vocabulary", f"vocabulary size {vocab[0]}", "from 2 to 65,536"):
+            tg.resolve_sizes(tg.Config(**tg.PRESETS["tiny"]), *2 * [shard_headers(10, vocab=vocab)])
+    tg.resolve_sizes(tg.Config(**tg.PRESETS["tiny"]), *2 * [shard_headers(10, vocab=(2, 1))])
+
+def test_check_enough_data__suggests_no_batch_of_0_tokens() -> None:
+    """If the text is too short for any batch, the only remedy is more text."""
+    cfg = preset()
+    with expect_error(tg.DataError, "training shards are too small") as caught:
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(20), shard_headers(10**9))
+    assert str(caught.value).endswith("use larger shards")
+    with expect_error(tg.DataError, "too few validation tokens") as caught:
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(10**9), shard_headers(20))
+    assert "--val_tokens=" not in str(caught.value).splitlines()[-1]
+
+def test_read_verified__an_error_while_reading_names_the_file(tmp_path, monkeypatch) -> None:
+    """An error of read() has no file name, unlike an error of open(). The remedy depends on the cause."""
+    path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with expect_error(tg.DataError, str(path), "Input/output error", "a disk that works"):
+        tg.verify_shards(tg.read_shard_headers(str(path)))
+
 def test_check_enough_data__a_shard_contains_the_largest_step_used() -> None:
     """A step reads the tokens of its sequences, and one more for each."""
     cfg = preset()
@@ -181,7 +208,7 @@ def test_count_packed_tokens__the_data_end_before_the_schedule(tmp_path) -> None
     step_tokens = cfg.seqs_per_step * (tg.Schedule(cfg).at(0).seq_len + 1)
     whole_steps = 2 * (20 * 10 // step_tokens)
     assert 0 < whole_steps < cfg.num_scheduled_steps
-    with expect_error(tg.OutOfData, "training data ended", f"enough for {whole_steps} steps", "--epochs=0",
+    with expect_error(tg.OutOfData, "training data ended", f"ends before step {whole_steps},", "--epochs=0",
                       f"--max_steps={whole_steps}", "at most 10 of each document", "cached_fineweb10B.py"):
         tg.count_packed_tokens(cfg, tg.Schedule(cfg), headers)
     short = replace(cfg, max_steps=whole_steps)
@@ -305,8 +332,8 @@ def test_open_data__warns_about_shards_for_training_and_validation(tmp_path, cap
         write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
     shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
-    for cfg, warning, share in ((shared, f"overlap, at least in {tmp_path}/b.bin", "2 steps read 0.7% of the 40,000"),
-                                (preset(), "", "12 steps read 4.4% of the 80,000 training tokens")):
+    for cfg, warning, share in ((shared, f"overlap, at least in {tmp_path}/b.bin", "the run reads 0.7% of the 40,000"),
+                                (preset(), "", "the run reads 4.4% of the 80,000 training tokens")):
         tg.open_data(cfg, make_comm(), b"source")
         out = capsys.readouterr().out
         assert warning in out and bool(warning) == ("warning" in out) and share in out

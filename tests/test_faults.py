@@ -238,7 +238,7 @@ def test_train_loop__end_of_data_loses_no_line(tmp_path) -> None:
     With a time budget, the number of steps is not known at the start.
     """
     ended = Job(tmp_path, write_shards(tmp_path / "data", count=3), "--time_budget=600", world=2).wait()
-    cause = ("OutOfData: training data ended", "enough for 6 steps", "--max_steps")
+    cause = ("OutOfData: training data ended", "ends before step 6,", "--max_steps")
     check_result(ended, Case({}, (2, 2), cause, "result"))
     log = Run(ended.run_dir, 2, "", "")
     result, = log.of("result")

@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import math
+import re
 import shutil
 import sys
 import threading
@@ -19,7 +20,7 @@ from common import ROOT, Run, SimulatedTime, expect_error, launch, make_comm, ma
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
-from tools import read
+from tools import consistency, page, read
 
 def losses(*seq_sums: float, tokens: int = 10) -> tg.StepLoss:
     """Return a step loss whose next-token loss is half of the multi-token loss."""
@@ -340,7 +341,12 @@ def test_warm_up__compiles_every_graph_of_the_training_loop(tmp_path, monkeypatc
     engine = make_engine(cfg)
     log = make_log(tmp_path, **changes)
     tg.warm_up(cfg, make_comm(), engine, log)
-    stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"][-1].isdecimal()]
+    names = [e["name"] for e in events(tmp_path)]
+    cycles = [re.fullmatch(r"warm-up of stage (\d) \((\d) of (\d)\)", name) for name in names[:-1]]
+    assert names[-1] == "warm-up of validation" and len(set(names)) == len(names)
+    assert [(int(m[2]), int(m[3])) for m in cycles] == [(i, len(cycles)) for i in range(1, len(cycles) + 1)]
+    assert all(map(consistency.UNTIMED_PHASES.fullmatch, names)) and all(name.startswith(page.PART) for name in names)
+    stages = [int(m[1]) for m in cycles]
     batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
     assert batches[0] == max(batches), "the largest batch is first"
 
@@ -479,6 +485,26 @@ def test_train_loop__keeps_its_time_budget_and_resumes_at_its_progress(monkeypat
     result, = resumed_run.of("result")
     assert event["step"] == 96 and len(full_progress) <= result["steps"] == len(progress) <= len(full_progress) + 2
     assert abs(result["train_time_ms"] - 3000) <= 2000 * STEP_S + 1
+
+
+@pytest.mark.parametrize("slow_from, slow_s, late_s", [(10**6, 0.0, None), (80, 0.5, 1), (80, 0.01, None)])
+def test_finish_run__warns_of_a_missed_time_budget(monkeypatch, tmp_path, slow_from, slow_s, late_s) -> None:
+    """The budget is missed if steps near the end take much longer than those before, but not within one cycle."""
+    clock = SimulatedTime(monkeypatch, tick=1e-9)
+    train_step = tg.train_step
+    monkeypatch.setattr(tg, "warm_up", noop)
+
+    def timed_step(engine: tg.Engine, loader: tg.Loader, step_cfg: tg.StepConfig) -> tg.StepLoss:
+        clock.work(STEP_S + slow_s * (step_cfg.step >= slow_from))
+        return train_step(engine, loader, step_cfg)
+
+    monkeypatch.setattr(tg, "train_step", timed_step)
+    log, = launch(tmp_path, 1, "--time_budget=3", "--num_scheduled_steps=90", "--epochs=0", "--sample_tokens=0")
+    warnings = [line for line in log.lines if line.startswith("warning: --time_budget=3 was missed by")]
+    assert len(warnings) == (late_s is not None), log.lines
+    if warnings:
+        late_ms = log.of("result")[0]["train_time_ms"] - 3000
+        assert f"missed by {late_ms / 1000:.2f} s; possible causes: other processes" in warnings[0]
 
 
 # ---- sample ---------------------------------------------------------------------------------------------------------

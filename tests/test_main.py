@@ -8,7 +8,9 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -419,19 +421,24 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--device=cuda"], 2, "--device=cuda", "no CUDA device", "--preset=pocket"),
     (["--head=fp8"], 2, "--head=fp8", "float32", "8.9", "--head=emulated"),
     (["--vocab_size=500"], 2, "--vocab_size", "500", "512", "omit --vocab_size"),
-    (["--resume=old_run"], 2, "old_run/settings.json", "a run of an older version, use the train_gpt.py"),
+    (["--resume=old_run"], 2, "old_run/settings.json", "no regular file",
+     "a run of an older version, use the train_gpt.py"),
     (["--bigram_rows=2000000000"], 1, "memory", "at most", "weights 238", "moments", "a smaller model"),
     (["--train_files=none/*.bin"], 2, "data shard none/*.bin", "no regular file", "data/pocket"),
     (["--train_files=formula:512:511:200:1"], 2, "training shards are too small", "200", "larger shards"),
+    (["--train_files=formula:1:0:9000:1", "--val_files=formula:1:0:9000:1"], 2, "formula:1:0:9000:1#0: vocabulary",
+     "vocabulary size 1", "from 2 to 65,536"),
     (["--val_files=formula:500:499:9000:1"], 2, "different vocabularies", "(500, 499)"),
     (["--train_files=one_document.bin"], 2, "training data ended", "at most 24 of each document", "--epochs=0"),
     (["--val_files=vocabulary/*.bin"], 2, "vocab.txt", "510 tokens", "each of the 512", "511"),
-    (["--run_dir=a_file"], 1, "writing a_file", "File exists", "another directory"),
-    (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file"),
+    (["--run_dir=a_file"], 1, "writing a_file", "File exists", "a path that does not exist", "another path"),
+    (["--run_dir=/proc/run"], 1, "writing /proc/run", "No such file", "an existing path"),
     (["--run_dir=nul\0"], 1, "writing nul", "null byte"),
     (["--run_dir=old_run"], 1, "run directory old_run", "already contains a log", "another --run_dir"),
     (["--profile=2:4"], 2, "--profile", "0 <= step < 4", "0 < a < b < 4:", "--profile=1:3"),
-    (["--sample=nowhere"], 2, "nowhere/settings.json", "No such file", "a directory written by --save"),
+    (["--sample=nowhere"], 2, "nowhere/settings.json", "does not exist", "a directory written by --save"),
+    (["--resume=nowhere"], 2, "nowhere/settings.json", "the directory does not exist"),
+    (["--sample=The baker"], 2, "The baker/settings.json", "--sample=DIR 'a prompt'"),
     (["--sample=w_vocab"], 2, "w_vocab/vocab.txt", "sha256"),
     (["--sample=w", "a ~ b"], 2, "prompt", "b'~'", "use other words"),
     (["--sample=w_no_vocab", "words"], 2, "prompt", "b'w'", "vocab.txt"),
@@ -454,7 +461,7 @@ def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) ->
 
 @pytest.mark.parametrize("flags, status, texts", [
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "ids up to 600")),
-    (["--val_files=no_start.bin"], 2, ("no_start.bin", "0 BOS tokens")),
+    (["--val_files=no_start.bin"], 2, ("no_start.bin", "BOS tokens: 0")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "--val_tokens=3584")),
     (["--preset=pocket", "--seqs_per_step=1", "--max_steps=2", "--val_tokens=2048", "--val_batch_tokens=2048"], 1,
      ("memory", "GiB", "weights", "gradients", "moments", "working", "--seqs_per_step="))])
@@ -476,7 +483,7 @@ LAUNCHER_ENV = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")  # w
     (dict(SLURM_NTASKS="2"), ("2 Slurm tasks", "srun ... torchrun", "WORLD_SIZE=1")),
     (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
     *((LAUNCHER_ENV | dict(WORLD_SIZE="4", LOCAL_WORLD_SIZE="4", RANK=rank, LOCAL_RANK=rank),
-       ("more ranks than GPUs", "2 GPUs", "nproc_per_node=2")) for rank in "02")], ids=str)
+       ("more ranks than GPUs", "GPUs: 2", "nproc_per_node=2")) for rank in "02")], ids=str)
 def test_init_distributed__refuses_a_bad_launch(run_main, monkeypatch, env, texts) -> None:
     """If there are more ranks than GPUs, every rank raises, so that rank 0 can print the error."""
     for name, value in env.items():
@@ -509,6 +516,23 @@ def test_preflight__refuses_a_missing_compiler_before_reading_data(run_main, tmp
     assert not done.folder.exists()
 
 
+@pytest.mark.parametrize("compiling", [0, 1])
+def test_preflight__refuses_a_compiler_cache_that_cannot_be_written(tmp_path, monkeypatch, compiling) -> None:
+    """Eager code needs the cache too, because torch creates it on import."""
+    (tmp_path / "a_file").touch()
+    monkeypatch.setenv("CXX", "/bin/true")
+    for cache, found in (("/proc/x", "No such file"), (f"{tmp_path}/a_file", "Not a directory")):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+        with expect_error(tg.ConfigError, f"TORCHINDUCTOR_CACHE_DIR: writing {cache}", found):
+            tg.preflight(preset("tiny", compile=compiling), "run", [], make_comm())
+
+def test_preflight__creates_the_compiler_cache_and_leaves_it_empty(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("CXX", "/bin/true")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new/cache"))
+    for _ in range(2):
+        tg.preflight(preset("tiny", compile=1), "run", [], make_comm())
+    assert not list((tmp_path / "new/cache").iterdir())
+
 @pytest.mark.parametrize("missing, env", [
     ("no C compiler", dict(PATH="")), ("no C compiler", dict(CC="no-such-compiler")), ("no Python.h", {})])
 def test_preflight__refuses_a_GPU_without_a_C_compiler_or_Python_headers(monkeypatch, tmp_path, missing, env) -> None:
@@ -540,7 +564,7 @@ def test_train_loop__out_of_data_saves_the_trained_weights(run_main, tmp_path, m
     if cause == "time budget":
         flags += ["--train_files=formula:512:511:4200:1", "--time_budget=600"]
         done = run_main(flags, 2, "training data ended", "--max_steps", "--epochs=0")
-        steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
+        steps = int(re.search(r"ends before step (\d+)", done.err)[1])
     else:
         count = tg.count_packed_tokens
         for name in "ab":
@@ -583,12 +607,68 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(run_main, monkeypatch, n
         return open(path, *args, **kwargs)
 
     monkeypatch.setattr(tg, "open", open_on_full_disk, raising=False)
-    done = run_main([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "write permission",
-                    "free disk space")
+    done = run_main([*FILES, "--max_steps=4"], 1, "writing", name, "No space left", "expected: free disk space")
     written = (done.folder / name).read_text().split("\n")[:num_lines]
     assert len(written) == num_lines and "aborted" not in "".join(written), "complete lines are written before"
     if name == "log.txt":
         assert done.events[-1]["type"] == "aborted"
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("flags, progress", [
+    (["--checkpoint_every=2"], "after step 7 of 12; last checkpoint: step-0000006; to continue: ./run.sh --resume="),
+    ([], "after step 7 of 12, without a checkpoint to continue from; --checkpoint_every=100 writes one")])
+def test_end__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch, number, flags, progress) -> None:
+    """The printed directory is relative to that of run.sh. The log has only the cause, next to the step.
+
+    If a resumed run has no checkpoint of its own, the earlier run has the last one. After the result, there is nothing
+    to continue.
+    """
+    monkeypatch.setattr(tg, "warm_up", noop)
+    train_step, last_step = tg.train_step, 7
+
+    def step_then_signal(engine: Any, loader: Any, step_cfg: tg.StepConfig) -> tg.StepLoss:
+        if step_cfg.step == last_step:
+            signal.raise_signal(number)
+            time.sleep(100)
+        return train_step(engine, loader, step_cfg)
+
+    def sample_then_signal(*_: Any) -> str:
+        signal.raise_signal(number)
+        time.sleep(100)
+
+    cause = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated by SIGTERM"}[number]
+    with monkeypatch.context() as patch:
+        patch.setattr(tg, "train_step", step_then_signal)
+        done = run(tmp_path / "my run", *flags)
+        assert done.status == 128 + number
+        first, second = done.err.splitlines()
+        assert first == cause == done.of("aborted")[0]["cause"] and second.startswith(progress)
+        if flags:
+            directory, = shlex.split(second.partition("--resume=")[2])
+            assert (ROOT / directory).resolve() == tmp_path / "my run"
+            last_step = 6
+            resumed = run(tmp_path / "resumed", f"--resume={tmp_path / 'my run'}")
+            assert resumed.err.splitlines()[1] == second.replace("after step 7", "after step 6")
+    monkeypatch.setattr(tg, "generate", sample_then_signal)
+    assert run(tmp_path / "whole", "--max_steps=1").err.splitlines() == [cause]
+
+def test_describe_exit__the_remedy_depends_on_the_cause() -> None:
+    """The message names the file, and does not ask for free space if the disk has space."""
+    cases = {FileExistsError(17, "File exists", "f"): "a path that does not exist",
+             OSError(28, "No space left on device", "f"): "free disk space",
+             PermissionError(13, "Permission denied", "f"): "permission",
+             OSError(5, "Input/output error", "f"): "a disk that works",
+             OSError(24, "Too many open files", "f"): "readable and writable"}
+    for error, expected in cases.items():
+        status, message = tg.describe_exit(error)
+        assert status == 2 and message.startswith("DataError: f\n")
+        check_error(message, error.strerror, expected)
+        with expect_error(tg.RunError, "writing run", error.strerror), tg.write_errors(Path("run")):
+            raise error
+        assert ("free disk space" in message) == (error.errno == 28)
+        with pytest.raises(tg.DataError) as caught, tg.read_errors(Path("run")):
+            raise error
+        assert ("the trainer that wrote it" in str(caught.value)) == (error.errno == 24)
 
 def test_main__exits_while_a_thread_is_stuck_in_a_read(run_main, monkeypatch) -> None:
     """The loader thread is stuck, so the main thread raises after --comm_timeout. Both logs end with the message."""

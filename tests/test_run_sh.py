@@ -111,6 +111,44 @@ def test_die__four_lines(run_sh, flags, variables, parts) -> None:
     assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "hint"]
     assert all(part in done.stderr for part in parts), done.stderr
 
+@pytest.mark.parametrize("flags", [["--seed=1"], ["test"], ["--help"]])
+@pytest.mark.parametrize("state", ["a file", "a dead link"])
+def test_check_files__a_venv_that_is_no_directory(run_sh, tmp_path, state, flags) -> None:
+    """Earlier, this was reported as a failure of the package index."""
+    venv = tmp_path / "a clone/.venv"
+    if state == "a file":
+        venv.touch()
+    else:
+        venv.symlink_to("/nowhere")
+    done = run_sh(*flags, LACKS="packages")
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert done.stderr.startswith("error: .venv\n") and f"mv {venv} {venv}.old" in done.stderr
+    assert done.stderr.count("\n") == 4
+
+def test_check_files__a_venv_may_be_a_link_to_a_directory(run_sh, tmp_path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "a clone/.venv").symlink_to(tmp_path / "elsewhere")
+    assert started(run_sh("--seed=1")) == "train_gpt.py --preset=pocket --seed=1"
+
+@pytest.mark.parametrize("name", ["train_gpt.py", "requirements.txt"])
+def test_check_files__a_missing_file(run_sh, tmp_path, name) -> None:
+    """Without train_gpt.py, every flag was unknown."""
+    (tmp_path / f"a clone/{name}").unlink()
+    done = run_sh("--seed=1")
+    assert done.returncode == 2 and done.stdout == "" and "unknown flag" not in done.stderr
+    assert done.stderr.startswith(f"error: {name}\n") and "clone the repository" in done.stderr
+
+@pytest.mark.parametrize("missing", ["grep", "dirname", "head", "mkdir", "cat"])
+def test_check_files__a_missing_tool(run_sh, tmp_path, missing) -> None:
+    """Without grep, the number of GPUs was empty instead of 0, and the data of a GPU were downloaded."""
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in {"bash", "cat", "date", "dirname", "grep", "head", "mkdir", "readlink"} - {missing}:
+        (tools / name).symlink_to(shutil.which(name))
+    done = run_sh("--preset=record", PATH=str(tools))
+    assert done.returncode == 2 and done.stdout == "", done.stdout
+    assert done.stderr.startswith("error: tools\n") and f"{missing}: command not found" in done.stderr
+
 @pytest.mark.parametrize("flags, refused", [
     (["--sede=1"], "--sede=1"), (["--seed=1", "--num_slots=8", "--x"], "--num_slots=8"), (["-x"], "-x"),
     (["--sample=w", "--savee=w", "--help"], "--savee=w")])
@@ -178,14 +216,15 @@ def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path) -> None:
     assert f"in {tmp_path / 'a clone'}" in done.stderr
 
 WITH_GPUS = [f"--seqs_per_step={tg.Config().seqs_per_step}", "--train_files=x"]
-QUIET_PIP = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0"
+PIP = "-m pip install --disable-pip-version-check --timeout 10 --retries 0"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 FA4 = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
 FA4_OF_CUDA_12 = [line.replace("[cu13]", "") for line in FA4]
 FA3 = "--no-deps --index-url https://download.pytorch.org/whl/{} flash-attn-3"
 
 def installed(done: subprocess.CompletedProcess) -> list[str]:
     """Return the arguments of every pip call that installs into .venv with the time limit."""
-    return re.findall(rf"^at most 600 s\n\.venv \d*: {QUIET_PIP} (.*)$", done.stdout, re.MULTILINE)
+    return re.findall(rf"^at most 600 s\n\.venv \d*: {PIP} (.*)$", done.stdout, re.MULTILINE)
 
 @pytest.mark.parametrize("variables, packages", [
     ({}, [" ".join(FA4), FA3.format("cu130")]), (dict(TORCH="2.12.1"), [" ".join(FA4), FA3.format("cu130")]),
@@ -232,8 +271,23 @@ def test_add_package__a_venv_with_another_torch_is_left_alone(run_sh, tmp_path) 
 def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, packages) -> None:
     done = run_sh(*flags, GPUS="2" * (lacks != "packages"), LACKS=lacks, PIP="works")
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
+    assert re.findall(r"pip install .*-r (.*)", done.stdout) == packages
     assert ("-m venv" in done.stdout) == (packages != [])
+
+@pytest.mark.parametrize("gpus, pip, said", [
+    ("", "works", ["for the CPU (about 190 MB), because no GPU is in use", f"{PIP} --index-url {CPU_INDEX} torch==",
+                   "-r requirements.txt"]),
+    ("", "fails", ["for the CPU (about 190 MB)", f"--index-url {CPU_INDEX}",
+                   f"could not be installed from {CPU_INDEX};", "CUDA build with its libraries (2 to 3 GB)", "press Ctrl-C", "-m pip install FILE.whl",
+                   "-r requirements.txt"]),
+    ("2", "works", ["the CUDA build of torch==", "(2 to 3 GB), because this machine has GPUs", "-r requirements.txt"])])
+def test_make_venv__says_what_it_downloads_and_how_large_it_is(run_sh, gpus, pip, said) -> None:
+    """In this order, and pip is not quiet, so that it shows its progress."""
+    done = run_sh("--preset=tiny", GPUS=gpus, LACKS="packages", PIP=pip)
+    assert done.returncode == 0, done.stderr
+    places = [done.stdout.find(text) for text in said]
+    assert -1 not in places and places == sorted(places), done.stdout
+    assert "--quiet" not in done.stdout and (CPU_INDEX in done.stdout) == (gpus == "")
 
 @pytest.mark.parametrize("flags, variables, packages", [
     (["--device=cpu"], dict(GPUS="2"), []), (["--device=cpu", "--parts=steps"], dict(LACKS="extras"), ["pytest"]),

@@ -22,7 +22,8 @@ from tools.report import MANIFEST, manifest_lines, manifest_of
 LOG, TEXT_LOG = "log.jsonl", "log.txt"
 STEP_LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms ", re.M)
 PHASE_LINE = re.compile(r"^phase (.+): (\d+\.\d\d) s( \(on the clock\))?$", re.M)
-UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+|validation))?|reset|checkpoint|evaluation")
+UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+( \(\d+ of \d+\))?|validation))?|reset|"
+                            r"checkpoint|evaluation")
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 CLOCK_S = 60.0                         # largest difference between the clocks of a bench and of rank 0
 # Half of the last digit that log.txt has, and rounding errors.
