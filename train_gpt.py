@@ -6124,8 +6124,8 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data, a
-    # missed time budget.
+    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data,
+    # a missed time budget.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
     void = "profiled" if cfg.profile else "the data ended early" if log.steps_done < log.schedule.end_step else ""
     # If the machine has a constant speed, a run ends within one cycle of its time budget.

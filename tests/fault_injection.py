@@ -135,8 +135,8 @@ INJECTION_POINTS: dict[str, tuple[Any, str, str]] = {
     "joining": (dist, "init_process_group", "once"),
     "the data check": (tg, "verify_shards", "once"),
     "set-up": (tg, "choose_micro_batch_size", "once"),
-    "warm-up": (tg, "relu_sq_mlp", "once"),
-    "forward": (tg, "relu_sq_mlp", "before"),
+    "warm-up": (tg.GPT, "hidden_states", "once"),
+    "forward": (tg.GPT, "hidden_states", "before"),
     "a reduction": (dist, "reduce_scatter_tensor", "after"),
     "a gather": (dist, "all_gather_into_tensor", "after"),
     "the gradients' return": (tg.ExchangedTable, "launch_reduce", "before"),
@@ -222,8 +222,8 @@ def bug_and_late_signal() -> None:
     fail()
 
 def break_weights() -> None:
-    mlp = tg.relu_sq_mlp
-    tg.relu_sq_mlp = lambda *args: mlp(*args) * float("nan")
+    hidden_states = tg.GPT.hidden_states
+    tg.GPT.hidden_states = lambda *args: hidden_states(*args) * float("nan")
 
 def change_plans(key: str, by: int, untied: bool = False) -> None:
     """Change the tag of this rank's row plans: another cycle, other tokens, or (untied) a head that is not tied."""

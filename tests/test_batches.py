@@ -325,7 +325,7 @@ def test_next_plans__raises_errors_of_the_loader_thread(tmp_path, monkeypatch, f
         if len(calls) < failing_call:
             return function(*args)
         if error is None:
-            release.wait(10)
+            release.wait(60)
         raise (error or tg.DataError)("waiting", "a", "b", "c")
 
     monkeypatch.setattr(tg, function_name, failing)

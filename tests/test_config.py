@@ -146,9 +146,10 @@ def test_check_config__refuses_tables_that_do_not_fit_the_settings(changes, text
 
 def test_parse_specs__columns_and_defaults() -> None:
     """Columns that are omitted have the defaults of NgramTable. The text of a value parses to the value."""
-    cfg = tg.load_config(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 70 0 0.5"])
+    layer = tg.ATTENTION_LAYERS[-1]
+    cfg = tg.load_config(["--preset=tiny", f"--tables=a_embed 2 30; b_embed 4 50 {layer} 1 host 4 70 0 0.5"])
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30, None, 0, "device", 2, 37.5, 5.0, 0.95),
-                          tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, 70.0, 0.0, 0.5))
+                          tg.NgramTable("b_embed", 4, 50, layer, 1, "host", 4, 70.0, 0.0, 0.5))
     assert tg.parse_specs("tables", tg.format_value(cfg.tables)) == cfg.tables
     assert replace(tg.load_config(["--preset=pocket_tables", "--tables="]), preset="pocket") == preset_of("pocket")
 

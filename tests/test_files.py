@@ -24,7 +24,7 @@ from common import (Run, SimulatedTime, before_flush, expect_error, full_disk, l
 
 import train_gpt as tg
 
-TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
+TABLES = f"trigram_embed 3 500; more_bigram_embed 2 300 {tg.ATTENTION_LAYERS[-3]} 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 # Writing a directory without rows needs only these attributes of an engine.
 NO_TABLES = SimpleNamespace(comm=make_comm(), tables={})

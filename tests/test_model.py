@@ -244,6 +244,9 @@ def test_estimate_memory__counts_the_saved_vectors_of_the_mlp_in_one_number(monk
             working.append(tg.estimate_memory(cfg, make_comm(), attention, cfg.seqs_per_step)["working"])
         assert working[1] - working[0] == 2 * tokens * len(tg.LAYERS) * 4 * cfg.model_dim * F64.itemsize
 
+# Layers with attention, in any list of layers. The test makes them plain, because only plain layers have a key offset.
+FIRST, LAST = tg.ATTENTION_LAYERS[0], tg.ATTENTION_LAYERS[-1]
+
 @pytest.mark.parametrize("position, smear, offset_layers, expected", [
     # Attention sees neither other documents nor later positions. The second document is a single token.
     *((position, 0.0, (), range(position, end)) for position, end in
@@ -252,14 +255,15 @@ def test_estimate_memory__counts_the_saved_vectors_of_the_mlp_in_one_number(monk
     (3, 0.8, (), range(3, 7)), (6, 0.8, (), range(6, 8)), (13, 0.8, (), range(13, 24)), (23, 0.8, (), [23]),
     # So does the key offset, in each layer. The first token of a document sees one key, so its attention weights are
     # constant.
-    (10, 0.0, (10,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (3, 10), range(3, 7)),
-    (7, 0.0, (3, 10), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (3, 10), [23])])
+    (10, 0.0, (LAST,), [*range(10, 14), *range(15, 24)]), (3, 0.0, (FIRST, LAST), range(3, 7)),
+    (7, 0.0, (FIRST, LAST), [7, *range(9, 14), *range(15, 24)]), (23, 0.0, (FIRST, LAST), [23])])
 def test_hidden_states__positions_that_a_token_changes(monkeypatch, position, smear, offset_layers, expected) -> None:
     """Changing the token at `position` of sequence 0 changes exactly the expected positions, in any bit.
 
     The bigram row of the token does not change. No position of sequence 1 may change.
     """
-    layers = tuple(replace(layer, key_offset=i in offset_layers) for i, layer in enumerate(tg.LAYERS))
+    layers = tuple(replace(layer, attention="plain", key_offset=True) if i in offset_layers
+                   else replace(layer, key_offset=False) for i, layer in enumerate(tg.LAYERS))
     monkeypatch.setattr(tg, "LAYERS", layers)
     cfg = small(max_doc_len=24)
     model = make_model(cfg)

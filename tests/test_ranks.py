@@ -64,12 +64,12 @@ def state_hashes(engine: tg.Engine) -> dict[str, str]:
         tables.append((label, table.has_grads, is_cached, exchanged))
     return hashes | dict(plain=repr((engine.rotary, tables)))
 
-def full_state(engine: tg.Engine, step_cfg: tg.StepConfig) -> Arrays:
+def full_state(engine: tg.Engine, step_cfg: tg.StepConfig, with_moments: bool = True) -> Arrays:
     """Return weights and optimizer state in logical shapes, on rank 0. step_cfg: of the next step.
 
     Collective.
     """
-    whole = engine.full_state(step_cfg, with_moments=True)
+    whole = engine.full_state(step_cfg, with_moments)
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
 def tiny_config(**changes: Any) -> tg.Config:
@@ -92,8 +92,8 @@ RUNS = {
 def tiny_run(rank: Rank, name: str, location: str) -> dict[str, Any]:
     """Run tg.train on preset tiny with the changes of RUNS[name].
 
-    Returns the losses of this rank's sequences and of validations, the state at the start and at the end, the rows that
-    each step looked up, what rank 0 printed, and for some runs what the warm-up changed.
+    Returns the losses of this rank's sequences and of validations, the state at the start and at the end, the weights
+    to save, the rows that each step looked up, what rank 0 printed, and for some runs what the warm-up changed.
     """
     fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
                   num_extension_steps=4) | RUNS[name]
@@ -132,6 +132,8 @@ def tiny_run(rank: Rank, name: str, location: str) -> dict[str, Any]:
 
     def record_finish(log: tg.Log, info: Any, engine: tg.Engine, *rest: Any) -> Any:
         found["state"] = full_state(engine, log.schedule.at(log.steps_done))
+        # A fork may save other weights than it trains, for example their average.
+        found["weights"] = full_state(engine, log.schedule.at(log.steps_done), with_moments=False)
         found["tables"] = {name: exact_array(x) for name, x in rows_of_ngrams(engine).items()}
         found["final"] = state_hashes(engine)
         found["specs"] = [spec._replace(row_ids=None, sign_ids=None) for spec in tg.table_specs(engine.cfg)]
@@ -294,7 +296,13 @@ def test_Log__rank_0_logs_the_whole_run(ranks) -> None:
     assert first["printed"] and not any(found["printed"] for found in others)
     weights = torch.load(ranks.folder_of(8, tiny_run, name="cycles", location="device") / "saved/weights.pt")
     saved = {label: x.numpy() for label, x in weights.items()}
-    assert_same_bits(saved, {label: first["state"][label] for label in saved})
+    assert_same_bits(saved, {label: first["weights"][label] for label in saved})
+
+@pytest.mark.recipe
+def test_full_state__the_weights_to_save_are_the_trained_weights(ranks) -> None:
+    """A checkpoint contains the same weights, bit for bit. A fork may save an average of the weights instead."""
+    first = run_results(ranks, 8, "cycles")[0]
+    assert_same_bits(first["weights"], {label: first["state"][label] for label in first["weights"]})
 
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------

@@ -130,28 +130,46 @@ def test_end_step__max_steps_stops_early_and_changes_no_value(max_steps, end_ste
     assert [stopped.at(step) for step in range(end_step)] == reverse_order[::-1], "`at` has no state"
     assert hash(full.at(5)) == hash(stopped.at(5)), "plain numbers without tensors or devices"
 
-@pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
-def test_at__follows_the_stages_and_a_linear_cooldown(stages) -> None:
-    """Every step config follows from its stage, and learning rates decay linearly.
+def steps_by_stage(stages: tuple[tg.Stage, ...]) -> tuple[tg.Schedule, list[tuple[tg.Stage, range]]]:
+    """Build a schedule, and return it with each stage and the steps of the stage.
 
-    The stages divide 100 scheduled steps evenly. The cooldown begins at step 100 * (1 - 0.55), rounded down.
+    The stages divide 100 scheduled steps evenly, and the extension has 10 steps.
     """
     cfg = make_config(stages=stages, num_scheduled_steps=100, num_extension_steps=10, cooldown_frac=0.55, lr_floor=0.1)
-    schedule = tg.Schedule(cfg)
-    stage_starts = [round(100 * i / (len(stages) - 1)) for i in range(len(stages))] + [110]
-    for step_cfg in map(schedule.at, range(110)):
-        i = max(i for i, start in enumerate(stage_starts) if start <= step_cfg.step)
-        stage = stages[i]
-        cooldown_progress = min(max(0, (step_cfg.step - 44) / 56), 1)
-        lr_factor = stage.lr_mul * (1 - cooldown_progress) + 0.1 * cooldown_progress
-        assert (step_cfg.stage, step_cfg.seq_len) == (i, stage.batch_tokens // cfg.seqs_per_step)
-        assert step_cfg.short_window == stage.short_window * cfg.window_block
-        assert step_cfg.long_window == stage.long_window * cfg.window_block
-        assert step_cfg.adam_lr == pytest.approx(cfg.adam_lr * lr_factor, rel=1e-12)
-        assert step_cfg.normuon_lr == pytest.approx(cfg.normuon_lr * lr_factor, rel=1e-12)
-        fraction = (step_cfg.step - stage_starts[i]) / (stage_starts[i + 1] - stage_starts[i])
-        mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
-        assert step_cfg.mtp_weights == pytest.approx(mtp_weights, rel=1e-12)
+    starts = [round(100 * i / (len(stages) - 1)) for i in range(len(stages))] + [110]
+    return tg.Schedule(cfg), [(stage, range(*starts[i:i + 2])) for i, stage in enumerate(stages)]
+
+@pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
+def test_at__follows_the_stages(stages) -> None:
+    """Every step config follows from its stage. Both learning rates have the factor of `lr_factor_at`."""
+    schedule, stages_and_steps = steps_by_stage(stages)
+    cfg = schedule.cfg
+    for i, (stage, steps) in enumerate(stages_and_steps):
+        for step_cfg in map(schedule.at, steps):
+            lr_factor = schedule.lr_factor_at(step_cfg.step)
+            assert (step_cfg.stage, step_cfg.seq_len) == (i, stage.batch_tokens // cfg.seqs_per_step)
+            assert step_cfg.short_window == stage.short_window * cfg.window_block
+            assert step_cfg.long_window == stage.long_window * cfg.window_block
+            assert step_cfg.adam_lr == pytest.approx(cfg.adam_lr * lr_factor, rel=1e-12)
+            assert step_cfg.normuon_lr == pytest.approx(cfg.normuon_lr * lr_factor, rel=1e-12)
+            assert len(step_cfg.mtp_weights) == len(stage.mtp_start)
+
+@pytest.mark.recipe
+@pytest.mark.parametrize("stages", STAGE_LISTS.values(), ids=STAGE_LISTS)
+def test_at__a_linear_cooldown_and_linear_mtp_weights(stages) -> None:
+    """Learning rates decay linearly from step 100 * (1 - 0.55), rounded down; MTP weights change linearly in a stage.
+    """
+    schedule, stages_and_steps = steps_by_stage(stages)
+    cfg = schedule.cfg
+    for stage, steps in stages_and_steps:
+        for step_cfg in map(schedule.at, steps):
+            cooldown_progress = min(max(0, (step_cfg.step - 44) / 56), 1)
+            lr_factor = stage.lr_mul * (1 - cooldown_progress) + 0.1 * cooldown_progress
+            assert step_cfg.adam_lr == pytest.approx(cfg.adam_lr * lr_factor, rel=1e-12)
+            assert step_cfg.normuon_lr == pytest.approx(cfg.normuon_lr * lr_factor, rel=1e-12)
+            fraction = (step_cfg.step - steps.start) / len(steps)
+            mtp_weights = [first + (last - first) * fraction for first, last in zip(stage.mtp_start, stage.mtp_end)]
+            assert step_cfg.mtp_weights == pytest.approx(mtp_weights, rel=1e-12)
 
 @pytest.mark.parametrize("cycle_steps", [1, 2, 4])
 @pytest.mark.parametrize("checkpoint_every", [0, 1, 2, 3, 4, 6, 7])

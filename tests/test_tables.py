@@ -318,11 +318,12 @@ def test_HostRowStore__no_call_waits_longer_than_the_timeout(name) -> None:
             released.wait(60)
             super()._store(*args)
 
-    store = make_store(StuckStore, timeout_s=0.1)
+    store = make_store(StuckStore)
     first, second, third = make_plans([1, 2], [3], [4])
     update(store, first)
     if name == "prefetch":
         store.prefetch(second)
+    store.comm.timeout = 0.1                                  # from now on, because the update waits for the worker
     try:
         with expect_error(tg.RunError, "copying table rows", "host memory", "no result after 0.1 s"):
             call_next(store, name, third)

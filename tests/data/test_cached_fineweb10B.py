@@ -105,7 +105,7 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         if kind == "stall":
-            self.server.resume.wait(10)
+            self.server.resume.wait(60)
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
@@ -287,11 +287,11 @@ def test_main__ctrl_c_then_again(hub, tmp_path) -> None:
     hub.files[ONE] = make_shard(1, 35_000_000)
     hub.plans["GET cdn", ONE] = [("serve",), ("stall", 5000)]
     process = start(tmp_path, f"--endpoint={hub.url}")
-    part, deadline = tmp_path / f"{ONE}.part", time.monotonic() + 20
+    part, deadline = tmp_path / f"{ONE}.part", time.monotonic() + 60
     while len(hub.select("GET", "cdn", ONE)) < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
-    errors = process.communicate(timeout=10)[1]
+    errors = process.communicate(timeout=60)[1]
     assert process.returncode == 130 and "Traceback" not in errors and "repeat the command" in errors, errors
     assert not (tmp_path / ONE).exists() and part.stat().st_size == tool.REQUEST_BYTES
     hub.requests.clear()
