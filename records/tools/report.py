@@ -1,11 +1,10 @@
 """Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
 Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
-0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not. Runs of a bench
-count up to its last test, at the level of this test.
+0.01 over seeds) before its time counts. Runs of a bench count up to its last test, at the level of this test.
 
-Exit status: 0 faster, lower loss, proven, inside, systems or no target; 3 slower, higher loss; 4 same; 5 same program;
-6 no record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+Exit status: 0 faster, lower loss, proven, inside or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
+record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
 """
 from __future__ import annotations
 
@@ -27,9 +26,9 @@ from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
 from tools.statistics import paired_difference, pairs_in_turn, seeds_needed, skewness, summary, time_level, time_word
 
-STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "systems": 0, "inside": 0, "slower": 3,
-          "higher loss": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7,
-          "partly proven": 7, "not measured in turn": 7, "not comparable": 8, "outside": 9}
+STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
+          "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7, "partly proven": 7,
+          "not measured in turn": 7, "not comparable": 8, "outside": 9}
 MACHINE = "hardware", "world_size", "driver", "buses"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
@@ -40,6 +39,7 @@ MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched s
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
 PAIRED = "paired"                      # the test of losses that a bench states
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
@@ -288,7 +288,7 @@ def apart(a: Side, b: Side) -> str:
             differences.append(f"{gap_s / 86400:.1f} days apart")
     return ", ".join(differences)
 
-def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
+def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     """Compare two sides; return what `compare --json` prints.
 
     Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
@@ -313,7 +313,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
     reasons = refusals(a, b)
-    outcome = verdict(a, b, report, systems)
+    outcome = verdict(b, report)
     if reasons:
         outcome = "not comparable", reasons[0]
     elif same_program(a, b):
@@ -325,7 +325,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         report["notes"].append(f"times of {len(turns.rest)} runs before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
-def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
+def verdict(b: Side, report: Facts) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
@@ -336,11 +336,7 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     diverged = sum(not math.isfinite(run.loss) for run in b.runs)
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
-    if systems:
-        reason = "stated as a systems change, p is waived"
-        if p is not None and p < ALPHA:
-            return "undecided", f"{reason}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
-    elif report["target"]:
+    if report["target"]:
         word, reason = proof(b, report["target"], report["loss_level"])
         if word != "proven":
             return word, f"B: {reason}"
@@ -502,15 +498,13 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*notes, unread) if note]
 
-def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
+def show(side: Side, target: float | None = None) -> Facts:
     """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
     outcome = "no target", "--target is not given, and the logs state no target"
     if mixed:
         outcome = "not comparable", mixed[0]
-    elif systems:
-        outcome = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
         outcome = proof(side, target)
         if outcome[0] == "proven" and side.started > len(side.runs):
@@ -530,19 +524,18 @@ class Placed(NamedTuple):
     high: float
     inside: bool
 
-def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
-    """Compare values of a run with the bands of a pool, at each step that at least three runs of the pool have.
+def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed | None:
+    """Compare a run with the band of a pool at the last step that at least three runs of the pool have; None: no step.
 
-    The bands of the last step have a level of 1 % for loss and time together; those of all earlier steps also.
+    The bands of loss and time together have a level of 1 %.
     """
-    steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
-    found = []
-    for step in steps:
-        others = [other[step] for other in pool if step in other]
-        low, high = band(others, ALPHA / 2 if step == steps[-1] else ALPHA / (len(steps) - 1))
-        value = values[step]
-        found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
-    return found
+    steps = [step for step in values if sum(step in other for other in pool) >= FEWEST_IN_BAND]
+    if not steps:
+        return None
+    step = max(steps)
+    others = [other[step] for other in pool if step in other]
+    low, high = band(others, ALPHA / 2)
+    return Placed(step, values[step], summary(others).mean, low, high, low <= values[step] <= high)
 
 def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
     """Return losses of validations, or seconds of all lines, by step.
@@ -570,29 +563,19 @@ def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
     return others
 
 def place(run: Run, pool: Side) -> Facts:
-    """Compare one run with a pool; return what `place --json` prints.
-
-    The last loss and the last time decide. Earlier points only become remarks.
-    """
+    """Compare the last loss and the last time of a run with a pool; return what `place --json` prints."""
     side = Side("run", [run], [], Reading([run]), 1)
     machine_differs = apart(pool, side)
-    shown_steps = {point.step for point in run.val} | {run.reached}
-    end = None
-    if config(run).get("time_budget"):
-        # With a time budget, equal steps of two runs have different progress, so only their ends compare.
-        end = run.reached
+    # With a time budget, equal steps of two runs have different progress, so only their ends compare.
+    end = run.reached if config(run).get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     offsets: dict[bool, list[str]] = {True: [], False: []}
     units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
-        values = {step: value for step, value in by_step(run, what, end).items() if step in shown_steps}
-        points[what] = placed(values, [by_step(other, what, end) for other in pool.runs])
-        steps_outside = [str(point.step) for point in points[what] if not point.inside]
-        if steps_outside:
-            remarks.append(f"{what} is outside its band at steps {listed(steps_outside)}")
-        if points[what] and points[what][-1].step:                            # step 0 is before training
-            last = points[what][-1]
+        last = placed(by_step(run, what, end), [by_step(other, what, end) for other in pool.runs])
+        if last and last.step:                                                # step 0 is before training
+            points[what] = last
             offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             offsets[last.inside].append(offset)
     word, reason = "undecided", "no step of the run is in at least three runs of the pool"
@@ -683,10 +666,9 @@ def show_in_words(report: Facts) -> str:
 def place_in_words(report: Facts) -> str:
     """Format the report of `place`."""
     lines = [f"run {report['run']}, step {report['reached']}, compared with {report['pool_runs']} runs"]
-    for name in ("loss", "time"):
-        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
-        lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
-    return in_words(report, more=filter(None, lines))
+    found = [(name, report[name]) for name in ("loss", "time") if name in report]
+    rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in found]
+    return in_words(report, more=[*lines, markdown(" | step | run | pool | from | to | ", rows)])
 
 def jsonable(value: Any) -> Any:
     """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
@@ -708,8 +690,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", nargs="+", default=[], metavar="B",
                         help="the other side of `compare`, if a side has several paths")
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
-    parser.add_argument("--systems", action="store_true",
-                        help="a systems change, the same mathematics: the loss needs no proof")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the losses")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
@@ -729,7 +709,7 @@ def main(argv: list[str]) -> int:
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
         evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
-        result = evaluate(*sides, args.target, args.systems)
+        result = evaluate(*sides, args.target)
         groups = {side.name: side.runs for side in sides}
     text = formatter(result)
     if args.json:

@@ -89,9 +89,10 @@ def stand(folder: Path, root: Path) -> int:
     groups: dict[str, list[Run]] = {}
     entry = comparable_entry(side.runs[0], root)
     if entry:
-        pool = record.grouped(entry[0], entry[1]["stated"])[entry[1]["stated"]["main"]]
+        stated = entry[1]["stated"]
+        pool = record.read_group(entry[0], stated, stated["main"])
         low, high = statistics.band(pool.losses(), runs=n)
-        name = f"record {entry[1]['stated']['number']}"
+        name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]
         words.append(f"{name} {(low + high) / 2:.3f}, {where} its 99 % band {low:.2f} to {high:.2f}")
         groups[name] = pool.runs
