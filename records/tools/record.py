@@ -25,9 +25,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, consistency, page, plot, report, statistics
+from tools import compressed, consistency, files, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
-from tools.files import UNFINISHED, inside, locked, unfinished_name, write_bytes
+from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
+from tools.files import write_bytes
 from tools.page import DIFF, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
@@ -85,8 +86,8 @@ class Draft(NamedTuple):
         return inside(self.folder.parent, self.stated["parent"]) if self.stated["parent"] else None
 
 def text(path: Path) -> str:
-    """Return the text of a file with its line ends; "" if it does not exist."""
-    return path.read_bytes().decode("utf-8") if path.is_file() else ""
+    """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
+    return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
@@ -95,7 +96,7 @@ def load(folder: Path) -> Facts:
     """Load the result.json of a record. Raises ToolError."""
     try:
         return json.loads(text(inside(folder, RESULT)))
-    except ValueError as error:
+    except FOREIGN_ERRORS as error:
         raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
                         hint="restore the file") from None
 
@@ -127,7 +128,7 @@ def hashes(folder: Path) -> dict[str, str]:
         if name in found or folder / name in made:
             raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
                             expected="one of the two", hint="remove one of them")
-        found[name] = sha256(compressed.read_bytes(path))
+        found[name] = compressed.sha256(path)
     return dict(sorted(found.items()))
 
 def logs_below(folder: Path) -> list[Path]:
@@ -200,7 +201,7 @@ def read_log(path: Path) -> Run:
     """Read the log of one run. Raises ToolError."""
     try:
         return read_file(path)[0]
-    except (OSError, NotALog) as error:
+    except (NotALog, *FOREIGN_ERRORS) as error:
         raise ToolError(f"log {path}", found=error, expected="the log of one run",
                         hint="restore it, or leave it out") from None
 
@@ -270,7 +271,10 @@ def doubts(draft: Draft) -> Iterator[Problem]:
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
             continue
-        yield from consistency.of_run(run)
+        try:
+            yield from consistency.of_run(run)
+        except FOREIGN_ERRORS as error:
+            yield f"{name}, log", f"{type(error).__name__}: {error}", "the keys of \"What the log holds\", README.md"
         if run.started is not None and run.started > dated + TWO_DAYS_S:     # two, because of time zones
             yield f"{name}, start", run.facts.get("started"), f"not after the date of the record, {stated['date']}"
     yield from mixed_facts(runs)
@@ -365,7 +369,9 @@ def chain_violations(draft: Draft) -> Iterator[Problem]:
     for role, opponent in draft.opponents.items():
         ratio = ratios.get(role)
         if not ratio or ratio["word"] != "faster":
-            found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
+            found = NO_BENCH
+            if ratio:
+                found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
             yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
 def slow_evaluations(draft: Draft) -> Iterator[Problem]:
@@ -478,7 +484,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
             gather(args.runs, staged, stated)
             write(staged, stated)
             staged.rename(folder)
-    print(shown(folder))
+    say(shown(folder))
     return 0
 
 @contextlib.contextmanager
@@ -488,8 +494,8 @@ def unfinished(root: Path) -> Iterator[Path]:
     Directories that other calls have left are listed on stderr and not changed.
     """
     for leftover in sorted(root.glob(f"{UNFINISHED}*")):
-        print(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
-              "created it; delete it if you do not need it", file=sys.stderr)
+        say(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
+            "created it; delete it if you do not need it", sys.stderr)
     staged = unfinished_name(root)
     staged.mkdir()
     try:
@@ -515,7 +521,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
         stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
-    write_bytes(staged / SOURCE, sources[stated["main"]].read_bytes())
+    write_bytes(staged / SOURCE, files.read_bytes(sources[stated["main"]]))
     for name, source in sources.items():
         diff = diff_of(staged / SOURCE, source)
         if diff:
@@ -552,14 +558,14 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
     copy.mkdir(parents=True)
     if manifest:
         bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
-        write_bytes(bench_dir / MANIFEST, manifest.read_bytes())
+        write_bytes(bench_dir / MANIFEST, files.read_bytes(manifest))
     for log in (LOG, TEXT_LOG):
         if compressed.stored(run.path.with_name(log)).exists():
             compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
     stated["groups"].setdefault(label, []).append(name)
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
-        if sha256(source.read_bytes()) == run.facts["source_sha256"]:
+        if source.is_file() and compressed.sha256(source) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
@@ -570,7 +576,7 @@ def write(folder: Path, stated: Facts) -> None:
     draft = read_draft(folder, stated)
     problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(draft))]
     if problems:
-        raise ToolError("these runs do not form a record", found="\n            ".join(problems),
+        raise ToolError("these runs do not form a record", found="\n".join(problems),
                         expected="runs that no rule contradicts",
                         hint="group the runs differently, or add or remove some; rules: records/README.md")
     if draft.parent:
@@ -581,17 +587,17 @@ def write(folder: Path, stated: Facts) -> None:
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
-        print(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}",
-              file=sys.stderr)
+        say(one_line(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}"),
+            sys.stderr)
     for name, group in result["groups"].items():
-        print(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", file=sys.stderr)
+        say(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", sys.stderr)
     _, by_hand = page.split(text(folder / PAGE))
     write_bytes(folder / PAGE, page.join(page_of(draft, result), by_hand or "The idea:\n\n").encode())
 
 def in_words(problem: Problem) -> str:
     """Format a problem as one line."""
     what, found, expected = problem
-    return f"{what}: found {found}, expected {expected}"
+    return one_line(f"{what}: found {found}, expected {expected}")
 
 def check(args: argparse.Namespace, root: Path) -> int:
     """Check records; print a line for each finding, and return the exit status."""
@@ -599,10 +605,10 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
                         hint="name their directory with --records")
-    found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
+    found = [f"{one_line(folder.name)}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
-    print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
+    say("\n".join(found) if found else f"{counted(len(chosen), 'record')}: all numbers follow from their files")
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
@@ -628,7 +634,7 @@ def findings(folder: Path) -> Iterator[str]:
             yield f"{name}: {labels[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except FOREIGN_ERRORS as error:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
@@ -653,8 +659,8 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
         unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
-            yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
-    if sha256((folder / SOURCE).read_bytes()) != main_pool(follows)["source_sha256"]:
+            yield f"{name}: and {counted(len(unlike) - SHOWN_LINES, 'more such line')}"
+    if compressed.sha256(folder / SOURCE) != main_pool(follows)["source_sha256"]:
         yield f"{SOURCE}: not the source that the logs of {draft.stated['main']!r} state"
 
 def table(args: argparse.Namespace, root: Path) -> int:
@@ -678,7 +684,7 @@ def table(args: argparse.Namespace, root: Path) -> int:
         return 0
     for title, rows in boards.items():
         columns = [key for key in rows[-1] if any(row[key] is not None for row in rows)]
-        print(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
+        say(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
     print("to verify these: python records check; rules: records/README.md")
     return 0
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import plot
-from tools.files import inside
+from tools import files, plot
+from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
 from tools.statistics import paired_difference, pairs_in_turn, seeds_needed, skewness, summary, time_level, time_word
@@ -108,15 +108,15 @@ def settings_of(*sides: Side) -> list[str]:
     return sorted({key for side in sides for run in side.runs for key in config(run)})
 
 def as_text(value: Any) -> str:
-    """Format a value; hashes are cut to eight digits."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    """Format a value as one line; hashes are cut to eight digits."""
+    text = one_line(value) if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return HASH.sub(r"\1", text)
 
 def shown(path: Path) -> str:
     """Return a path relative to the working directory if it is below it, or else as given."""
     with contextlib.suppress(ValueError):
-        return str(path.resolve().relative_to(Path.cwd()))
-    return str(path)
+        path = path.resolve().relative_to(Path.cwd())
+    return one_line(str(path))
 
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
@@ -143,7 +143,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
         if reason:
-            left.append(f"{shown(run.path)}: {reason}")
+            left.append(one_line(f"{shown(run.path)}: {reason}"))
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
@@ -161,11 +161,11 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
 
     Raises ToolError for a damaged line, and for a run whose directory is not below the manifest.
     """
-    lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
+    lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
     try:
-        events = [json.loads(line) for line in lines if line.endswith("}")]
+        events = [json.loads(line) for line in lines if line.endswith(b"}")]
         found = [event for event in events if event["type"] == kind]
-    except (ValueError, KeyError, TypeError):
+    except FOREIGN_ERRORS:
         raise ToolError(f"manifest {manifest}", found="a line that is not an event",
                         expected="a JSON object with a type in each line", hint="restore the file") from None
     if kind in OF_RUNS:
@@ -322,7 +322,7 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
     if turns.rest:
         names = listed((shown(run.path) for run in turns.rest), 2)
-        report["notes"].append(f"times of {len(turns.rest)} runs before or after those in turn do not count: {names}")
+        report["notes"].append(f"times of {counted(len(turns.rest), 'run')} before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
 def verdict(b: Side, report: Facts) -> tuple[str, str]:
@@ -354,11 +354,11 @@ def time_in_words(report: Facts) -> str:
     """Return the result on time as a phrase."""
     share = report["share"]
     level = report["level"]
-    pairs = f"{report['pairs']} pairs in turn"
+    pairs = f"{counted(report['pairs'], 'pair')} in turn"
     if report["why_not_in_turn"]:
         return "not measured in turn"
     if share is None or not level:
-        return f"{pairs} are too few for a word"
+        return f"{pairs}: too few for a word"
     amounts = {"faster": "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
     word = time_word(share, level)
     if word == "undecided":
@@ -402,7 +402,7 @@ def refusals(a: Side, b: Side) -> list[str]:
     reasons = []
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
-        reasons.append(f"{len(twice)} runs are on both sides")
+        reasons.append(f"both sides have {counted(len(twice), 'run')} in common")
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
@@ -488,10 +488,10 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     """Return remarks on which runs do not count and which files were not read."""
     notes = []
     if side.left:
-        notes.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
+        notes.append(f"not counted: {counted(len(side.left), 'run')}: {listed(side.left, 2)}")
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
-        notes.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
+        notes.append(f"times of {counted(len(voids), 'run')} do not count: {listed(voids, 1)}")
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
         notes.append(listed(resumed))
@@ -606,7 +606,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """
     cells = [head.split(" | ")]
     for row in rows:
-        shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
+        shorter = [f"{item:.5g}" if isinstance(item, float) else one_line(str(item)) for item in row]
         cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
@@ -645,7 +645,8 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     if len(differs) > SHOWN:
         differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
     notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
-    return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
+    words = [*differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"]
+    return "\n".join([*lines, *more, *map(one_line, words)])
 
 def compare_in_words(report: Facts) -> str:
     """Format the report of `compare`."""
@@ -653,7 +654,7 @@ def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats', pairs)}",
              f"  time    {test_in_words(report['time'], '+.3f', 's', pairs)}"]
     if report["share"]:
-        lines.append(f"          {test_in_words(report['share'], '+.2%', pairs=pairs)}, {pairs} pairs in turn")
+        lines.append(f"          {test_in_words(report['share'], '+.2%', pairs=pairs)}, {counted(pairs, 'pair')} in turn")
     if report["memory"]:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
@@ -665,7 +666,7 @@ def show_in_words(report: Facts) -> str:
 
 def place_in_words(report: Facts) -> str:
     """Format the report of `place`."""
-    lines = [f"run {report['run']}, step {report['reached']}, compared with {report['pool_runs']} runs"]
+    lines = [f"run {report['run']}, step {report['reached']}, compared with {counted(report['pool_runs'], 'run')}"]
     found = [(name, report[name]) for name in ("loss", "time") if name in report]
     rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in found]
     return in_words(report, more=[*lines, markdown(" | step | run | pool | from | to | ", rows)])
@@ -701,7 +702,7 @@ def main(argv: list[str]) -> int:
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if len(runs) != 1:
-            raise ToolError(f"run {listed(paths[0])}", found=f"{len(runs)} runs", expected="the log of one run",
+            raise ToolError(f"run {listed(paths[0])}", found=counted(len(runs), "run"), expected="the log of one run",
                             hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = comparable_runs(runs[-1], pool.runs)
@@ -714,7 +715,7 @@ def main(argv: list[str]) -> int:
     text = formatter(result)
     if args.json:
         text = json.dumps(jsonable(result), indent=1)
-    print(text)
+    say(text)
     if args.plot:
         plot.curves(groups, args.plot, result.get("target"))
     return STATUS[result["verdict"]]

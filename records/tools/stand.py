@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from tools import page, plot, record, report, statistics
+from tools.files import one_line, say
 from tools.read import Facts, Run, ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,6 +86,9 @@ def stand(folder: Path, root: Path) -> int:
     if mixed:
         raise ToolError(f"runs in {folder}", found=mixed[0], expected="runs of one program", hint="name one of them")
     n, mean, _ = statistics.summary(side.losses())
+    if not n:
+        raise ToolError(f"runs in {folder}", found="no finite loss", expected="a run that has not diverged",
+                        hint="lower the learning rate, and look at the training losses in its log")
     words = counting_models(side.runs[0])
     groups: dict[str, list[Run]] = {}
     entry = comparable_entry(side.runs[0], root)
@@ -98,9 +102,9 @@ def stand(folder: Path, root: Path) -> int:
         groups[name] = pool.runs
     several = f", mean of {n} runs" * (n > 1)
     beside = ", ".join(words) or "no record has this preset, these data and as many tokens"
-    print(f"{mean:.3f} nats per token{several}; for comparison: {beside}")
+    say(one_line(f"{mean:.3f} nats per token{several}; for comparison: {beside}"))
     plot.curves(groups | {"this run": side.runs}, folder / page.PLOT)
-    print(f"picture: {folder / page.PLOT}")
+    say(one_line(f"picture: {folder / page.PLOT}"))
     return 0
 
 def main(argv: list[str]) -> int:

@@ -85,7 +85,7 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason) 
 
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path) -> None:
     a, b = make_sides(tmp_path)
-    assert compare(a, a)["reason"] == "5 runs are on both sides"
+    assert compare(a, a)["reason"] == "both sides have 5 runs in common"
     c = make_run(tmp_path / "c", 9, 3.27, 78.0)
     mixed = report.compare(report.side_of("A", [a]), report.side_of("B", [b, c]))
     assert mixed["verdict"] == "not comparable" and "B mixes source_sha256" in mixed["reason"]
@@ -138,7 +138,7 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path) -> 
     faster = compare(make_side(tmp_path / "slow", times=[82.0, 82.1, 81.9, 82.0, 82.1], first=NOON + RUN_S,
                                source=OTHER_SOURCE), pool, TARGET)
     assert faster["verdict"] == "partly proven" and "B takes 2." in faster["reason"], faster["reason"]
-    assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
+    assert any("not counted: 2 runs: " in note and "interrupted at step 2" in note for note in found["notes"])
 
 @pytest.mark.parametrize("off, word", [(0.01, "higher loss"), (-0.01, "lower loss"), (0.0, "faster")])
 def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word) -> None:
