@@ -330,8 +330,8 @@ def longest_in_words(args: argparse.Namespace) -> str:
     """Say how long `try` may take: the latest entry with the preset of its runs tells how long one of them takes."""
     flags = dict(flag.lstrip("-").split("=", 1) for flag in ["--preset=pocket", *args.both] if "=" in flag)
     runs = f"up to {counted(args.pairs, 'pair')}, {2 * args.pairs} runs"
-    entries = [result for result in map(record.load, record.folders(record.RECORDS))
-               if result["stated"]["kind"] == "entry" and result["machine"]["preset"] == flags["preset"]]
+    entries = [result for result in record.entries_of(record.RECORDS)
+               if result["machine"]["preset"] == flags["preset"]]
     if not entries:
         return f"{runs}; the first one shows how long they take"
     of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])

@@ -12,7 +12,6 @@ import fcntl
 import os
 import secrets
 import stat
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -89,9 +89,6 @@ def text(path: Path) -> str:
     """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
     return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
-def sha256(data: str | bytes) -> str:
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
-
 def load(folder: Path) -> Facts:
     """Load the result.json of a record. Raises ToolError."""
     try:
@@ -149,14 +146,10 @@ def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
     found = sorted((folder / "logs").rglob(MANIFEST))
     return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, kind)]
 
-def entries_of(root: Path, track: str) -> list[Facts]:
-    """Return all entries of a track, oldest first."""
-    found = []
-    for result in map(load, folders(root)):
-        stated = result["stated"]
-        if (stated["kind"], stated["track"]) == ("entry", track):
-            found.append(result)
-    return found
+def entries_of(root: Path, track: str | None = None) -> list[Facts]:
+    """Return the result.json of all entries, or of those of one track, oldest first."""
+    found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
+    return [result for result in found if track in (None, result["stated"]["track"])]
 
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
@@ -643,7 +636,7 @@ def sealed(folder: Path, result: Facts) -> dict[str, str]:
     parts = {RESULT: json.dumps(made, sort_keys=True)}
     parts[DIFF] = text(folder / DIFF)
     parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
-    return {name: sha256(part) for name, part in parts.items()}
+    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in parts.items()}
 
 def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
@@ -666,12 +659,11 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
     lists: dict[str, list[Facts]] = {}
-    for result in map(load, folders(root)):
+    for result in entries_of(root):
         track = result["stated"]["track"]
-        if result["stated"]["kind"] == "entry":
-            alike = {"track": track, "class": result["class"]}
-            alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
-            lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
+        alike = {"track": track, "class": result["class"]}
+        alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
+        lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
     boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]

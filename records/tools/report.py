@@ -322,7 +322,8 @@ def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
     if turns.rest:
         names = listed((shown(run.path) for run in turns.rest), 2)
-        report["notes"].append(f"times of {counted(len(turns.rest), 'run')} before or after those in turn do not count: {names}")
+        runs = counted(len(turns.rest), "run")
+        report["notes"].append(f"times of {runs} before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
 def verdict(b: Side, report: Facts) -> tuple[str, str]:
@@ -654,7 +655,8 @@ def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats', pairs)}",
              f"  time    {test_in_words(report['time'], '+.3f', 's', pairs)}"]
     if report["share"]:
-        lines.append(f"          {test_in_words(report['share'], '+.2%', pairs=pairs)}, {counted(pairs, 'pair')} in turn")
+        share = test_in_words(report["share"], "+.2%", pairs=pairs)
+        lines.append(f"          {share}, {counted(pairs, 'pair')} in turn")
     if report["memory"]:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
@@ -666,7 +668,8 @@ def show_in_words(report: Facts) -> str:
 
 def place_in_words(report: Facts) -> str:
     """Format the report of `place`."""
-    lines = [f"run {report['run']}, step {report['reached']}, compared with {counted(report['pool_runs'], 'run')}"]
+    pool = counted(report["pool_runs"], "run")
+    lines = [f"run {report['run']}, step {report['reached']}, compared with {pool}"]
     found = [(name, report[name]) for name in ("loss", "time") if name in report]
     rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in found]
     return in_words(report, more=[*lines, markdown(" | step | run | pool | from | to | ", rows)])

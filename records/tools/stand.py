@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from tools import page, plot, record, report, statistics
-from tools.files import one_line, say
+from tools.files import inside, one_line, say
 from tools.read import Facts, Run, ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,16 +67,14 @@ def shard_tokens(pattern: str) -> int:
     """Return the number of tokens in the shards that match a pattern, from their sizes (format: data/README.md)."""
     return sum(Path(name).stat().st_size // 2 - 512 for name in glob.glob(pattern))
 
-def comparable_entry(run: Run, root: Path) -> tuple[Path, Facts] | None:
-    """Return the latest entry of a track with the same preset, data and number of tokens, if there is one."""
+def comparable_entry(run: Run, root: Path) -> Facts | None:
+    """Return the result.json of the latest entry with the same preset, data and number of tokens, if there is one."""
     found = None
-    for folder in record.folders(root):
-        result = record.load(folder)
-        if result["stated"]["kind"] == "entry":
-            facts = result["machine"] | result["entry"]
-            same = all(facts[key] == record.value(run, key) for key in SAME_RUN)
-            if same and record.main_pool(result)["loss"]["n"] > 1:
-                found = folder, result
+    for result in record.entries_of(root):
+        facts = result["machine"] | result["entry"]
+        same = all(facts[key] == record.value(run, key) for key in SAME_RUN)
+        if same and record.main_pool(result)["loss"]["n"] > 1:
+            found = result
     return found
 
 def stand(folder: Path, root: Path) -> int:
@@ -93,8 +91,8 @@ def stand(folder: Path, root: Path) -> int:
     groups: dict[str, list[Run]] = {}
     entry = comparable_entry(side.runs[0], root)
     if entry:
-        stated = entry[1]["stated"]
-        pool = record.read_group(entry[0], stated, stated["main"])
+        stated = entry["stated"]
+        pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
         low, high = statistics.band(pool.losses(), runs=n)
         name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]
