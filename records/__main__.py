@@ -23,7 +23,7 @@ VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report"
 
 def main(argv: list[str]) -> int:
     """Run a verb; return the exit status. Invalid input is described on stderr, with status 2."""
-    from tools.read import ToolError
+    from tools.files import FOREIGN_ERRORS, ToolError, say
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if argv else 2
@@ -31,20 +31,26 @@ def main(argv: list[str]) -> int:
         if argv[0] not in VERBS:
             raise ToolError(f"unknown verb {argv[0]}", found=argv[0], expected=f"one of {', '.join(VERBS)}",
                             hint="python records --help lists all verbs")
-        return importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
+        status = importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except ModuleNotFoundError as error:
-        print(ToolError(f"Python package {error.name}", found=f"not installed for {sys.executable}",
-                        expected="the packages of records/requirements.txt",
-                        hint=f"{sys.executable} -m pip install -r records/requirements.txt"), file=sys.stderr)
+        problem = ToolError(f"Python package {error.name}", found=f"not installed for {sys.executable}",
+                            expected="the packages of records/requirements.txt",
+                            hint=f"{sys.executable} -m pip install -r records/requirements.txt")
     except ToolError as error:
-        print(error, file=sys.stderr)
-    except (OSError, ValueError, LookupError, ArithmeticError) as error:
-        found = f"{type(error).__name__}: {error}"
-        print(ToolError(f"records {argv[0]}", found=found, expected="valid files and arguments",
-                        hint=f"check the file or the value; python records {argv[0]} --help"), file=sys.stderr)
+        problem = error
+    except OSError as error:
+        problem = ToolError(f"{error.filename or 'standard output'}", found=error.strerror or error,
+                            expected="a regular file, or one that can be written", hint="check its path and its rights")
+    except FOREIGN_ERRORS as error:
+        problem = ToolError(f"records {argv[0]}", found=f"{type(error).__name__}: {error}",
+                            expected="valid files and arguments",
+                            hint=f"check the file or the value; python records {argv[0]} --help")
+    say(f"error: {problem}", sys.stderr)
     return 2
 
 

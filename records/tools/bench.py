@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import hashlib
 import json
 import math
 import os
@@ -31,8 +30,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import files, page, plot, record, report
-from tools.files import inside
+from tools import compressed, files, page, plot, record, report
+from tools.files import counted, inside, one_line, say
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of, test_in_words
 from tools.statistics import pair_order
@@ -55,13 +54,13 @@ class Trainer(NamedTuple):
 
     def plan(self) -> Facts:
         """Return what the manifest states of this side."""
-        return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
+        return {"flags": self.flags, "source_sha256": compressed.sha256(self.script)}
 
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
     """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""
     if not script.is_file():
         raise ToolError("trainer", found=script, expected="a Python file", hint="check the spelling")
-    takes_seed = SEED_FLAG.search(script.read_text("utf-8", errors="replace"))
+    takes_seed = SEED_FLAG.search(files.read_bytes(script).decode("utf-8", errors="replace"))
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
@@ -188,11 +187,12 @@ class Bench:
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
             errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-STDERR_LINES:]
-            print(f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:", *errors, sep="\n    ", flush=True)
+            head = f"{folder.name}: FAILED, {cause}; the last lines of its {ERRORS}:"
+            say("\n    ".join([head, *map(one_line, errors)]))
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
         seconds = f"time does not count ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
-        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time", flush=True)
+        say(one_line(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s wall time"))
         logs = [os.path.relpath(one.path, folder) for one in runs]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
@@ -223,19 +223,18 @@ class Bench:
             pair = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             failed = next((name for name in pair_order(self.sides, pair) if not self.run(name, pair)), None)
             if failed in failures:
-                print(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
+                say(f"stopped: {failed} failed twice; {self.manifest} lists all runs")
                 return 1
             if failed:
                 failures.append(failed)
                 continue
             found = self.compared()
-            print(f"pair {len(self.complete())} of {self.args.pairs}", *difference_lines(found), sep="\n    ",
-                  flush=True)
+            say("\n    ".join([f"pair {len(self.complete())} of {self.args.pairs}", *difference_lines(found)]))
         if len(found) > 1:
-            print(f"after {len(self.complete())} pairs", *difference_lines(found), sep="\n    ")
+            say("\n    ".join([f"after {counted(len(self.complete()), 'pair')}", *difference_lines(found)]))
             return 0
         report_of_b, = found.values()
-        print(report.compare_in_words(report_of_b))
+        say(report.compare_in_words(report_of_b))
         summary = json.dumps(report.jsonable(report_of_b), indent=1)
         files.write_bytes(self.args.out / "summary.json", f"{summary}\n".encode())
         return report.STATUS[report_of_b["verdict"]]
@@ -260,20 +259,20 @@ def difference_lines(found: dict[str, Facts]) -> list[str]:
         if comparison["share"]:
             seconds = test_in_words(comparison["share"], "+.2%", pairs=pairs)
         loss = test_in_words(comparison["loss"], "+.4f", pairs=pairs)
-        lines.append(f"{name} - A: loss {loss}; time {seconds} ({pairs} pairs)")
+        lines.append(f"{name} - A: loss {loss}; time {seconds} ({counted(pairs, 'pair')})")
     return lines
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
     """Apply a patch to the trainer in a directory, as if it were in no repository; return git's error, or ""."""
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
-    command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
-    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return result.stderr.strip() if result.returncode else ""
+    command = ["git", "apply", f"--include={TRAINER}", *options]
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, input=files.read_bytes(patch))
+    return result.stderr.decode(errors="replace").strip() if result.returncode else ""
 
 def copy_trainer(script: Path, folder: Path) -> Path:
     """Copy a trainer into a directory, under the file name that patches use; return the path of the copy."""
     folder.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(folder / TRAINER, script.read_bytes())
+    files.write_bytes(folder / TRAINER, files.read_bytes(script))
     return folder / TRAINER
 
 def patch_trainer(script: Path, patch: Path, folder: Path) -> Path:
@@ -319,8 +318,8 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     scripts = {"A": copy_trainer(ROOT / TRAINER, homes["A"])}
     if args.patch.suffix == ".py":
         scripts["B"] = copy_trainer(args.patch, homes["B"])
-    elif not git_apply(args.patch, homes["A"], "-R"):
-        print(f"{TRAINER} already contains {args.patch.name}: A runs without it")
+    elif args.patch.is_file() and not git_apply(args.patch, homes["A"], "-R"):
+        say(f"{TRAINER} already contains {args.patch.name}: A runs without it")
         scripts["B"] = copy_trainer(ROOT / TRAINER, homes["B"])
     else:
         scripts["B"] = patch_trainer(ROOT / TRAINER, args.patch, homes["B"])
@@ -330,9 +329,9 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
 def longest_in_words(args: argparse.Namespace) -> str:
     """Say how long `try` may take: the latest entry with the preset of its runs tells how long one of them takes."""
     flags = dict(flag.lstrip("-").split("=", 1) for flag in ["--preset=pocket", *args.both] if "=" in flag)
-    runs = f"up to {args.pairs} pairs, {2 * args.pairs} runs"
-    entries = [result for result in map(record.load, record.folders(record.RECORDS))
-               if result["stated"]["kind"] == "entry" and result["machine"]["preset"] == flags["preset"]]
+    runs = f"up to {counted(args.pairs, 'pair')}, {2 * args.pairs} runs"
+    entries = [result for result in record.entries_of(record.RECORDS)
+               if result["machine"]["preset"] == flags["preset"]]
     if not entries:
         return f"{runs}; the first one shows how long they take"
     of_runs = page.runs_of(entries[-1], entries[-1]["stated"]["main"])
@@ -387,7 +386,7 @@ def main(argv: list[str]) -> int:
     if argv[0] == "try":
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.out / "curves.svg" if args.plot is None else args.plot
-        print(longest_in_words(args), flush=True)
+        say(longest_in_words(args))
     else:
         base_dir = args.scripts[0][0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
@@ -408,15 +407,15 @@ def run_bench(args: argparse.Namespace, lock: int, is_try: bool) -> int:
         bench = Bench(args, sides, lock)
         status = bench.race()
     except KeyboardInterrupt:
-        print(f"interrupted; repeat the command with --out={args.out} to continue")
+        say(f"interrupted; repeat the command with --out={args.out} to continue")
         return 130
     if status == 1:
         return status
     groups = {name: bench.side(name).runs for name in sides}
     if args.plot:
         plot.curves(groups, args.plot, args.target)
-        print(f"picture: {args.plot}")
+        say(f"picture: {args.plot}")
     if is_try:
         name = re.sub(r"\W|_", "", args.patch.stem.title())
-        print(f"to publish it: python records new {name} {args.out} --kind=comparison")
+        say(f"to publish it: python records new {name} {args.out} --kind=comparison")
     return status

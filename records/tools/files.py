@@ -1,11 +1,13 @@
-"""Safe file access: paths that foreign files contain stay below their directory, and no write follows a link.
+"""Safe access to foreign files: paths, contents and text that another person may have written.
 
-A foreign file is one that another person may have written: a manifest, a result.json, a log. This module imports the
-standard library only.
+Foreign files are logs, manifests, a result.json, patches and trainers. Paths that they contain stay below their
+directory, only regular files of a bounded size are read, their text is escaped before it is printed, and no write
+follows a link. This module imports the standard library only.
 """
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import secrets
@@ -13,17 +15,34 @@ import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TextIO
 
 UNFINISHED = ".unfinished"             # name prefix of files and directories that are renamed when they are complete
 
 LOCK_WAIT_S = 3.0                      # a run needs a moment to end after its tool was killed
+LIMIT_MIB = 256                        # largest file that is read, and its largest decompressed size
+# What reading a foreign file may raise, if it is missing, too large, no text, no JSON, nested too deeply, or JSON with
+# values of other types than expected.
+FOREIGN_ERRORS = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+def one_line(text: str) -> str:
+    """Escape all characters that are not printable: line ends, terminal escapes, and bytes of a name without UTF-8."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a text of one or several lines, escaped."""
+    print("\n".join(map(one_line, text.split("\n"))), file=file, flush=True)
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, for example "1 run" or "2 runs"."""
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 class ToolError(Exception):
     """An error that says what is wrong, what was found, what was expected, and how to fix it."""
 
     def __init__(self, what: str, found: object, expected: object, hint: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  hint:     {hint}")
+        parts = (str(part).replace("\n", "\n" + " " * 12) for part in (found, expected, hint))
+        super().__init__("{}\n  found:    {}\n  expected: {}\n  hint:     {}".format(one_line(what), *parts))
 
 def inside(folder: Path, name: object) -> Path:
     """Return the path in `folder` that a foreign file names.
@@ -64,6 +83,31 @@ def write_bytes(path: Path, data: bytes) -> None:
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+def open_without_waiting(name: str, flags: int) -> int:
+    """Open a file without blocking if it is a named pipe; an `opener` for open()."""
+    return os.open(name, flags | os.O_NONBLOCK)
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a regular file for reading; every OSError in the block names it.
+
+    Raises OSError for a directory, a pipe or a device.
+    """
+    try:
+        with open(path, "rb", opener=open_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
+            yield file
+    except OSError as error:
+        raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from None
+
+def read_bytes(path: Path, limit_mib: int = LIMIT_MIB) -> bytes:
+    """Return the contents of a regular file. Raises OSError for another kind of file, and for one above the limit."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > limit_mib << 20:
+            raise OSError(errno.EFBIG, f"more than {limit_mib} MiB")
+        return file.read()
 
 def open_no_link(name: str, flags: int) -> int:
     """Open a file without following a link, and without blocking if it is a named pipe; an `opener` for open()."""

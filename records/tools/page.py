@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tools import report
+from tools.files import counted
 from tools.read import Facts
 from tools.report import markdown
 from tools.statistics import ALPHA, student_t
@@ -228,7 +229,8 @@ def changed_settings(result: Facts, parent: Facts, diff: str) -> Iterator[str]:
     for key, (old, new) in result["changed"].items():
         if old != new:
             rows += map(clipped, report.rows_of_change(key, old, new))
-    yield f"**Changes from {name}:** {len(rows)} settings, [{changed_lines(diff)} lines of source]({DIFF})."
+    lines = f"{counted(changed_lines(diff), 'line')} of source"
+    yield f"**Changes from {name}:** {counted(len(rows), 'setting')}, [{lines}]({DIFF})."
     table = markdown(f"setting | {name} | this", rows)
     if len(rows) > MOST_SETTINGS:
         table = folded("Changed settings", table)

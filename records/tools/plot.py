@@ -60,7 +60,7 @@ class Axis(NamedTuple):
 
 def text(x: float, y: float, words: str, color: str = INK, anchor: str = "start") -> str:
     """Return an SVG text."""
-    return f'<text x="{x}" y="{y}" fill="{color}" text-anchor="{anchor}">{html.escape(words)}</text>'
+    return f'<text x="{x}" y="{y}" fill="{color}" text-anchor="{anchor}">{html.escape(files.one_line(words))}</text>'
 
 def line(points: Sequence[tuple[float, float]], color: str = INK, width: float = 1, more: str = "") -> str:
     """Return an SVG line through some points."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools import compressed
-from tools.files import ToolError
+from tools.files import FOREIGN_ERRORS, ToolError, counted
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"(?: [a-z_]+:\S+)*?"
@@ -50,6 +50,9 @@ WEIGHTED = "training loss, weighted sum over predicted tokens"
 AS_LOGGED = "training loss, as logged"
 PREDICTED = "mtp_start", "mtp_end"      # columns of --stages with one weight per predicted token
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that a resume may change
+# Types of the facts and settings of a log that the tools compute with.
+TYPES = {"config": dict, "seed": int, "world_size": int, "hardware": str, "started": str, "peak_memory_mib": dict,
+         "tables": list, "stages": list}
 # Limits of the consistency checks.
 RESET_STEPS = 12                       # logs of 2024 restart their clock after 10 steps; a later one voids the times
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two decimals
@@ -121,7 +124,8 @@ class Run:
         It is the loss of the next token if the log has `train_loss_next`, or if every stage predicts one token only.
         """
         stages = self.facts.get("config", {}).get("stages", ())
-        weights = [stage.get(key, ()) for stage in stages for key in PREDICTED]
+        weights = [stage.get(key, ()) for stage in stages for key in PREDICTED
+                   if isinstance(stage, dict)]          # a resumed run may have other stages
         if self.has_next_loss:
             return NEXT_TOKEN
         if not weights:
@@ -153,7 +157,7 @@ class Reading(NamedTuple):
         """Return how many files were not read, by reason; "" for none."""
         reasons = Counter(reason for _, reason in self.unread)
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
-        return f"{reasons.total()} files not read: {parts}" if parts else ""
+        return f"{counted(reasons.total(), 'file')} not read: {parts}" if parts else ""
 
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files, and directories recursively in order of names.
@@ -195,8 +199,10 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
         return [], "not a log by its name"
     try:
         return read_file(path), None
-    except (NotALog, OSError) as reason:
-        return [], getattr(reason, "strerror", None) or str(reason)
+    except NotALog as reason:
+        return [], str(reason)
+    except FOREIGN_ERRORS as error:
+        return [], getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
@@ -243,7 +249,7 @@ def read_ours(path: Path, data: bytes) -> Run:
             continue
         try:
             take(run, rows, json.loads(line))
-        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+        except FOREIGN_ERRORS:
             if line_num < len(lines):
                 raise NotALog(f"line {line_num} is not valid in a log.jsonl") from None
             run.notes.append("last line incomplete")
@@ -268,6 +274,9 @@ def read_ours(path: Path, data: bytes) -> Run:
 def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run. The last steps of an interrupted run have no training loss."""
     kind = event.pop("type")
+    for key, fact in (*event.items(), *event.get("config", {}).items()):
+        if not isinstance(fact, TYPES.get(key, object)):
+            raise TypeError(f"{key} is {fact!r}")
     if not run.facts:
         if kind != "header":
             raise NotALog("no header line at the start")
@@ -286,6 +295,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         run.total = int(event["steps"])
     elif kind == "result":
         run.result = event
+        math.fsum(event.get("peak_memory_mib", {}).values())                 # raises if one is no number
     elif kind == "aborted":
         run.aborted = str(event.get("cause", "unknown cause"))
     elif kind == "resumed":

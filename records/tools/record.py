@@ -25,9 +25,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, consistency, page, plot, report, statistics
+from tools import compressed, consistency, files, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
-from tools.files import UNFINISHED, inside, locked, unfinished_name, write_bytes
+from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
+from tools.files import write_bytes
 from tools.page import DIFF, MARK, PAGE, PLOT, RESULT, SOURCE
 from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, read_file, seconds_of
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
@@ -50,8 +51,6 @@ NEW_WAIT_S = 60.0                      # s that a call of `new` waits for anothe
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
-Sides = dict[str, Side]                # by group
-
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
     target: float | None               # nats per token; the mean final validation loss must be below
@@ -69,18 +68,32 @@ TRACKS = {
 
 CHAINS = [("entry", name) for name, track in TRACKS.items() if track.is_chain]
 
-def text(path: Path) -> str:
-    """Return the text of a file with its line ends; "" if it does not exist."""
-    return path.read_bytes().decode("utf-8") if path.is_file() else ""
+class Draft(NamedTuple):
+    """A record as its files state it, before anything is computed from them."""
+    folder: Path
+    stated: Facts                      # by result.json
+    sides: dict[str, Side]             # the logs, by group
+    opponents: Facts                   # the records that an entry of a chain must have raced, by role
 
-def sha256(data: str | bytes) -> str:
-    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+    @property
+    def main(self) -> Side:
+        """The group that the record is about."""
+        return self.sides[self.stated["main"]]
+
+    @property
+    def parent(self) -> Path | None:
+        """The directory of the parent. Raises ToolError if it is not next to the record."""
+        return inside(self.folder.parent, self.stated["parent"]) if self.stated["parent"] else None
+
+def text(path: Path) -> str:
+    """Return the text of a file with its line ends; "" if it is missing or not a regular file."""
+    return files.read_bytes(path).decode("utf-8") if path.is_file() else ""
 
 def load(folder: Path) -> Facts:
     """Load the result.json of a record. Raises ToolError."""
     try:
         return json.loads(text(inside(folder, RESULT)))
-    except ValueError as error:
+    except FOREIGN_ERRORS as error:
         raise ToolError(f"{folder.name}/{RESULT}", found=error, expected="valid JSON",
                         hint="restore the file") from None
 
@@ -112,7 +125,7 @@ def hashes(folder: Path) -> dict[str, str]:
         if name in found or folder / name in made:
             raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
                             expected="one of the two", hint="remove one of them")
-        found[name] = sha256(compressed.read_bytes(path))
+        found[name] = compressed.sha256(path)
     return dict(sorted(found.items()))
 
 def logs_below(folder: Path) -> list[Path]:
@@ -133,14 +146,10 @@ def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
     found = sorted((folder / "logs").rglob(MANIFEST))
     return [(path.parent / line["folder"], line) for path in found for line in manifest_lines(path, kind)]
 
-def entries_of(root: Path, track: str) -> list[Facts]:
-    """Return all entries of a track, oldest first."""
-    found = []
-    for result in map(load, folders(root)):
-        stated = result["stated"]
-        if (stated["kind"], stated["track"]) == ("entry", track):
-            found.append(result)
-    return found
+def entries_of(root: Path, track: str | None = None) -> list[Facts]:
+    """Return the result.json of all entries, or of those of one track, oldest first."""
+    found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
+    return [result for result in found if track in (None, result["stated"]["track"])]
 
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
@@ -185,7 +194,7 @@ def read_log(path: Path) -> Run:
     """Read the log of one run. Raises ToolError."""
     try:
         return read_file(path)[0]
-    except (OSError, NotALog) as error:
+    except (NotALog, *FOREIGN_ERRORS) as error:
         raise ToolError(f"log {path}", found=error, expected="the log of one run",
                         hint="restore it, or leave it out") from None
 
@@ -197,10 +206,6 @@ def log_of(folder: Path, name: str) -> Path:
     log = compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
     return inside(folder, log.relative_to(folder).as_posix())
 
-def parent_of(folder: Path, stated: Facts) -> Path:
-    """Return the directory of the parent that result.json names. Raises ToolError if it is not next to the record."""
-    return inside(folder.parent, stated["parent"])
-
 def links_out(folder: Path) -> list[str]:
     """Return the names of the links in a record that lead out of it."""
     links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
@@ -208,13 +213,15 @@ def links_out(folder: Path) -> list[str]:
     outside = [path for path in links if not Path(os.path.realpath(path)).is_relative_to(real)]
     return [path.relative_to(folder).as_posix() for path in outside]
 
-def grouped(folder: Path, stated: Facts) -> Sides:
-    """Read the logs of a record, by group."""
-    sides = {}
-    for name, members in stated["groups"].items():
-        runs = [read_log(log_of(folder, member)) for member in members]
-        sides[name] = report.sorted_out(name, Reading(runs))
-    return sides
+def read_group(folder: Path, stated: Facts, name: str) -> Side:
+    """Read the logs of a group of a record."""
+    runs = [read_log(log_of(folder, member)) for member in stated["groups"][name]]
+    return report.sorted_out(name, Reading(runs))
+
+def read_draft(folder: Path, stated: Facts) -> Draft:
+    """Read the logs of a record, and the records of its opponents."""
+    sides = {name: read_group(folder, stated, name) for name in stated["groups"]}
+    return Draft(folder, stated, sides, required_opponents(folder.parent, stated))
 
 def class_of(settings: Facts) -> str | None:
     """Return the class, plain or table, from the number of rows of the configured tables; None if it is not stated."""
@@ -233,8 +240,9 @@ def date_doubts(date: str) -> Iterator[Problem]:
     except ValueError as error:
         yield "date", f"{date}: {error}", expected
 
-def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
+def doubts(draft: Draft) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
+    folder, stated, sides, _ = draft
     for name in links_out(folder):
         yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
@@ -256,20 +264,22 @@ def doubts(folder: Path, stated: Facts, sides: Sides) -> Iterator[Problem]:
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run with valid times"
             continue
-        yield from consistency.of_run(run)
+        try:
+            yield from consistency.of_run(run)
+        except FOREIGN_ERRORS as error:
+            yield f"{name}, log", f"{type(error).__name__}: {error}", "the keys of \"What the log holds\", README.md"
         if run.started is not None and run.started > dated + TWO_DAYS_S:     # two, because of time zones
             yield f"{name}, start", run.facts.get("started"), f"not after the date of the record, {stated['date']}"
     yield from mixed_facts(runs)
     if not all(side.runs for side in sides.values()):
         return                                                              # the other rules need runs that count
-    opponents = required_opponents(folder.parent, stated)
-    strangers = [*unlike_opponents(sides, stated, opponents)]
+    strangers = [*unlike_opponents(draft)]
     yield from strangers
     for name, side in sides.items():
         if not strangers or name != stated["main"]:
             yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
-        yield from track_violations(sides, stated, opponents)
+        yield from track_violations(draft)
 
 def copies(runs: list[Run]) -> Iterator[Problem]:
     """Yield the runs that repeat another run.
@@ -296,14 +306,14 @@ def mixed_facts(runs: list[Run]) -> Iterator[Problem]:
         if len(values) > 1:
             yield f"mixed {key}", sorted(values), "one value in a record"
 
-def unlike_opponents(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+def unlike_opponents(draft: Draft) -> Iterator[Problem]:
     """Yield how runs with the source of an opponent, or in its group, differ from the record of the opponent."""
-    main = sides[stated["main"]].runs
+    main = draft.main.runs
     entry_is_mixed = len({run.facts["source_sha256"] for run in main}) > 1
-    for opponent in opponents.values():
+    for opponent in draft.opponents.values():
         number = opponent["stated"]["number"]
         source = main_pool(opponent)["source_sha256"]
-        group = sides[number].runs if number in sides else []
+        group = draft.sides[number].runs if number in draft.sides else []
         # An entry may have the source of an opponent if all of its runs have it.
         misplaced = [run for run in main if entry_is_mixed and run.facts["source_sha256"] == source]
         found = set()
@@ -318,15 +328,17 @@ def unlike_opponents(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
         for what, words in sorted(found):
             yield what, words, f"the source and settings of record {number}, or of the new entry"
 
-def track_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+def track_violations(draft: Draft) -> Iterator[Problem]:
     """Yield the rules of its track that an entry breaks, as far as logs show it."""
+    stated = draft.stated
     track = TRACKS.get(stated["track"])
     if track and track.is_chain:
-        yield from chain_violations(sides, stated, opponents)
-    elif not track or len(sides) != (2 if stated["base"] else 1):
-        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group and a baseline"
+        yield from chain_violations(draft)
+    elif not track or len(draft.sides) != (2 if stated["base"] else 1):
+        found = f"track {stated['track']}, groups {[*draft.sides]}"
+        yield "entry", found, f"one of {[*TRACKS]}, one group and a baseline"
         return
-    for run in sides[stated["main"]].runs:
+    for run in draft.main.runs:
         name = run.path.parent.name
         for key, needed in track.needs.items():
             if value(run, key) != needed:
@@ -335,47 +347,48 @@ def track_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
-def chain_violations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+def chain_violations(draft: Draft) -> Iterator[Problem]:
     """Yield the rules of a chain that an entry breaks."""
-    track = TRACKS[stated["track"]]
-    main = sides[stated["main"]]
-    word, reason = report.proof(main, track.target)
-    if word != "proven" or len(main.losses()) < CHAIN_SEEDS:
+    word, reason = report.proof(draft.main, TRACKS[draft.stated["track"]].target)
+    if word != "proven" or len(draft.main.losses()) < CHAIN_SEEDS:
         yield "target", reason, f"proven (p < {statistics.ALPHA}) over {CHAIN_SEEDS} seeds or more"
-    if not 0 < len(stated.get("idea", "").split()) <= IDEA_WORDS:
-        yield "idea", stated.get("idea"), f"--idea='one to {IDEA_WORDS} words'"
-    if class_of(main.runs[0].facts["config"]) is None:
+    idea = draft.stated.get("idea", "")
+    if not 0 < len(idea.split()) <= IDEA_WORDS:
+        yield "idea", idea, f"--idea='one to {IDEA_WORDS} words'"
+    if class_of(draft.main.runs[0].facts["config"]) is None:
         yield "class", "unknown: the settings lack vocab_size or the rows of the tables", "plain or table"
-    yield from slow_evaluations(sides, stated, opponents)
-    ratios = in_turn(sides, stated, opponents)
-    for role, opponent in opponents.items():
+    yield from slow_evaluations(draft)
+    ratios = in_turn(draft)
+    for role, opponent in draft.opponents.items():
         ratio = ratios.get(role)
         if not ratio or ratio["word"] != "faster":
-            found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {ratio['pairs']} pairs" if ratio else NO_BENCH
+            found = NO_BENCH
+            if ratio:
+                found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
             yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, interleaved with it"
 
-def slow_evaluations(sides: Sides, stated: Facts, opponents: Facts) -> Iterator[Problem]:
+def slow_evaluations(draft: Draft) -> Iterator[Problem]:
     """Yield the runs of an entry whose final validation takes more than twice as long as any of the base's runs."""
-    base = sides.get(opponents["base"]["stated"]["number"]) if opponents else None
+    base = draft.sides.get(draft.opponents["base"]["stated"]["number"]) if draft.opponents else None
     if not base:
         return
     limit_s = 2 * max(untimed_s(run).get("evaluation", 0.0) for run in base.runs)
-    for run in sides[stated["main"]].runs:
+    for run in draft.main.runs:
         seconds = untimed_s(run).get("evaluation", math.inf)
         if seconds > limit_s:
             expected = f"at most {limit_s:.1f} s, twice the base's"
             yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
 
-def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
+def in_turn(draft: Draft) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role.
 
     Only benches with runs of both count.
     """
     ratios = {}
-    for role, opponent in opponents.items():
-        side = sides.get(opponent["stated"]["number"])
+    for role, opponent in draft.opponents.items():
+        side = draft.sides.get(opponent["stated"]["number"])
         benches = {report.manifest_of(run)[0] for run in side.runs} if side else ()
-        own = [run for run in sides[stated["main"]].runs if report.manifest_of(run)[0] in benches]
+        own = [run for run in draft.main.runs if report.manifest_of(run)[0] in benches]
         if not own:
             continue
         comparison = report.compare(side, Side("B", own, [], Reading(own), len(own)))
@@ -387,9 +400,10 @@ def in_turn(sides: Sides, stated: Facts, opponents: Facts) -> Facts:
             ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
     return ratios
 
-def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
+def build(draft: Draft) -> Facts:
     """Compute the result.json of a record."""
-    first = sides[stated["main"]].runs[0]
+    folder, stated, sides, _ = draft
+    first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     base = sides.get(stated["base"])
     result: Facts = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
@@ -402,16 +416,16 @@ def build(folder: Path, stated: Facts, sides: Sides) -> Facts:
         for run in side.reading.runs:
             result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
         if base and side is not base:
-            found = report.compare(base, side, target, "systems" in stated["entry"])
+            found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
     for name in stated["bench"]:                                             # an earlier format of records
         result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
     result["config"] = config(first, as_logged=True)
-    parent = load(parent_of(folder, stated)) if stated["parent"] else {}
+    parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
     result["unfinished"] = [line for _, line in manifests(folder, "end") if line["outcome"] != "done"]
     if (stated["kind"], stated["track"]) in CHAINS:
-        result["in_turn"] = in_turn(sides, stated, required_opponents(folder.parent, stated))
+        result["in_turn"] = in_turn(draft)
     return rounded(result)
 
 def numbers(run: Run) -> Facts:
@@ -431,12 +445,10 @@ def untimed_s(run: Run) -> dict[str, float]:
             found[phase["name"]] += phase["ms"] / 1000
     return dict(found)
 
-def page_of(folder: Path, result: Facts, sides: Sides) -> str:
+def page_of(draft: Draft, result: Facts) -> str:
     """Generate the page of a record, without the text that is written by hand."""
-    parent = result["stated"]["parent"]
-    if not parent:
-        return page.generate(result, sides, {}, "")
-    return page.generate(result, sides, load(parent_of(folder, result["stated"])), text(folder / DIFF))
+    parent = load(draft.parent) if draft.parent else {}
+    return page.generate(result, draft.sides, parent, text(draft.folder / DIFF) if parent else "")
 
 def new(args: argparse.Namespace, root: Path) -> int:
     """Create a record from runs, or generate the pages of an existing one again; return the exit status.
@@ -460,13 +472,12 @@ def new(args: argparse.Namespace, root: Path) -> int:
                             hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
-        stated["entry"] = {"systems": True} if args.systems else {}
-        stated |= {"idea": args.idea} if args.idea is not None else {}
+        stated |= {"entry": {}} | ({"idea": args.idea} if args.idea is not None else {})
         with unfinished(root) as staged:
             gather(args.runs, staged, stated)
             write(staged, stated)
             staged.rename(folder)
-    print(shown(folder))
+    say(shown(folder))
     return 0
 
 @contextlib.contextmanager
@@ -476,8 +487,8 @@ def unfinished(root: Path) -> Iterator[Path]:
     Directories that other calls have left are listed on stderr and not changed.
     """
     for leftover in sorted(root.glob(f"{UNFINISHED}*")):
-        print(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
-              "created it; delete it if you do not need it", file=sys.stderr)
+        say(f"note: {shown(leftover)} is not removed: a call of `new` is using it or was killed, or another program "
+            "created it; delete it if you do not need it", sys.stderr)
     staged = unfinished_name(root)
     staged.mkdir()
     try:
@@ -503,7 +514,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
         stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
-    write_bytes(staged / SOURCE, sources[stated["main"]].read_bytes())
+    write_bytes(staged / SOURCE, files.read_bytes(sources[stated["main"]]))
     for name, source in sources.items():
         diff = diff_of(staged / SOURCE, source)
         if diff:
@@ -540,14 +551,14 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
     copy.mkdir(parents=True)
     if manifest:
         bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
-        write_bytes(bench_dir / MANIFEST, manifest.read_bytes())
+        write_bytes(bench_dir / MANIFEST, files.read_bytes(manifest))
     for log in (LOG, TEXT_LOG):
         if compressed.stored(run.path.with_name(log)).exists():
             compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
     stated["groups"].setdefault(label, []).append(name)
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
-        if sha256(source.read_bytes()) == run.facts["source_sha256"]:
+        if source.is_file() and compressed.sha256(source) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
@@ -555,32 +566,31 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
 
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
-    sides = grouped(folder, stated)
-    problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(folder, stated, sides))]
+    draft = read_draft(folder, stated)
+    problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(draft))]
     if problems:
-        raise ToolError("these runs do not form a record", found="\n            ".join(problems),
+        raise ToolError("these runs do not form a record", found="\n".join(problems),
                         expected="runs that no rule contradicts",
                         hint="group the runs differently, or add or remove some; rules: records/README.md")
-    if stated["parent"]:
-        diff = diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
-        write_bytes(folder / DIFF, diff.encode())
-    result = build(folder, stated, sides)
-    pools = {page.label(result, name): side.runs for name, side in sides.items()}
+    if draft.parent:
+        write_bytes(folder / DIFF, diff_of(draft.parent / SOURCE, folder / SOURCE).encode())
+    result = build(draft)
+    pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
     plot.curves(pools, folder / PLOT, result["target"])
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
-        print(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}",
-              file=sys.stderr)
+        say(one_line(f"note: {line['folder']} was started and is not counted: {line['outcome']}, {line['cause']}"),
+            sys.stderr)
     for name, group in result["groups"].items():
-        print(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", file=sys.stderr)
+        say(f"note: group {name or 'all'}: {group['runs']} of {group['started']} started runs count", sys.stderr)
     _, by_hand = page.split(text(folder / PAGE))
-    write_bytes(folder / PAGE, page.join(page_of(folder, result, sides), by_hand or "The idea:\n\n").encode())
+    write_bytes(folder / PAGE, page.join(page_of(draft, result), by_hand or "The idea:\n\n").encode())
 
 def in_words(problem: Problem) -> str:
     """Format a problem as one line."""
     what, found, expected = problem
-    return f"{what}: found {found}, expected {expected}"
+    return one_line(f"{what}: found {found}, expected {expected}")
 
 def check(args: argparse.Namespace, root: Path) -> int:
     """Check records; print a line for each finding, and return the exit status."""
@@ -588,10 +598,10 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
                         hint="name their directory with --records")
-    found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
+    found = [f"{one_line(folder.name)}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
-    print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
+    say("\n".join(found) if found else f"{counted(len(chosen), 'record')}: all numbers follow from their files")
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
@@ -617,7 +627,7 @@ def findings(folder: Path) -> Iterator[str]:
             yield f"{name}: {labels[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+    except FOREIGN_ERRORS as error:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
@@ -626,36 +636,34 @@ def sealed(folder: Path, result: Facts) -> dict[str, str]:
     parts = {RESULT: json.dumps(made, sort_keys=True)}
     parts[DIFF] = text(folder / DIFF)
     parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
-    return {name: sha256(part) for name, part in parts.items()}
+    return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in parts.items()}
 
 def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     """Yield a line for each line of a record that `new` would write differently."""
-    stated = result["stated"]
-    sides = grouped(folder, stated)
-    yield from map(in_words, doubts(folder, stated, sides))
-    follows = build(folder, stated, sides) | {"files": result["files"]}     # files are compared by their hashes
+    draft = read_draft(folder, result["stated"])
+    yield from map(in_words, doubts(draft))
+    follows = build(draft) | {"files": result["files"]}                     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
-    made[PAGE] = page.split(text(folder / PAGE))[0], page_of(folder, result, sides)
-    if stated["parent"]:
-        made[DIFF] = text(folder / DIFF), diff_of(parent_of(folder, stated) / SOURCE, folder / SOURCE)
+    made[PAGE] = page.split(text(folder / PAGE))[0], page_of(draft, result)
+    if draft.parent:
+        made[DIFF] = text(folder / DIFF), diff_of(draft.parent / SOURCE, folder / SOURCE)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
-            yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
-    if sha256((folder / SOURCE).read_bytes()) != follows["groups"][stated["main"]]["source_sha256"]:
-        yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
+            yield f"{name}: and {counted(len(unlike) - SHOWN_LINES, 'more such line')}"
+    if compressed.sha256(folder / SOURCE) != main_pool(follows)["source_sha256"]:
+        yield f"{SOURCE}: not the source that the logs of {draft.stated['main']!r} state"
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""
     lists: dict[str, list[Facts]] = {}
-    for result in map(load, folders(root)):
+    for result in entries_of(root):
         track = result["stated"]["track"]
-        if result["stated"]["kind"] == "entry":
-            alike = {"track": track, "class": result["class"]}
-            alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
-            lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
+        alike = {"track": track, "class": result["class"]}
+        alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
+        lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
     boards = {title: board(root, entries) for title, entries in lists.items()}
     if args.plot:
         chained = [entry for _, track in CHAINS for entry in entries_of(root, track)]
@@ -668,16 +676,16 @@ def table(args: argparse.Namespace, root: Path) -> int:
         return 0
     for title, rows in boards.items():
         columns = [key for key in rows[-1] if any(row[key] is not None for row in rows)]
-        print(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
+        say(f"{title}\n{markdown(' | '.join(columns), [[row[key] for key in columns] for row in rows])}\n")
     print("to verify these: python records check; rules: records/README.md")
     return 0
 
 def board(root: Path, entries: list[Facts]) -> list[Facts]:
     """Return the rows of one list: a chain in the order of its entries, others with the best one first.
 
-    With a target, p is that of the losses against it. An entry that has not proven the target has no rank; a systems
-    change must be `faster` than its baseline instead. Without a target, p tests whether the loss is lower than that of
-    the next entry. The base of a chain comes before the entries of either class.
+    With a target, p is that of the losses against it, and an entry that has not proven it has no rank. Without a
+    target, p tests whether the loss is lower than that of the next entry. The base of a chain comes before the entries
+    of either class.
     """
     track = TRACKS[entries[0]["stated"]["track"]]
     if track.is_chain:
@@ -696,8 +704,6 @@ def board(root: Path, entries: list[Facts]) -> list[Facts]:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
             p = test.p and test.p / 2
         proven = not track.target or (p is not None and p < statistics.ALPHA)
-        if "systems" in stated["entry"] and "faster" in words:
-            proven = True
         rank += proven
         row = {"rank": rank if proven and not track.is_chain else None,
                "record": f"{stated['number']} {stated['name']}", "class": result["class"],
@@ -735,8 +741,6 @@ def main(argv: list[str]) -> int:
                             help="run directories, or directories of them; GROUP=PATH,... names a group")
         parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="kind of record [entry]")
         parser.add_argument("--track", choices=TRACKS, help="track of an entry")
-        parser.add_argument("--systems", action="store_true",
-                            help="a systems change, the same mathematics: the loss needs no proof")
         parser.add_argument("--update", metavar="RECORD", help="generate the pages of this record again")
         parser.add_argument("--parent", help="record that the source was changed from")
         parser.add_argument("--idea", help=f"idea of an entry of pocket_time, at most {IDEA_WORDS} words")

@@ -1,11 +1,10 @@
 """Verbs `show`, `compare` and `place`: summarize one pool of runs, compare two sides, compare one run with a pool.
 
 Times get a verdict only if the sides ran interleaved on one machine. With a target, B must prove its mean loss (p <
-0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not. Runs of a bench
-count up to its last test, at the level of this test.
+0.01 over seeds) before its time counts. Runs of a bench count up to its last test, at the level of this test.
 
-Exit status: 0 faster, lower loss, proven, inside, systems or no target; 3 slower, higher loss; 4 same; 5 same program;
-6 no record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
+Exit status: 0 faster, lower loss, proven, inside or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
+record; 7 undecided, not proven, partly proven, not measured in turn; 8 not comparable; 9 outside; 2 invalid input.
 """
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import plot
-from tools.files import inside
+from tools import files, plot
+from tools.files import FOREIGN_ERRORS, counted, inside, one_line, say
 from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, FEWEST_PAIRS, Difference, band, below, difference, in_turn, look_level
 from tools.statistics import paired_difference, pairs_in_turn, seeds_needed, skewness, summary, time_level, time_word
 
-STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "systems": 0, "inside": 0, "slower": 3,
-          "higher loss": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7,
-          "partly proven": 7, "not measured in turn": 7, "not comparable": 8, "outside": 9}
+STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "inside": 0, "slower": 3, "higher loss": 3,
+          "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7, "partly proven": 7,
+          "not measured in turn": 7, "not comparable": 8, "outside": 9}
 MACHINE = "hardware", "world_size", "driver", "buses"
 SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
 FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
@@ -40,6 +39,7 @@ MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # file of a bench, searched s
 OF_RUNS = "start", "end"               # types of lines that state the directory of a run
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of an item; --json prints all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+FEWEST_IN_BAND = 3                     # fewest runs of a pool that make a band
 PAIRED = "paired"                      # the test of losses that a bench states
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
@@ -108,15 +108,15 @@ def settings_of(*sides: Side) -> list[str]:
     return sorted({key for side in sides for run in side.runs for key in config(run)})
 
 def as_text(value: Any) -> str:
-    """Format a value; hashes are cut to eight digits."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    """Format a value as one line; hashes are cut to eight digits."""
+    text = one_line(value) if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return HASH.sub(r"\1", text)
 
 def shown(path: Path) -> str:
     """Return a path relative to the working directory if it is below it, or else as given."""
     with contextlib.suppress(ValueError):
-        return str(path.resolve().relative_to(Path.cwd()))
-    return str(path)
+        path = path.resolve().relative_to(Path.cwd())
+    return one_line(str(path))
 
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     """Read and choose the runs of one side. Raises ToolError with the reasons if none counts."""
@@ -143,7 +143,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
         if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
             reason = next(filter(None, (reason, *reversed(run.notes), "no validation")))
         if reason:
-            left.append(f"{shown(run.path)}: {reason}")
+            left.append(one_line(f"{shown(run.path)}: {reason}"))
         else:
             runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
@@ -161,11 +161,11 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
 
     Raises ToolError for a damaged line, and for a run whose directory is not below the manifest.
     """
-    lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
+    lines = files.read_bytes(manifest).splitlines() if manifest.is_file() else []
     try:
-        events = [json.loads(line) for line in lines if line.endswith("}")]
+        events = [json.loads(line) for line in lines if line.endswith(b"}")]
         found = [event for event in events if event["type"] == kind]
-    except (ValueError, KeyError, TypeError):
+    except FOREIGN_ERRORS:
         raise ToolError(f"manifest {manifest}", found="a line that is not an event",
                         expected="a JSON object with a type in each line", hint="restore the file") from None
     if kind in OF_RUNS:
@@ -288,7 +288,7 @@ def apart(a: Side, b: Side) -> str:
             differences.append(f"{gap_s / 86400:.1f} days apart")
     return ", ".join(differences)
 
-def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
+def compare(a: Side, b: Side, target: float | None = None) -> Facts:
     """Compare two sides; return what `compare --json` prints.
 
     Times in s (`share`: relative to A's time), losses in nats per token, memory in MiB.
@@ -313,7 +313,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
     reasons = refusals(a, b)
-    outcome = verdict(a, b, report, systems)
+    outcome = verdict(b, report)
     if reasons:
         outcome = "not comparable", reasons[0]
     elif same_program(a, b):
@@ -322,10 +322,11 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report["notes"] = [*notes_of(a, "A: "), *notes_of(b, "B: "), *reasons[1:]]
     if turns.rest:
         names = listed((shown(run.path) for run in turns.rest), 2)
-        report["notes"].append(f"times of {len(turns.rest)} runs before or after those in turn do not count: {names}")
+        runs = counted(len(turns.rest), "run")
+        report["notes"].append(f"times of {runs} before or after those in turn do not count: {names}")
     return {"verdict": outcome[0], "reason": outcome[1], **report}
 
-def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
+def verdict(b: Side, report: Facts) -> tuple[str, str]:
     """Return the verdict and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
@@ -336,11 +337,7 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     diverged = sum(not math.isfinite(run.loss) for run in b.runs)
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
-    if systems:
-        reason = "stated as a systems change, p is waived"
-        if p is not None and p < ALPHA:
-            return "undecided", f"{reason}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
-    elif report["target"]:
+    if report["target"]:
         word, reason = proof(b, report["target"], report["loss_level"])
         if word != "proven":
             return word, f"B: {reason}"
@@ -358,11 +355,11 @@ def time_in_words(report: Facts) -> str:
     """Return the result on time as a phrase."""
     share = report["share"]
     level = report["level"]
-    pairs = f"{report['pairs']} pairs in turn"
+    pairs = f"{counted(report['pairs'], 'pair')} in turn"
     if report["why_not_in_turn"]:
         return "not measured in turn"
     if share is None or not level:
-        return f"{pairs} are too few for a word"
+        return f"{pairs}: too few for a word"
     amounts = {"faster": "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
     word = time_word(share, level)
     if word == "undecided":
@@ -406,7 +403,7 @@ def refusals(a: Side, b: Side) -> list[str]:
     reasons = []
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
-        reasons.append(f"{len(twice)} runs are on both sides")
+        reasons.append(f"both sides have {counted(len(twice), 'run')} in common")
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
@@ -492,25 +489,23 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     """Return remarks on which runs do not count and which files were not read."""
     notes = []
     if side.left:
-        notes.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
+        notes.append(f"not counted: {counted(len(side.left), 'run')}: {listed(side.left, 2)}")
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
-        notes.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
+        notes.append(f"times of {counted(len(voids), 'run')} do not count: {listed(voids, 1)}")
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
         notes.append(listed(resumed))
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*notes, unread) if note]
 
-def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
+def show(side: Side, target: float | None = None) -> Facts:
     """Summarize one pool; return what `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
     outcome = "no target", "--target is not given, and the logs state no target"
     if mixed:
         outcome = "not comparable", mixed[0]
-    elif systems:
-        outcome = "systems", "stated as a systems change, which needs no proof of its loss"
     elif target:
         outcome = proof(side, target)
         if outcome[0] == "proven" and side.started > len(side.runs):
@@ -530,19 +525,18 @@ class Placed(NamedTuple):
     high: float
     inside: bool
 
-def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
-    """Compare values of a run with the bands of a pool, at each step that at least three runs of the pool have.
+def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> Placed | None:
+    """Compare a run with the band of a pool at the last step that at least three runs of the pool have; None: no step.
 
-    The bands of the last step have a level of 1 % for loss and time together; those of all earlier steps also.
+    The bands of loss and time together have a level of 1 %.
     """
-    steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
-    found = []
-    for step in steps:
-        others = [other[step] for other in pool if step in other]
-        low, high = band(others, ALPHA / 2 if step == steps[-1] else ALPHA / (len(steps) - 1))
-        value = values[step]
-        found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
-    return found
+    steps = [step for step in values if sum(step in other for other in pool) >= FEWEST_IN_BAND]
+    if not steps:
+        return None
+    step = max(steps)
+    others = [other[step] for other in pool if step in other]
+    low, high = band(others, ALPHA / 2)
+    return Placed(step, values[step], summary(others).mean, low, high, low <= values[step] <= high)
 
 def by_step(run: Run, what: str, end: int | None = None) -> dict[int, float]:
     """Return losses of validations, or seconds of all lines, by step.
@@ -570,29 +564,19 @@ def comparable_runs(run: Run, runs: Sequence[Run]) -> list[Run]:
     return others
 
 def place(run: Run, pool: Side) -> Facts:
-    """Compare one run with a pool; return what `place --json` prints.
-
-    The last loss and the last time decide. Earlier points only become remarks.
-    """
+    """Compare the last loss and the last time of a run with a pool; return what `place --json` prints."""
     side = Side("run", [run], [], Reading([run]), 1)
     machine_differs = apart(pool, side)
-    shown_steps = {point.step for point in run.val} | {run.reached}
-    end = None
-    if config(run).get("time_budget"):
-        # With a time budget, equal steps of two runs have different progress, so only their ends compare.
-        end = run.reached
+    # With a time budget, equal steps of two runs have different progress, so only their ends compare.
+    end = run.reached if config(run).get("time_budget") else None
     points = {}
     remarks = [f"time is not compared: {machine_differs}"] * bool(machine_differs)
     offsets: dict[bool, list[str]] = {True: [], False: []}
     units = {"loss": "nats"} if machine_differs else {"loss": "nats", "time": "s"}
     for what, unit in units.items():
-        values = {step: value for step, value in by_step(run, what, end).items() if step in shown_steps}
-        points[what] = placed(values, [by_step(other, what, end) for other in pool.runs])
-        steps_outside = [str(point.step) for point in points[what] if not point.inside]
-        if steps_outside:
-            remarks.append(f"{what} is outside its band at steps {listed(steps_outside)}")
-        if points[what] and points[what][-1].step:                            # step 0 is before training
-            last = points[what][-1]
+        last = placed(by_step(run, what, end), [by_step(other, what, end) for other in pool.runs])
+        if last and last.step:                                                # step 0 is before training
+            points[what] = last
             offset = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             offsets[last.inside].append(offset)
     word, reason = "undecided", "no step of the run is in at least three runs of the pool"
@@ -623,7 +607,7 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """
     cells = [head.split(" | ")]
     for row in rows:
-        shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
+        shorter = [f"{item:.5g}" if isinstance(item, float) else one_line(str(item)) for item in row]
         cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
@@ -662,7 +646,8 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     if len(differs) > SHOWN:
         differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
     notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
-    return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
+    words = [*differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"]
+    return "\n".join([*lines, *more, *map(one_line, words)])
 
 def compare_in_words(report: Facts) -> str:
     """Format the report of `compare`."""
@@ -670,7 +655,8 @@ def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats', pairs)}",
              f"  time    {test_in_words(report['time'], '+.3f', 's', pairs)}"]
     if report["share"]:
-        lines.append(f"          {test_in_words(report['share'], '+.2%', pairs=pairs)}, {pairs} pairs in turn")
+        share = test_in_words(report["share"], "+.2%", pairs=pairs)
+        lines.append(f"          {share}, {counted(pairs, 'pair')} in turn")
     if report["memory"]:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
@@ -682,11 +668,11 @@ def show_in_words(report: Facts) -> str:
 
 def place_in_words(report: Facts) -> str:
     """Format the report of `place`."""
-    lines = [f"run {report['run']}, step {report['reached']}, compared with {report['pool_runs']} runs"]
-    for name in ("loss", "time"):
-        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
-        lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
-    return in_words(report, more=filter(None, lines))
+    pool = counted(report["pool_runs"], "run")
+    lines = [f"run {report['run']}, step {report['reached']}, compared with {pool}"]
+    found = [(name, report[name]) for name in ("loss", "time") if name in report]
+    rows = [[name, *point[:-1], "" if point.inside else "outside"] for name, point in found]
+    return in_words(report, more=[*lines, markdown(" | step | run | pool | from | to | ", rows)])
 
 def jsonable(value: Any) -> Any:
     """Convert a value for JSON: infinite numbers and nan become null, named tuples become objects."""
@@ -708,8 +694,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", nargs="+", default=[], metavar="B",
                         help="the other side of `compare`, if a side has several paths")
     parser.add_argument("--target", type=float, help="mean loss to prove [target_loss of the logs]")
-    parser.add_argument("--systems", action="store_true",
-                        help="a systems change, the same mathematics: the loss needs no proof")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="file for a plot of the losses")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args(argv[1:])
@@ -721,7 +705,7 @@ def main(argv: list[str]) -> int:
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if len(runs) != 1:
-            raise ToolError(f"run {listed(paths[0])}", found=f"{len(runs)} runs", expected="the log of one run",
+            raise ToolError(f"run {listed(paths[0])}", found=counted(len(runs), "run"), expected="the log of one run",
                             hint="give a log or a run directory")
         pool = side_of("pool", paths[1])
         pool.runs = comparable_runs(runs[-1], pool.runs)
@@ -729,12 +713,12 @@ def main(argv: list[str]) -> int:
     else:
         sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
         evaluate, formatter = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
-        result = evaluate(*sides, args.target, args.systems)
+        result = evaluate(*sides, args.target)
         groups = {side.name: side.runs for side in sides}
     text = formatter(result)
     if args.json:
         text = json.dumps(jsonable(result), indent=1)
-    print(text)
+    say(text)
     if args.plot:
         plot.curves(groups, args.plot, result.get("target"))
     return STATUS[result["verdict"]]

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from tools import page, plot, record, report, statistics
+from tools.files import inside, one_line, say
 from tools.read import Facts, Run, ToolError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -66,16 +67,14 @@ def shard_tokens(pattern: str) -> int:
     """Return the number of tokens in the shards that match a pattern, from their sizes (format: data/README.md)."""
     return sum(Path(name).stat().st_size // 2 - 512 for name in glob.glob(pattern))
 
-def comparable_entry(run: Run, root: Path) -> tuple[Path, Facts] | None:
-    """Return the latest entry of a track with the same preset, data and number of tokens, if there is one."""
+def comparable_entry(run: Run, root: Path) -> Facts | None:
+    """Return the result.json of the latest entry with the same preset, data and number of tokens, if there is one."""
     found = None
-    for folder in record.folders(root):
-        result = record.load(folder)
-        if result["stated"]["kind"] == "entry":
-            facts = result["machine"] | result["entry"]
-            same = all(facts[key] == record.value(run, key) for key in SAME_RUN)
-            if same and record.main_pool(result)["loss"]["n"] > 1:
-                found = folder, result
+    for result in record.entries_of(root):
+        facts = result["machine"] | result["entry"]
+        same = all(facts[key] == record.value(run, key) for key in SAME_RUN)
+        if same and record.main_pool(result)["loss"]["n"] > 1:
+            found = result
     return found
 
 def stand(folder: Path, root: Path) -> int:
@@ -85,21 +84,25 @@ def stand(folder: Path, root: Path) -> int:
     if mixed:
         raise ToolError(f"runs in {folder}", found=mixed[0], expected="runs of one program", hint="name one of them")
     n, mean, _ = statistics.summary(side.losses())
+    if not n:
+        raise ToolError(f"runs in {folder}", found="no finite loss", expected="a run that has not diverged",
+                        hint="lower the learning rate, and look at the training losses in its log")
     words = counting_models(side.runs[0])
     groups: dict[str, list[Run]] = {}
     entry = comparable_entry(side.runs[0], root)
     if entry:
-        pool = record.grouped(entry[0], entry[1]["stated"])[entry[1]["stated"]["main"]]
+        stated = entry["stated"]
+        pool = record.read_group(inside(root, record.folder_name(entry)), stated, stated["main"])
         low, high = statistics.band(pool.losses(), runs=n)
-        name = f"record {entry[1]['stated']['number']}"
+        name = f"record {stated['number']}"
         where = ("outside", "inside")[low <= mean <= high]
         words.append(f"{name} {(low + high) / 2:.3f}, {where} its 99 % band {low:.2f} to {high:.2f}")
         groups[name] = pool.runs
     several = f", mean of {n} runs" * (n > 1)
     beside = ", ".join(words) or "no record has this preset, these data and as many tokens"
-    print(f"{mean:.3f} nats per token{several}; for comparison: {beside}")
+    say(one_line(f"{mean:.3f} nats per token{several}; for comparison: {beside}"))
     plot.curves(groups | {"this run": side.runs}, folder / page.PLOT)
-    print(f"picture: {folder / page.PLOT}")
+    say(one_line(f"picture: {folder / page.PLOT}"))
     return 0
 
 def main(argv: list[str]) -> int:

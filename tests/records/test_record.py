@@ -468,7 +468,7 @@ def test_build__settings_have_the_names_of_their_logs(tmp_path, parent, child, c
 
 POOLS = [                                    # name, loss, seconds, rows of the bigram table
     ("Base", 3.278, 90.0, 500), ("Fast", 3.279, 80.0, 500), ("Unproven", 3.281, 70.0, 500),
-    ("Systems", 3.2805, 75.0, 500), ("Tables", 3.270, 60.0, 5000),
+    ("Tables", 3.270, 60.0, 5000),
 ]
 
 def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
@@ -479,13 +479,12 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path) -> None:
         times = seconds, seconds + 0.1, seconds + 0.2
         config = dict(val_tokens=10_485_760, bigram_rows=rows)
         runs = make_runs(tmp_path / name, losses, times, world_size=8, config=config)
-        flags = ["--systems"] if name == "Systems" else []
-        new(root, name, runs, "--track=8xGPU", f"--date=2026-01-0{day}", *flags)
+        new(root, name, runs, "--track=8xGPU", f"--date=2026-01-0{day}")
     lists = json.loads(call("table", "--records", root, "--json")[1])
     assert len(lists) == 2
     plain, = (rows for title, rows in lists.items() if "track 8xGPU, class plain" in title)
     ranks = {row["record"][3:]: row["rank"] for row in plain}
-    assert ranks == {"Unproven": None, "Systems": None, "Fast": 1, "Base": 2}
+    assert ranks == {"Unproven": None, "Fast": 1, "Base": 2}
     status, said, _ = call("table", "--records", root)
     assert status == 0 and "class table" in said and said.index("02 Fast") < said.index("01 Base")
     status, _, error = call("table", "--records", root, f"--plot={tmp_path}/chain.svg")

@@ -85,7 +85,7 @@ def test_refusals__first_what_a_maintainer_would_say(tmp_path, b, first_reason) 
 
 def test_refusals__runs_on_both_sides_and_mixtures(tmp_path) -> None:
     a, b = make_sides(tmp_path)
-    assert compare(a, a)["reason"] == "5 runs are on both sides"
+    assert compare(a, a)["reason"] == "both sides have 5 runs in common"
     c = make_run(tmp_path / "c", 9, 3.27, 78.0)
     mixed = report.compare(report.side_of("A", [a]), report.side_of("B", [b, c]))
     assert mixed["verdict"] == "not comparable" and "B mixes source_sha256" in mixed["reason"]
@@ -94,7 +94,6 @@ def test_same_program__and_a_resume_with_another_source_is_another(tmp_path) -> 
     """Earlier, `compare` printed `same program` for a run that was resumed with a changed source."""
     a, b = make_sides(tmp_path, b=dict(source=SOURCE))
     assert compare(a, b, TARGET)["verdict"] == "same program"
-    assert compare(a, b, TARGET, True)["verdict"] == "same program"
     for log in b.glob("*/log.jsonl"):
         header, *events = events_of(log)
         later = header | dict(type="resumed", step=4, source_sha256="9" * 64)
@@ -139,17 +138,7 @@ def test_proof__runs_that_did_not_end_or_were_left_out_are_counted(tmp_path) -> 
     faster = compare(make_side(tmp_path / "slow", times=[82.0, 82.1, 81.9, 82.0, 82.1], first=NOON + RUN_S,
                                source=OTHER_SOURCE), pool, TARGET)
     assert faster["verdict"] == "partly proven" and "B takes 2." in faster["reason"], faster["reason"]
-    assert any("2 runs do not count" in note and "interrupted at step 2" in note for note in found["notes"])
-
-def test_verdict__systems_waives_p(tmp_path) -> None:
-    """The speedrun requires no proof of the loss for the same mathematics."""
-    a, b = make_sides(tmp_path, b=dict(losses=LEVEL))
-    assert compare(a, b, TARGET)["verdict"] == "not proven"
-    found = compare(a, b, TARGET, True)
-    assert found["verdict"] == "faster" and found["reason"].startswith("stated as a systems change, p is waived; B ")
-    worse = compare(*make_sides(tmp_path / "more", b=dict(losses=HIGHER)), TARGET, True)
-    assert worse["verdict"] == "undecided" and "but losses differ by +0.0099" in worse["reason"]
-    assert show(b, TARGET, True)["verdict"] == "systems"
+    assert any("not counted: 2 runs: " in note and "interrupted at step 2" in note for note in found["notes"])
 
 @pytest.mark.parametrize("off, word", [(0.01, "higher loss"), (-0.01, "lower loss"), (0.0, "faster")])
 def test_verdict__without_a_target_the_loss_comes_first(tmp_path, off, word) -> None:
@@ -309,8 +298,7 @@ def test_placed__false_alarms_by_draws() -> None:
         alarm = False
         for walk in walks:                                    # losses, then times
             run, *pool = [dict(enumerate(values)) for values in walk]
-            last = report.placed(run, pool)[-1]
-            alarm |= not last.inside
+            alarm |= not report.placed(run, pool).inside
         outside += alarm
     assert outside <= 13, outside                             # the expected number is 5
 
@@ -349,7 +337,7 @@ def test_place__with_a_time_budget_ends_are_compared(tmp_path, loss, word) -> No
     for steps in (20, 24, 28):
         budgeted(tmp_path / f"pool/of{steps}", steps, 3.25 + steps / 1000)
     found = place(budgeted(tmp_path / "run", 40, loss), tmp_path / "pool")
-    assert found["verdict"] == word and [point.step for point in found["loss"]] == [40], found
+    assert found["verdict"] == word and found["loss"].step == 40, found
 
 @pytest.mark.parametrize("budget_s, said", [(60.0, []), (None, ["A mixes last steps: 10 of 10"])])
 def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, budget_s, said) -> None:
@@ -358,16 +346,10 @@ def test_mixtures__with_a_time_budget_a_run_ends_where_the_clock_says(tmp_path, 
     found = report.mixtures(report.side_of("A", [tmp_path]))
     assert [note.split(";")[0] for note in found] == said
 
-def test_place__an_early_point_outside_is_a_remark(tmp_path) -> None:
-    pool = make_side(tmp_path / "pool")
+def test_place__a_run_that_has_not_trained_yet(tmp_path) -> None:
     log = make_run(tmp_path / "run", 9, 3.2785, 80.0, NOON + 9 * RUN_S) / "log.jsonl"
-    events = events_of(log)
-    events[2]["val_loss"] = 9.0
-    write_events(log, events)
-    found = place(log, pool)
-    assert found["verdict"] == "inside" and "loss is outside its band at steps 0" in found["notes"]
-    write_events(log, events[:3])
-    assert place(log, pool)["verdict"] == "undecided", "nothing was trained"
+    write_events(log, events_of(log)[:3])
+    assert place(log, make_side(tmp_path / "pool"))["verdict"] == "undecided"
 
 @pytest.mark.parametrize("argv, status, said", [
     ([], 2, "try  "), (["--help"], 0, "verb"), (["shew"], 2, "one of try, bench"), (["compare"], 2, ""),
