@@ -1801,10 +1801,6 @@ def op_in_graphs(*mutates_args: str) -> Callable:
         return wrapper
     return decorator
 
-def tensor_versions(*tensors: Tensor | None) -> list[int]:
-    """Return the version counters of all tensors that are not None, to detect in-place operations afterwards."""
-    return [x._version for x in tensors if x is not None]
-
 @op_in_graphs("main_grad", "write_counts")
 def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a: Tensor, b: Tensor | None) -> None:
     """Accumulate a weight gradient in main_grad: the matmul a^T b, or `a` if b is None.
@@ -1882,7 +1878,7 @@ class WeightMatrix(NamedTuple):
         if not self.param.requires_grad:
             return None
         if self.deferred is not None:
-            self.deferred.append((self, a, b, tensor_versions(a, b)))
+            self.deferred.append((self, a, b, [x._version for x in (a, b) if x is not None]))
         elif self.main_grad is None:
             return a if b is None else a.t() @ b
         else:
@@ -1930,7 +1926,7 @@ def run_deferred(deferred: DeferredGrads) -> None:
     RunError, before any gradient is written, if a tensor in the queue was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
-        check(versions == tensor_versions(a, b),
+        check(versions == [x._version for x in (a, b) if x is not None],
               f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
               found="an input or output gradient of its matmul was modified in-place after backward",
               expected="tensors that are unchanged since backward",
@@ -2799,12 +2795,6 @@ class DeviceRowStore:
         """Write the state of local_rows, (n,) i64, to the shard. Call `clear` before the first chunk."""
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
-    def load(self, chunks: list[tuple[Tensor, RowState]]) -> None:
-        """Replace the shard with `chunks`, which `touched_state` yielded. All rows outside the chunks become zero."""
-        self.clear()
-        for local_rows, state in chunks:
-            self.load_chunk(local_rows, state)
-
 class HostRowStore(DeviceRowStore):
     """Row store in pageable host memory. Copies between host and device overlap with training.
 
@@ -3348,12 +3338,6 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
             batch.plans.update(plans)
     return [batch.map(comm.pinned) for batch in batches]
 
-def shard_order(cfg: Config, headers: list[ShardHeader]) -> Iterator[tuple[int, ShardHeader]]:
-    """Yield (epoch, header) for the data shards of every epoch, in training order. With --epochs=0, never ends."""
-    for epoch in range(cfg.epochs) if cfg.epochs else itertools.count():
-        for header in headers:
-            yield epoch, header
-
 class OutOfData(DataError):
     """Error at the end of the training data: the remaining shards have too few tokens for the next step.
 
@@ -3367,11 +3351,13 @@ class Packer:
     The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of every cut document, and the end of every
     shard, are dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next shard.
     """
-    def __init__(self, cfg: Config, shards: Iterator[tuple[int, TokenShard]]) -> None:
-        """Create the packer without reading data. shards: yields (epoch, shard), with epochs counted from 0."""
+    def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
+        """Create the packer without reading data. shards: yields the shards of all epochs, in training order."""
         self.cfg = cfg
         self.shards = shards
-        self.epoch = 0
+        self.shards_per_epoch = shards_per_epoch
+        self.shards_read = 0
+        self.epoch = 0                   # epoch of the current shard, counted from 0
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
         # Start of the next step in the shard: a document index in the first epoch, a token index in later epochs.
         self.position = 0
@@ -3390,7 +3376,7 @@ class Packer:
                 return self.shard, seqs
             rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
             try:
-                self.epoch, self.shard = next(self.shards)
+                self.shard = next(self.shards)
             except StopIteration:
                 raise OutOfData("training data ended",
                                 found=f"{self.cfg.train_files!r} ends before step {step_cfg.step}, counted from 0",
@@ -3400,6 +3386,8 @@ class Packer:
                                      f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
             except DataError as error:   # the shard file has changed since the start of the run
                 raise OutOfData(*error.args) from None
+            self.epoch = self.shards_read // self.shards_per_epoch
+            self.shards_read += 1
             if len(rest):
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
             self.position = 0
@@ -3409,7 +3397,7 @@ def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHead
 
     Packs every step without building batches. Raises OutOfData if the data ends before the schedule does.
     """
-    packer = Packer(cfg, ((epoch, load_shard(header)) for epoch, header in shard_order(cfg, headers)))
+    packer = Packer(cfg, map(load_shard, headers * cfg.epochs or itertools.cycle(headers)), len(headers))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
         packer.next(step_cfg)
@@ -3436,7 +3424,7 @@ class Loader:
         self.purpose = purpose
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        self.packer = Packer(cfg, self._prefetch_shards())
+        self.packer = Packer(cfg, self._prefetch_shards(), len(headers))
         self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
@@ -3516,18 +3504,18 @@ class Loader:
                 seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
-    def _prefetch_shards(self) -> Iterator[tuple[int, TokenShard]]:
-        """Yield (epoch, data shard) for all shards of all epochs, in training order. With --epochs=0, never ends.
+    def _prefetch_shards(self) -> Iterator[TokenShard]:
+        """Yield the data shards of all epochs, in training order. With --epochs=0, never ends.
 
         The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
-        shard takes longer than --comm_timeout, and DataError if a shard file has changed.
+        shard takes longer than --comm_timeout.
         """
-        loading = None
-        for epoch, header in shard_order(self.cfg, self.headers):
-            loaded, loading = loading, (epoch, self.reader.submit(load_shard, header))
-            if loaded is not None:
-                yield loaded[0], result_with_timeout(loaded[1], self.cfg.comm_timeout, "reading a shard")
-        yield loading[0], result_with_timeout(loading[1], self.cfg.comm_timeout, "reading a shard")
+        next_future = None
+        for header in self.headers * self.cfg.epochs or itertools.cycle(self.headers):
+            current_future, next_future = next_future, self.reader.submit(load_shard, header)
+            if current_future is not None:
+                yield result_with_timeout(current_future, self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(next_future, self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
     """The validation sequences, in host memory, and the token statistics that convert a loss to bits per byte."""
@@ -4882,7 +4870,9 @@ class Engine:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for store, chunks in touched_by_store:
-                store.load(chunks)
+                store.clear()
+                for local_rows, state in chunks:
+                    store.load_chunk(local_rows, state)
             self.rotary = None                            # the next step recomputes the RoPE buffers
             self.discard_grads()
             torch.set_rng_state(rng)
@@ -6198,16 +6188,6 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
                                                active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=profile_schedule)
 
-def write_trace(profiler: torch.profiler.profile, log: Log) -> None:
-    """Write this rank's profiler trace to the run directory, and log a table of the 12 most expensive operations.
-
-    Raises RunError if a file cannot be written.
-    """
-    path = log.run_dir / f"trace_rank{log.comm.rank}.json.gz"
-    with write_errors(path):
-        profiler.export_chrome_trace(str(path))
-    log.info(profiler.key_averages().table(f"self_{log.comm.device.type}_time_total", 12, max_name_column_width=60))
-
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
 
@@ -6418,7 +6398,10 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         gc.unfreeze()
         loader.close()
         if profiler and profiler.profiler:                # None if the data ended before the traced steps
-            write_trace(profiler, log)
+            trace_path = run_dir / f"trace_rank{comm.rank}.json.gz"
+            with write_errors(trace_path):
+                profiler.export_chrome_trace(str(trace_path))
+            log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", 12, max_name_column_width=60))
 
         # The result is the last line of the log. After that line, only sampling and printing can still fail.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)

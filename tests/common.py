@@ -233,6 +233,12 @@ def batches_of(loader: tg.Loader, step_cfgs: Sequence[tg.StepConfig]) -> Iterato
     """Yield the batches of these steps, in the order of the training loop."""
     return map(loader.next, steps_of(loader, step_cfgs))
 
+def load_chunks(store: tg.DeviceRowStore, chunks: Sequence[tuple[Tensor, tg.RowState]]) -> None:
+    """Replace the rows of a store with `chunks`, which `touched_state` yields. All other rows become zero."""
+    store.clear()
+    for local_rows, state in chunks:
+        store.load_chunk(local_rows, state)
+
 def owned_rows(x: Tensor, comm: tg.Communicator) -> Tensor:
     """Return the shard of a table that a rank owns: every W-th row, padded with zeros to the size of the largest shard.
     """

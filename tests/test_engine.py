@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, noop, random_batch,
+from common import (load_chunks, exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, noop, random_batch,
                     rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from forked_ranks import Rank
 from reference import Reference
@@ -246,7 +246,7 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(omitted, monkeypatch
     for label in ("device_embed", "host_embed"):
         rows = torch.tensor([1, 5, 7])
         state = engine.tables[label].store.shard.index_select(rows)
-        engine.tables[label].store.load([(rows, tg.RowState(*(x + 1 for x in state)))])
+        load_chunks(engine.tables[label].store, [(rows, tg.RowState(*(x + 1 for x in state)))])
     restore = engine.snapshot()
     before = all_state(engine)
     with started_loader(cfg, make_comm(), 8) as (loader, step_cfgs):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted
+from common import load_chunks, compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted
 from pytest import MonkeyPatch
 from forked_ranks import Rank, Ranks
 from reference import merge_shards
@@ -153,7 +153,7 @@ class TableUnderTest:
             all_local_rows = torch.arange(len(shard))
             state = tg.RowState(shard, torch.ones(len(shard), dtype=tg.accum_dtype(shard.dtype)),
                                 torch.ones(len(shard), dtype=torch.int32))
-            self.table.store.load([(all_local_rows, state)])
+            load_chunks(self.table.store, [(all_local_rows, state)])
 
     def plan(self, rows: Sequence[int], cycle: int = 0, tied: bool = False) -> tg.RowPlan | None:
         """Plan these global rows; return None for a LocalTable. Collective."""

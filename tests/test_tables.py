@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (exact_array, expect_error, few_layers, fill_randomly, make_comm, make_engine, plan_of, preset,
+from common import (load_chunks, exact_array, expect_error, few_layers, fill_randomly, make_comm, make_engine, plan_of, preset,
                     started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
@@ -232,7 +232,7 @@ def call_next(store: tg.HostRowStore, name: str, plan: tg.RowPlan) -> None:
     elif name == "touched_state":
         list(store.touched_state())
     elif name == "load":
-        store.load([])
+        load_chunks(store, [])
     else:
         getattr(store, name)()
 
@@ -291,7 +291,7 @@ def test_HostRowStore__a_reader_of_the_shard_waits_for_the_worker(reader, prefet
         (_, state), = store.touched_state()
         rows = state.rows
     elif reader == "load":
-        store.load([(torch.tensor([2]), tg.RowState(*(x[:1] + 7 for x in store.shard)))])
+        load_chunks(store, [(torch.tensor([2]), tg.RowState(*(x[:1] + 7 for x in store.shard)))])
         rows = store.shard.rows[[1, 2]] + torch.tensor([[1], [-6]])           # adds to 0 and 7
     else:
         getattr(store, reader)()
@@ -357,7 +357,7 @@ def test_ROW_STORES__memory_grows_only_with_touched_rows(location) -> None:
     assert state.v.tolist() == [0.5, 1.5, 0.5, 1.5, 1]
     assert state.last.tolist() == [1, 2, 1, 2, 2]
 
-    store.load([(local_rows[2:], state.index_select(torch.tensor([2, 3, 4])))])
+    load_chunks(store, [(local_rows[2:], state.index_select(torch.tensor([2, 3, 4])))])
     touched_rows = torch.cat([local_rows for local_rows, _ in store.touched_state()])
     assert touched_rows.tolist() == local_rows[2:].tolist()
     assert not store.read_weights(torch.tensor([0, 5])).any()
@@ -497,7 +497,7 @@ class StorePair:
     def load(self) -> None:
         chunks = self.saved_states[self.rng.integers(len(self.saved_states))]
         for store in (self.device, self.host):
-            store.load(chunks)
+            load_chunks(store, chunks)
         self.reset()
 
     def reset(self) -> None:
@@ -645,7 +645,7 @@ class FakeCuda:
         all_rows = torch.arange(NUM_ROWS)
         weights = all_rows.double()[:, None].expand(NUM_ROWS, NUM_FEATURES)
         state = tg.RowState(weights, all_rows.double(), all_rows.int())
-        self.store.load([(all_rows, state)])
+        load_chunks(self.store, [(all_rows, state)])
 
     def current_stream(self, device: torch.device) -> Stream:
         return self.compute
