@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from common import (load_chunks, exact_array, few_layers, fill_randomly, grad_of, make_comm, make_engine, noop, random_batch,
-                    rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
+from common import (exact_array, few_layers, fill_randomly, grad_of, load_chunks, make_comm, make_engine, noop,
+                    random_batch, rows_of_ngrams, small, started_loader, steps_of, tensors_of, unequal, untied_at)
 from forked_ranks import Rank
 from reference import Reference
 
@@ -198,7 +198,8 @@ def test_full_state__shards_of_several_chunks(ranks, world) -> None:
     whole, joined = ranks(world, full_state_in_chunks)[0]
     assert {*joined} == {*whole} and len(whole) > 20
     assert unequal(joined, whole) == []
-    assert len(whole["mlp.momentum"]) == tg.MLP_MATRICES * len(tg.LAYERS)
+    mlp, = (spec for spec in tg.parameter_specs(small()) if spec.label == "mlp")
+    assert len(whole["mlp.momentum"]) == len(mlp.matrices) * len(tg.LAYERS)
     assert len(whole["lm_head.m"]) == small().model_dim
 
 # Each of the following functions makes a restore omit something.

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import load_chunks, compile_for_gpu, needs_triton, owned_rows, plan_of, run_interpreted
+from common import compile_for_gpu, load_chunks, needs_triton, owned_rows, plan_of, run_interpreted
 from pytest import MonkeyPatch
 from forked_ranks import Rank, Ranks
 from reference import merge_shards

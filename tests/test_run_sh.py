@@ -278,9 +278,8 @@ def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, package
     ("", "works", ["for the CPU (about 190 MB), because no GPU is in use", f"{PIP} --index-url {CPU_INDEX} torch==",
                    "-r requirements.txt"]),
     ("", "fails", ["for the CPU (about 190 MB)", f"--index-url {CPU_INDEX}",
-                   f"could not be installed from {CPU_INDEX};", "CUDA build with its libraries (2 to 3 GB)", "press Ctrl-C",
-                   "-m pip install FILE.whl",
-                   "-r requirements.txt"]),
+                   f"could not be installed from {CPU_INDEX};", "CUDA build with its libraries (2 to 3 GB)",
+                   "press Ctrl-C", "-m pip install FILE.whl", "-r requirements.txt"]),
     ("2", "works", ["the CUDA build of torch==", "(2 to 3 GB), because this machine has GPUs", "-r requirements.txt"])])
 def test_make_venv__says_what_it_downloads_and_how_large_it_is(run_sh, gpus, pip, said) -> None:
     """In this order, and pip is not quiet, so that it shows its progress."""

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from common import (load_chunks, exact_array, expect_error, few_layers, fill_randomly, make_comm, make_engine, plan_of, preset,
-                    started_loader, steps_of, tensors_of)
+from common import (exact_array, expect_error, few_layers, fill_randomly, load_chunks, make_comm, make_engine, plan_of,
+                    preset, started_loader, steps_of, tensors_of)
 from pytest import MonkeyPatch
 from forked_ranks import Rank
 from reference import ngram_rows, merge_shards
