@@ -134,8 +134,9 @@ def fill_with_zeros(path: Path) -> None:
     path.write_bytes(b"")
     os.truncate(path, tg.MAX_SMALL_FILE_BYTES + 1)
 
-@pytest.mark.parametrize("damage, found", [(DAMAGE["fifo"], "no regular file"), (DAMAGE["directory"], "no regular file"),
-                                           (fill_with_zeros, "67,108,865 bytes")])
+@pytest.mark.parametrize("damage, found", [
+    (DAMAGE["fifo"], "no regular file"), (DAMAGE["directory"], "no regular file"),
+    (fill_with_zeros, "67,108,865 bytes")])
 @pytest.mark.parametrize("name", [tg.SETTINGS_FILE, tg.MANIFEST_FILE, tg.VOCAB_FILE])
 def test_read_small_file__kind_and_size_are_checked_before_reading(save, name, damage, found) -> None:
     """A named pipe would block, and a large file would fill the memory."""
@@ -241,16 +242,19 @@ def test_check_tensors__wrong_content(save, last_checkpoint, capsys, part, case)
 def edit_log(name: str, change: Callable[[Any], object] | None = None) -> Callable[[dict], dict]:
     return edit_entry("log", edit_entry(name, change))
 
+def one_text(_: object) -> list[str]:
+    return ["x"]
+
 OTHER_ENTRIES = {                        # case -> edit of run.pt
     "no fingerprint": edit_entry("fingerprint"), "fingerprint: a list": edit_entry("fingerprint", list),
     "no data_sha256": edit_entry("fingerprint", edit_entry("data_sha256")),
     "no log": edit_entry("log"), "log: a list": edit_entry("log", list), "no last_val": edit_log("last_val"),
     "no steps_done": edit_log("steps_done"), "steps_done: a text": edit_log("steps_done", str),
-    "steps_done: another step": edit_log("steps_done", (3).__mul__), "tokens: a text": edit_log("tokens", lambda _: "x"),
+    "steps_done: another step": edit_log("steps_done", (3).__mul__), "tokens: a list": edit_log("tokens", one_text),
     "lines: a list": edit_log("lines", list), "no train_time_ms": edit_entry("train_time_ms"),
     "train_time_ms: None": edit_entry("train_time_ms", noop), "no cycle_progress": edit_entry("cycle_progress"),
-    "cycle_progress: a number": edit_entry("cycle_progress", lambda _: 3),
-    "cycle_progress: texts": edit_entry("cycle_progress", lambda _: ["x"]),
+    "cycle_progress: a number": edit_entry("cycle_progress", len),
+    "cycle_progress: a text": edit_entry("cycle_progress", one_text),
     "no state": edit_entry("state"), "a list": list}
 
 @pytest.mark.parametrize("case", OTHER_ENTRIES)
