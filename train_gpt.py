@@ -671,36 +671,51 @@ def make_config(settings: dict[str, Any]) -> Config:
     check_config(cfg)
     return cfg
 
+MAX_SMALL_FILE_BYTES = 64 << 20      # of settings, a manifest or a vocabulary; the vocabulary of GPT-2 has 0.8 MB
+
+def read_small_file(path: Path, hint: str) -> bytes:
+    """Read settings, a manifest or a vocabulary. A different program may have written the file.
+
+    Raises DataError unless the path is a regular file of at most MAX_SMALL_FILE_BYTES, or a link to one.
+    """
+    # Check before opening the file, because opening a named pipe waits for another process.
+    problem = "no regular file of this name"
+    if path.is_file():
+        problem = f"{path.stat().st_size:,} bytes"
+    elif not path.parent.exists():
+        problem = f"the directory does not exist (working directory {os.getcwd()})"
+    check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path, found=problem,
+          expected=f"a regular file of at most {MAX_SMALL_FILE_BYTES:,} bytes", hint=hint, error=DataError)
+    return path.read_bytes()
+
 def read_settings(directory: Path) -> Config:
     """Load the Config from the settings.json of a run directory or a save.
 
     Raises DataError if the file cannot be read or parsed, and ConfigError if a setting is invalid.
     """
     path = directory / SETTINGS_FILE
+    hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
+            "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
     try:
-        check(path.is_file(), f"settings file {path}",
-              found=f"the directory does not exist (working directory {os.getcwd()})" if not directory.exists() else
-                    "no regular file of this name",
-              expected="the settings of a run or a save",
-              hint="give a run directory, or a directory written by --save; a prompt is an argument of its own: "
-                   "--sample=DIR 'a prompt'; for a run of an older version, use the train_gpt.py in its run directory",
-              error=DataError)
         # Another version of this trainer, with other flags, may have written the file.
-        return make_config({name: parse_value(name, text) for name, text in json.loads(path.read_bytes()).items()})
+        return make_config({name: parse_value(name, text)
+                            for name, text in json.loads(read_small_file(path, hint)).items()})
     except ConfigError as error:
-        what, *rest = error.args
-        raise ConfigError(f"{what}, in {path}", *rest) from None
+        raise ConfigError(f"{error.args[0]}, in {path}", *error.args[1:]) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"settings file {path}",
-                        found=getattr(error, "strerror", None) or f"invalid content ({type(error).__name__}: {error})",
-                        expected="settings of this version of the trainer",
-                        hint="give a run directory or a directory written by --save; for a run of an older version, "
-                             "use the train_gpt.py in its run directory") from None
+        # A KeyError is raised for the name of a flag that this version does not have.
+        reason = "unknown setting" if isinstance(error, KeyError) else f"invalid content: {type(error).__name__}"
+        raise DataError(f"settings file {path}", found=getattr(error, "strerror", None) or f"{reason}: {error}",
+                        expected="settings of this version of the trainer", hint=hint) from None
+
+# {character: escape sequence}, for `str.translate`. File names, samples and messages may contain text of a downloaded
+# file. A terminal executes control characters, so escape them, except line breaks and tabs, wherever text is printed.
+ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 def print_stdout(text: str) -> None:
     """Print text that the user asked for, such as --help or a sample. Raises RunError if writing to stdout fails."""
     try:
-        print(text, flush=True)
+        print(text.translate(ESCAPED_CONTROLS), flush=True)
     except (OSError, ValueError) as error:
         raise RunError("standard output: write failed", found=error, expected="an open stream with free space",
                        hint="redirect it to a disk with free space; the results of a run are also in its log") from None
@@ -932,7 +947,7 @@ class Communicator:
         """Print on rank 0 only. Write errors are ignored, so that a closed or full stdout does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
-                print(text, flush=True)
+                print(text.translate(ESCAPED_CONTROLS), flush=True)
 
     def all_gather(self, obj: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         """Gather one picklable object from every rank into a list, in rank order. Collective.
@@ -1318,41 +1333,33 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
 def read_manifest(folder: Path) -> dict[str, str]:
     """Read {file name: SHA-256 hex digest} from the manifest of a directory.
 
-    Returns {} if the directory has no manifest. Raises DataError if the manifest is unfinished or malformed.
+    Returns {} if the directory has no manifest. Raises DataError if the manifest is malformed or no regular file.
     """
     path = folder / MANIFEST_FILE
-    check(not os.path.lexists(f"{path}.part"), f"{path}.part",
-          found="an unfinished manifest: a data tool was stopped while it renamed the files",
-          expected="a complete data set", hint="run that tool again, then this command", error=DataError)
-    if not path.is_file():
+    if not os.path.lexists(path):
         return {}
+    hint = "write the directory again; or remove this file if the files next to it are intact"
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(read_small_file(path, hint))
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
         return {name: entry["sha256"] for name, entry in manifest["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"manifest {path}", found=f"{type(error).__name__}: {error}",
-                        expected="format 1 or 2, as described in data/README.md",
-                        hint="write the directory again; or remove this file if the files next to it are intact"
-                        ) from None
+                        expected="format 1 or 2, as described in data/README.md", hint=hint) from None
 
-def read_verified(path: Path) -> bytes:
-    """Read a file, and verify its content against the SHA-256 in the manifest of its directory.
+def check_manifest(path: Path, content: bytes) -> None:
+    """Verify the content of a file against the SHA-256 in the manifest of its directory.
 
-    No verification if the directory has no manifest, or if the manifest does not list the file. Raises DataError if the
-    file cannot be read, if the SHA-256 differs from the manifest, or if the manifest is unfinished or malformed.
+    Accepts any content if the directory has no manifest, or if the manifest does not list the file. Raises DataError if
+    the SHA-256 differs from the manifest, or if the manifest is malformed.
     """
-    with read_errors(path):
-        content = path.read_bytes()
-    expected = read_manifest(path.parent).get(path.name)
-    if expected is not None:
-        sha256 = hashlib.sha256(content).hexdigest()
-        check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
-              expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
-              hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
-                   f"{MANIFEST_FILE} if this content is intended", error=DataError)
-    return content
+    sha256 = hashlib.sha256(content).hexdigest()
+    expected = read_manifest(path.parent).get(path.name, sha256)
+    check(sha256 == expected, f"{path}: content", found=f"sha256 {sha256}",
+          expected=f"sha256 {expected}, as in {MANIFEST_FILE} next to it",
+          hint="the file is damaged or belongs to another directory: write or copy the directory again; or remove "
+               f"{MANIFEST_FILE} if this content is intended", error=DataError)
 
 def load_shard(header: ShardHeader) -> TokenShard:
     """Load a data shard from its file, or generate a synthetic one, and validate every token.
@@ -1388,7 +1395,10 @@ def verify_shards(headers: list[ShardHeader]) -> str:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))             # file names need not be valid UTF-8
         if not header.name.startswith(SYNTHETIC_PREFIX):
-            digest.update(read_verified(path))
+            with read_errors(path):
+                content = path.read_bytes()
+            check_manifest(path, content)
+            digest.update(content)
             load_shard(header)
     return digest.hexdigest()
 
@@ -1419,9 +1429,8 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
           expected=f"at least the vocabulary size {vocab_size}",
           hint="--padded_vocab=0, which rounds the vocabulary size up to a multiple of 128")
     # The bigram table needs at least 2 rows. The last row is for positions without a bigram.
-    bigram_rows = max(2, cfg.bigram_rows or 5 * padded_vocab)
     return replace(cfg, vocab_size=vocab_size, bos_id=bos_id, padded_vocab=padded_vocab,
-                   bigram_rows=bigram_rows)
+                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
     """Return how many tokens of a data shard are validation inputs: a multiple of batch_tokens.
@@ -1542,23 +1551,27 @@ def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory.
 
     Returns None if the directory has no vocab.txt. Each line of the file is "base64 id". The BOS token has no line, and
-    its bytes are empty. Raises DataError if a line is invalid, if a token is missing, or if the SHA-256 of the file
-    differs from the manifest.
+    its bytes are empty. Raises DataError if the file is not a regular file, if a line is invalid, if a token is missing
+    or has two lines, or if the SHA-256 of the file differs from the manifest.
     """
     path = folder / VOCAB_FILE
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
-    content = read_verified(path)
+    hint = "write the data again; or remove the file, and bits per byte are not printed"
+    content = read_small_file(path, hint)
+    check_manifest(path, content)
     bytes_by_id: dict[int, bytes] = {}
-    # Stop at the first invalid line. The check below then reports the missing tokens.
+    # Stop at the first invalid line. The check below then reports that lines are missing.
     with contextlib.suppress(ValueError):
         for line in content.splitlines():
             encoded, token_id = line.split()
             bytes_by_id[int(token_id)] = base64.b64decode(encoded, validate=True)
-    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}, str(path),
-          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file",
-          expected=f"a line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id})",
-          hint="write the data again; or remove the file, and bits per byte are not printed", error=DataError)
+    check(bytes_by_id.keys() == set(range(cfg.vocab_size)) - {cfg.bos_id}
+          and len(bytes_by_id) == len(content.splitlines()), path,
+          found=f"{len(bytes_by_id):,} tokens before the first invalid line or the end of the file, which has "
+                f"{len(content.splitlines()):,} lines",
+          expected=f"one line 'base64 id' for each of the {cfg.vocab_size:,} tokens except BOS ({cfg.bos_id}), and no "
+                   "other line", hint=hint, error=DataError)
     return [bytes_by_id.get(token_id, b"") for token_id in range(cfg.vocab_size)]
 
 
@@ -5261,7 +5274,8 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
     """Load into the engine the newest checkpoint in run_dir that is intact on every rank. Collective.
 
     Returns the entries of run.pt other than the state of the engine: `log`, `train_time_ms`, `cycle_progress` and
-    `fingerprint`. Raises DataError if no checkpoint is intact, and ConfigError if the ranks see different checkpoints.
+    `fingerprint`, with the types that `train_loop` stores. Raises DataError if no checkpoint is intact, and ConfigError
+    if the ranks see different checkpoints.
     """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
@@ -5273,14 +5287,23 @@ def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
             with comm.raise_together(), read_errors(run_file):
                 manifest = read_manifest(path)
                 content = read_tensors(run_file, manifest)
-                state = content.pop("state")
-                check("moments" not in state, run_file, found="a checkpoint of an older trainer",
+                # Another trainer may have stored other entries or types. Use and convert all entries inside this
+                # block, which reports any exception as an error of the file.
+                state, log, fingerprint = (content[name] for name in ("state", "log", "fingerprint"))
+                step_cfg = Schedule(engine.cfg, content["cycle_progress"]).at(log["steps_done"])
+                check("moments" not in state and "data_sha256" in fingerprint
+                      and path.name == f"step-{step_cfg.step:07d}", run_file, found="a checkpoint of another trainer",
                       expected="a checkpoint of this trainer",
                       hint="resume with the train_gpt.py in that run directory", error=DataError)
                 check_tensors(run_file, engine.cfg, state, with_moments=True)
                 engine.load_state(state)
                 load_rows(path, manifest, engine)
-                return content
+                return dict(
+                    log=dict(tokens=int(log["tokens"]), steps_done=step_cfg.step, last_val=str(log["last_val"]),
+                             lines={str(name): str(text) for name, text in log["lines"].items()}),
+                    train_time_ms=float(content["train_time_ms"]),
+                    cycle_progress=list(map(float, content["cycle_progress"])),
+                    fingerprint={str(name): str(text) for name, text in fingerprint.items()})
         except DataError as error:
             comm.print0(f"{error}\nwarning: skipping checkpoint {path.name}; trying the one before it")
     raise DataError(f"checkpoints in {run_dir}", found=f"none is intact: {[path.name for path in newest_first]}",
@@ -6298,8 +6321,8 @@ class ExitHandler:
                 cause = partial_exit_cause
         if prints:
             with contextlib.suppress(Exception):                              # stderr may be closed, or a full pipe
-                erase_progress = "\r\x1b[K" if self.log and self.log.is_tty else ""
-                call_with_timeout(1, functools.partial(print, erase_progress + cause, file=sys.stderr, flush=True))
+                message = ("\r\x1b[K" if self.log and self.log.is_tty else "") + cause.translate(ESCAPED_CONTROLS)
+                call_with_timeout(1, functools.partial(print, message, file=sys.stderr, flush=True))
                 if self.log and isinstance(error, signal.Signals):            # may hang on a dead disk, so it is last
                     call_with_timeout(1, lambda: print(describe_progress(self.log), file=sys.stderr, flush=True))
         if self.log is not None:
@@ -6424,7 +6447,7 @@ def sample_from_save(flags: Config) -> None:
     directory = Path(flags.sample)
     weights_path = directory / "weights.pt"
     saved_cfg = read_settings(directory)
-    read_verified(directory / SETTINGS_FILE)
+    check_manifest(directory / SETTINGS_FILE, (directory / SETTINGS_FILE).read_bytes())
     manifest = read_manifest(directory)
     tensors = read_tensors(weights_path, manifest)
     check_tensors(weights_path, saved_cfg, tensors)

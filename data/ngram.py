@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from shard_files import HEADER_BYTES, check, check_content, exit_on_error, print_result, read_header, run_main
+from shard_files import (HEADER_BYTES, check, check_content, exit_on_error, print_result, read_header, run_main,
+                         unreadable_folders)
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Read the first `count` tokens (None: all) of the shards that match a pattern, and their vocabulary size.
@@ -26,6 +27,9 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # a name may contain brackets
     check(names, pattern, found="no file", expected="token shards",
           hint="give a file, or a pattern in quotes (see --help)")
+    unreadable = unreadable_folders(pattern)
+    check(not unreadable, pattern, found=f"unreadable folders: {[*map(str, unreadable)]}",
+          expected="folders that can be read", hint="narrow the pattern, or fix the permissions")
     paths = [Path(name) for name in sorted(names)]
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import random
 import re
 import struct
@@ -19,10 +20,11 @@ import sys
 import sysconfig
 from collections import Counter
 from pathlib import Path
+from typing import NoReturn
 
 from shard_files import (ALL_BYTES, REPORT_FILE, TRAIN, VAL, VOCAB_FILE, DataError, check, check_content, exit_on_error,
-                         locked, new_data_set, parse_folder, print_result, read_manifest, run_main, write_file,
-                         write_shard, write_vocabulary)
+                         locked, new_data_set, parse_folder, print_result, read_manifest, read_small_file, run_main,
+                         write_file, write_shard, write_vocabulary)
 
 VOCAB_SIZE = 2048
 BOS_ID = VOCAB_SIZE - 1
@@ -39,16 +41,24 @@ PIECE_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")
 TOP_LEVEL_RE = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
 Vocabulary = dict[bytes, int]                # piece -> id
 
+def raise_error(error: OSError) -> NoReturn:
+    """Raise an error that os.walk ignores by default."""
+    raise error
+
 def read_sources(root: Path) -> dict[str, bytes]:
-    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path."""
+    """Read all UTF-8 modules of the library in `root`: {relative path: text}, sorted by path.
+
+    Raises OSError if a folder or a module cannot be read.
+    """
     sources = {}
-    for path in root.rglob("*.py"):
-        name = path.relative_to(root)
-        if path.is_file() and not any(map(EXCLUDED_RE.match, name.parts)):        # false for dangling links
+    for folder, subfolders, names in os.walk(root, onerror=raise_error):
+        subfolders[:] = [name for name in subfolders if not EXCLUDED_RE.match(name)]
+        for path in (Path(folder, name) for name in names if name.endswith(".py") and not EXCLUDED_RE.match(name)):
             with contextlib.suppress(UnicodeDecodeError):
-                text = path.read_bytes()
-                text.decode()
-                sources[name.as_posix()] = text
+                if path.is_file():           # not a dangling link or a pipe
+                    text = path.read_bytes()
+                    text.decode()
+                    sources[path.relative_to(root).as_posix()] = text
     return dict(sorted(sources.items()))
 
 def choose_split(name: str) -> str:
@@ -98,9 +108,9 @@ def made_before(out: Path, made_by: dict[str, str]) -> bool:
     try:
         for name in names:
             check_content(out / name)
-        report = json.loads((out / REPORT_FILE).read_bytes())
+        report = json.loads(read_small_file(out / REPORT_FILE, "a report of this tool", "remove it"))
         return names <= read_manifest(out).keys() and made_by.items() <= report.items()
-    except (DataError, OSError, ValueError, AttributeError):
+    except (DataError, OSError, ValueError, AttributeError, RecursionError):
         return False
 
 def make_data_set(root: Path, folder: Path, made_by: dict[str, str]) -> list[str]:

@@ -33,6 +33,10 @@ REPORT_FILE = "pocket.json"                  # written by pocket.py: Python vers
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 SHARD_PREFIX = struct.pack("<2i", MAGIC, VERSION)         # the first bytes of every shard
+MAX_SMALL_FILE_BYTES = 64 << 20              # of a manifest, a vocabulary or a report; GPT-2's vocabulary has 0.8 MB
+# {character: escape sequence}, for `str.translate`. File names and text of other people's files may contain control
+# characters, which a terminal executes. All characters except line breaks and tabs are escaped.
+ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 PART_INFIX = ".part-"                        # unfinished output: final name, this, 8 random digits
 MARKER_FILE = "unfinished.txt"               # in a folder of unfinished output; contains its name
 
@@ -73,6 +77,31 @@ def check_regular_file(path: Path, expected: str, hint: str) -> None:
     """Raise DataError if the path is not a regular file. Opening a named pipe blocks."""
     check(not file_problem(path), path, found=file_problem(path), expected=expected, hint=hint)
 
+def is_readable_folder(path: Path) -> bool:
+    """Return whether a path is a folder whose names can be listed. glob and rglob skip other folders silently."""
+    try:
+        os.scandir(path).close()
+    except OSError:
+        return False
+    return True
+
+def unreadable_folders(pattern: str) -> list[Path]:
+    """List the folders that a glob pattern would search, and that cannot be read."""
+    levels = [Path(pattern), *Path(pattern).parents]
+    found: list[Path] = []
+    for level, parent in zip(levels, levels[1:]):
+        if glob.has_magic(str(level)):
+            found += map(Path, glob.glob(str(parent), recursive=True))
+    return [path for path in found if path.is_dir() and not is_readable_folder(path)]
+
+def read_small_file(path: Path, expected: str, hint: str) -> bytes:
+    """Read a manifest, a vocabulary or a report. Raises DataError unless it is a regular file of at most 64 MiB."""
+    check_regular_file(path, expected, hint)
+    size = path.stat().st_size
+    check(size <= MAX_SMALL_FILE_BYTES, path, found=f"{size:,} bytes",
+          expected=f"{expected}; at most {MAX_SMALL_FILE_BYTES:,} bytes", hint=hint)
+    return path.read_bytes()
+
 def read_header(path: Path) -> tuple[int, int]:
     """Read a shard's number of tokens and vocabulary size, and check its length.
 
@@ -95,7 +124,8 @@ def starts_as_shard(path: Path) -> bool:
         return SHARD_PREFIX.startswith(file.read(len(SHARD_PREFIX)))
 
 def manifest_entry(path: Path) -> dict[str, Any]:
-    """Build the manifest entry of a file: its size and SHA-256."""
+    """Build the manifest entry of a file: its size and SHA-256. Raises DataError if it is not a regular file."""
+    check_regular_file(path, "a file of a data set", "remove it, or give another path")
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
@@ -109,10 +139,9 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     if not os.path.lexists(path):
         return {}
     expected = f"a manifest of format {MANIFEST_FORMAT}: sizes and hashes of the files in its folder"
-    hint = "move it away, or create the data again with --force"
-    check_regular_file(path, expected, hint)
+    hint = "move it away"
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_small_file(path, expected, hint))
         if content["format"] != MANIFEST_FORMAT:
             raise ValueError("another format")
         return {name: {"bytes": int(entry["bytes"]), "sha256": str(entry["sha256"])}
@@ -233,8 +262,8 @@ def find_unfinished(folder: Path) -> list[Path]:
     found = []
     for partial in sorted(folder.parent.glob(f"{glob.escape(folder.name)}{PART_INFIX}*")):
         mark = partial / MARKER_FILE
-        with contextlib.suppress(OSError):   # do not remove a folder that cannot be read
-            if not partial.is_symlink() and mark.is_file() and mark.read_bytes() == marker_text(partial):
+        with contextlib.suppress(OSError, DataError):         # do not remove a folder that cannot be read
+            if not partial.is_symlink() and read_small_file(mark, "", "") == marker_text(partial):
                 found.append(partial)
     return found
 
@@ -262,35 +291,34 @@ def check_replaceable(folder: Path, stem: str, replace: bool) -> None:
     check(replace or not paths, folder, found=[path.name for path in paths], expected="a new or empty folder",
           hint="give another --out, or replace the data set with --force")
 
-def print_result(*lines: str) -> None:
-    """Print and flush results; escape characters that the console cannot encode.
+def print_result(*lines: str, hint: str = "repeat the command for the result") -> None:
+    """Print and flush results; escape control characters, and characters that the console cannot encode.
 
-    Raises DataError if stdout is closed or cannot be written.
+    hint: how to get the result if it cannot be printed now. Raises DataError if stdout is closed or cannot be written.
     """
     try:
         sys.stdout.reconfigure(errors="backslashreplace")
-        print(*lines, sep="\n", flush=True)
+        print("\n".join(lines).translate(ESCAPED_CONTROLS), flush=True)
     except (OSError, AttributeError) as error:                # sys.stdout is None if stdout is closed
         sys.stdout = None                    # otherwise Python flushes it again at exit
         raise DataError("stdout", found=repr(str(error)), expected="a stdout that accepts the result",
-                        hint="all other work is done; redirect stdout, and repeat the command for the result") from None
+                        hint=f"all other work is done; redirect stdout, and {hint}") from None
 
 def print_status(text: str) -> None:
     """Print a message to stderr. Continue without it if stderr cannot be written."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        print(text.translate(ESCAPED_CONTROLS), file=sys.stderr, flush=True)
 
 @contextlib.contextmanager
 def exit_on_error() -> Iterator[None]:
     """Print a DataError or OSError of the block, and exit with status 1. The user can fix these."""
     try:
         yield
-    except DataError as error:
-        sys.exit(f"error: {error}")
-    except OSError as error:
-        in_words = DataError(error.filename or "access to a file", found=repr(error.strerror),
-                             expected="readable files and a writable folder", hint="fix that, or give another path")
-        sys.exit(f"error: {in_words}")
+    except (DataError, OSError) as error:
+        if isinstance(error, OSError):
+            error = DataError(error.filename or "access to a file", found=repr(error.strerror),
+                              expected="readable files and a writable folder", hint="fix that, or give another path")
+        sys.exit(f"error: {error}".translate(ESCAPED_CONTROLS))
 
 def raise_interrupt(signum: int, _: Any) -> None:
     """Handle a signal: raise KeyboardInterrupt with the exit status of shells, so that the tool cleans up."""

@@ -28,9 +28,9 @@ import numpy as np
 from tqdm import tqdm
 
 from pocket import MAX_DOC_LEN, PIECE_RE, encode_pieces, make_vocabulary
-from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, check_regular_file, exit_on_error, file_problem,
-                         find_unfinished, locked, new_data_set, parse_folder, print_result, run_main, write_shard,
-                         write_vocabulary)
+from shard_files import (ALL_BYTES, TRAIN, VAL, DataError, check, exit_on_error, file_problem, find_unfinished,
+                         is_readable_folder, locked, new_data_set, parse_folder, print_result, read_small_file,
+                         run_main, unreadable_folders, write_shard, write_vocabulary)
 
 MAX_VOCAB = 65_535
 MIN_VOCAB = len(ALL_BYTES) + 1               # the bytes and BOS, which is the last id
@@ -74,18 +74,20 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
 def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str]) -> Iterator[Path]:
     """Yield the files of a list of files, folders (recursively) and patterns; count the skipped ones in `skipped`.
 
-    Raises DataError for a listed file that cannot be read as text.
+    Folders that cannot be read count as skipped. Raises DataError for a listed file that cannot be read as text, and
+    for a listed folder that cannot be read.
     """
     for name in names:
         path = Path(name)
         if path.is_dir():
-            found = path.rglob("*")
+            found = [path, *path.rglob("*")]
         elif glob.has_magic(name) and not os.path.lexists(path):
-            found = map(Path, glob.glob(name, recursive=True))
+            found = [*map(Path, glob.glob(name, recursive=True)), *unreadable_folders(name)]
         else:
             found = [path]
         # Links can form cycles, so take every real path once.
-        once = {os.path.realpath(below): below for below in sorted(found, reverse=True) if not below.is_dir()}
+        once = {os.path.realpath(below): below for below in sorted(found, reverse=True)
+                if not is_readable_folder(below)}
         for below in sorted(once.values()):
             why = skip_reason(below, path, args)
             check(not why or below != path, path, found=why,
@@ -99,7 +101,7 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
 def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     """Return why a file found through `named` (a file, folder or pattern) is skipped, or "" if it is read."""
     if file_problem(path):
-        return file_problem(path)
+        return "unreadable folder" if path.is_dir() else file_problem(path)
     if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
         return "hidden"
     if args.out.is_dir() and path.resolve().is_relative_to(args.out):
@@ -124,10 +126,9 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
 def read_pieces(path: Path) -> dict[bytes, int]:
     """Read the ids of pieces from a vocab.txt or a file of tiktoken's ranks. Raises DataError."""
     expected = "lines of base64, a space, and an id"
-    check_regular_file(path, expected, "give another --vocab")
     ids: dict[bytes, int] = {}
     try:
-        for line in path.read_bytes().splitlines():
+        for line in read_small_file(path, expected, "give another --vocab").splitlines():
             code, token_id = line.split()
             ids[base64.b64decode(code, validate=True)] = int(token_id)
     except ValueError as error:
@@ -410,7 +411,7 @@ def main(argv: list[str] | None = None) -> None:
     files, counts = input_files(args)
     with locked(args.out.parent), new_data_set(args.out, args.out.name, args.force) as folder:
         lines = write_shards(folder, args, files)
-    print_result(counts, *lines)
+    print_result(counts, *lines, hint="repeat the command with --force, which creates the same data set again")
 
 
 if __name__ == "__main__":

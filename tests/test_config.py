@@ -378,6 +378,12 @@ def test_read_settings__refuses_any_damaged_file(tmp_path, content) -> None:
     with expect_error(tg.DataError, str(path), "give a run directory"):
         tg.read_settings(tmp_path)
 
+def test_read_settings__names_a_setting_of_an_older_version(tmp_path) -> None:
+    write_settings(tmp_path, num_slots="8")
+    with expect_error(tg.DataError, str(tmp_path / tg.SETTINGS_FILE), "unknown setting: 'num_slots'",
+                      "settings of this version", "a run of an older version, use the train_gpt.py in its run"):
+        tg.read_settings(tmp_path)
+
 def test_load_config__resume_starts_from_the_flags_of_the_earlier_run(tmp_path) -> None:
     """Facts of one run are not inherited; only some flags may differ from those of the earlier run."""
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", micro_batch_size="2")

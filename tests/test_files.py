@@ -3,6 +3,7 @@
 One intact run has tables in both locations; each case changes one thing in a copy of it. `rewrite_manifest` makes the
 hashes match the change, so that the reader has to check the contents.
 """
+import base64
 import errno
 import hashlib
 import json
@@ -117,8 +118,8 @@ def test_read_tensors__damage(save, last_checkpoint, capsys, damage, save_file, 
     """A damaged save is refused by file name; a damaged checkpoint is skipped with a warning."""
     path = first_match(save, save_file)
     DAMAGE[damage](path)
-    # Without a readable manifest no file has a hash, so the first file that is read is refused.
-    no_manifest = save_file == tg.MANIFEST_FILE and damage != "truncated"
+    # Without a manifest no file has a hash, so the first file that is read is refused.
+    no_manifest = save_file == tg.MANIFEST_FILE and damage == "missing"
     with expect_error(tg.DataError, "weights.pt" if no_manifest else path.name):
         sample(save)
     path = first_match(last_checkpoint, run_file)
@@ -127,6 +128,32 @@ def test_read_tensors__damage(save, last_checkpoint, capsys, damage, save_file, 
     out = capsys.readouterr().out
     assert str(last_checkpoint) in out and "warning: skipping checkpoint step-0000004" in out
     assert no_manifest or str(path) in out, "the warning names the damaged file"
+
+def fill_with_zeros(path: Path) -> None:
+    """Replace the file by a sparse file, larger than a small file may be. It takes no disk space."""
+    path.write_bytes(b"")
+    os.truncate(path, tg.MAX_SMALL_FILE_BYTES + 1)
+
+@pytest.mark.parametrize("damage, found", [
+    (DAMAGE["fifo"], "no regular file"), (DAMAGE["directory"], "no regular file"),
+    (fill_with_zeros, "67,108,865 bytes")])
+@pytest.mark.parametrize("name", [tg.SETTINGS_FILE, tg.MANIFEST_FILE, tg.VOCAB_FILE])
+def test_read_small_file__kind_and_size_are_checked_before_reading(save, name, damage, found) -> None:
+    """A named pipe would block, and a large file would fill the memory."""
+    path = save / name
+    path.touch()
+    damage(path)
+    with expect_error(tg.DataError, str(path), found, "a regular file of at most 67,108,864 bytes"):
+        sample(save)
+
+def test_sample_from_save__prints_no_control_characters_of_a_vocabulary(save, capsys) -> None:
+    token_bytes = base64.b64encode(b"\x1b[31m\tred\r")
+    lines = [b"%s %d" % (token_bytes, token) for token in range(511)]
+    (save / tg.VOCAB_FILE).write_bytes(b"\n".join(lines))
+    rewrite_manifest(save)
+    sample(save)
+    out = capsys.readouterr().out
+    assert "\\x1b[31m\tred\\x0d" in out and "\x1b" not in out and "\r" not in out
 
 def test_load_checkpoint__no_intact_checkpoint(last_checkpoint) -> None:
     for path in last_checkpoint.parent.iterdir():
@@ -212,7 +239,35 @@ def test_check_tensors__wrong_content(save, last_checkpoint, capsys, part, case)
     out = capsys.readouterr().out
     assert str(last_checkpoint) in out and named in out
 
-@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
+def edit_log(name: str, change: Callable[[Any], object] | None = None) -> Callable[[dict], dict]:
+    return edit_entry("log", edit_entry(name, change))
+
+def one_text(_: object) -> list[str]:
+    return ["x"]
+
+OTHER_ENTRIES = {                        # case -> edit of run.pt
+    "no fingerprint": edit_entry("fingerprint"), "fingerprint: a list": edit_entry("fingerprint", list),
+    "no data_sha256": edit_entry("fingerprint", edit_entry("data_sha256")),
+    "no log": edit_entry("log"), "log: a list": edit_entry("log", list), "no last_val": edit_log("last_val"),
+    "no steps_done": edit_log("steps_done"), "steps_done: a text": edit_log("steps_done", str),
+    "steps_done: another step": edit_log("steps_done", (3).__mul__), "tokens: a list": edit_log("tokens", one_text),
+    "lines: a list": edit_log("lines", list), "no train_time_ms": edit_entry("train_time_ms"),
+    "train_time_ms: None": edit_entry("train_time_ms", noop), "no cycle_progress": edit_entry("cycle_progress"),
+    "cycle_progress: a number": edit_entry("cycle_progress", len),
+    "cycle_progress: a text": edit_entry("cycle_progress", one_text),
+    "no state": edit_entry("state"), "a list": list}
+
+@pytest.mark.parametrize("case", OTHER_ENTRIES)
+def test_load_checkpoint__other_entries_or_types(last_checkpoint, capsys, case) -> None:
+    """A checkpoint of another trainer has intact files with other content. The one before it is loaded, with a warning.
+    """
+    rewrite_tensors(last_checkpoint / "run.pt", OTHER_ENTRIES[case])
+    assert load_step(last_checkpoint) == 2
+    out = capsys.readouterr().out
+    assert str(last_checkpoint / "run.pt") in out and "warning: skipping checkpoint step-0000004" in out
+    assert "trainer" in out
+
+@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000), dict(time_budget=9.0),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(last_checkpoint, changes) -> None:
     with expect_error(tg.DataError, "an intact checkpoint"):

@@ -425,6 +425,7 @@ BAD = [                                  # flags after FILES, status, what the m
      "a run of an older version, use the train_gpt.py"),
     (["--bigram_rows=2000000000"], 1, "memory", "at most", "weights 238", "moments", "a smaller model"),
     (["--train_files=none/*.bin"], 2, "data shard none/*.bin", "no regular file", "data/pocket"),
+    (["--train_files=\x1b[2J.bin"], 2, "data shard \\x1b[2J.bin", "no regular file"),
     (["--train_files=formula:512:511:200:1"], 2, "training shards are too small", "200", "larger shards"),
     (["--train_files=formula:1:0:9000:1", "--val_files=formula:1:0:9000:1"], 2, "formula:1:0:9000:1#0: vocabulary",
      "vocabulary size 1", "from 2 to 65,536"),

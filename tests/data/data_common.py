@@ -1,8 +1,11 @@
 """Helpers for the tests of the data tools: import path, failed calls, and documents as the trainer reads them."""
+import errno
+import os
 import re
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from common import ROOT, preset
@@ -16,6 +19,17 @@ TEXT = "".join(f"line {number} of a short text\n" for number in range(200))
 def contents(folder: Path) -> dict[str, bytes]:
     """Read all files of a folder: {name: content}."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+def lock_folders(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Make all folders of this name unreadable, also for root, who may read every folder."""
+    scandir = os.scandir
+
+    def refuse(path: Any = ".") -> Any:
+        if not isinstance(path, int) and Path(os.fsdecode(path)).name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", os.fspath(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
 
 def failure(tool: ModuleType, *arguments: object) -> str:
     """Return the message of a call that fails, as `what / found / expected / hint`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import ROOT, preset
-from data_common import contents, failure
+from data_common import contents, failure, lock_folders
 
 import train_gpt as tg
 
@@ -115,6 +115,18 @@ def test_made_before__incomplete_output(tmp_path, damage) -> None:
         (tmp_path / name).write_bytes(content)
     assert not pocket.made_before(tmp_path, {"python": "p 1"})
 
+def test_read_sources__an_unreadable_folder_is_an_error(tmp_path, monkeypatch) -> None:
+    """The data set would otherwise miss modules without a word. Folders that are excluded anyway may be unreadable."""
+    for name in ("os.py", "json/decoder.py", "__pycache__/os.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("import sys\n")
+    monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))
+    with monkeypatch.context() as patch:
+        lock_folders(patch, "__pycache__")
+        assert list(pocket.read_sources(tmp_path)) == ["json/decoder.py", "os.py"]
+    lock_folders(monkeypatch, "json")
+    assert "json / 'Permission denied' /" in failure(pocket, "--out", tmp_path / "out")
+
 def test_make_data_set__a_missing_or_small_library(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))
     assert "/ no os.py /" in failure(pocket, "--out", tmp_path / "out")
@@ -122,6 +134,16 @@ def test_make_data_set__a_missing_or_small_library(tmp_path, monkeypatch) -> Non
     too_small = failure(pocket, "--out", tmp_path / "out")
     assert "different pieces / 2,047 pieces / run this with a complete Python" in too_small
     assert not (tmp_path / "out").exists()
+
+@pytest.mark.parametrize("name", ["vocab.txt", "pocket.json", "manifest.json"])
+def test_made_before__a_named_pipe_is_not_opened(tmp_path, name) -> None:
+    for other in ("pocket_train_000000.bin", "pocket_val_000000.bin", "vocab.txt", "pocket.json"):
+        (tmp_path / other).write_bytes(b"{}")
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    assert not pocket.made_before(tmp_path, {})
+    assert "a pipe or a device / a manifest" in failure(pocket, f"--out={tmp_path}") if name == "manifest.json" else (
+        f"/ {name} / a new folder" in failure(pocket, f"--out={tmp_path}", "--force"))
 
 @pytest.mark.parametrize("below", ["", "deeper"])
 def test_main__never_writes_into_the_shipped_folder(tmp_path, below) -> None:

@@ -14,7 +14,7 @@ from typing import Callable
 
 import pytest
 from common import ROOT, full_disk, no_large_files, preset, recorded_writes, write_shard
-from data_common import TEXT, contents, failure, wrong_flag
+from data_common import TEXT, contents, failure, lock_folders, wrong_flag
 
 import train_gpt as tg
 
@@ -199,6 +199,34 @@ def test_read_manifest__invalid_manifests(tmp_path, source, content) -> None:
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
 
+def test_read_small_file__the_size_is_checked_before_reading(tmp_path, source) -> None:
+    """The files are sparse and take no disk space."""
+    write_shard(tmp_path / "x.bin", [0, 1, 2])
+    for name in ("manifest.json", "vocab.txt"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, (64 << 20) + 1)
+    assert "manifest.json / 67,108,865 bytes / a manifest" in ngram_failure(tmp_path / "x.bin")
+    said = failure(tokenize_text, source, f"--out={tmp_path}/out", f"--vocab={tmp_path}/vocab.txt")
+    assert "vocab.txt / 67,108,865 bytes / lines of base64, a space, and an id; at most 67,108,864 bytes /" in said
+
+def test_read_manifest__the_hint_for_an_invalid_manifest_works(tmp_path, capsys) -> None:
+    shard = write_shard(tmp_path / "fineweb_val_000000.bin", [50256, *range(99)])
+    (tmp_path / "manifest.json").write_text("[]")
+    for message in (failure(cached_fineweb10B, 0, f"--out={tmp_path}"), ngram_failure(shard)):
+        assert message.endswith(" / move it away"), "cached_fineweb10B.py has no --force"
+    (tmp_path / "manifest.json").rename(tmp_path / "moved.json")
+    cached_fineweb10B.main(["0", f"--out={tmp_path}"])
+    ngram.main([f"--train={shard}", f"--val={shard}"])
+    assert "validation shard, complete" in capsys.readouterr().out
+
+def test_unreadable_folders__ngram_refuses_them(tmp_path, monkeypatch) -> None:
+    for name in ("locked", "open"):
+        (tmp_path / name).mkdir()
+        write_shard(tmp_path / name / "a.bin", [0, 1, 2])
+    lock_folders(monkeypatch, "locked")
+    assert f"unreadable folders: ['{tmp_path}/locked'] /" in ngram_failure(tmp_path / "*/a.bin")
+    assert shard_files.unreadable_folders(str(tmp_path / "open/*.bin")) == []
+
 def test_check_replaceable__foreign_files_are_not_replaced(tmp_path, source, library) -> None:
     out = tmp_path / "set"
     tokenize(source, out)
@@ -224,6 +252,28 @@ def test_print_result__a_console_that_cannot_encode(tmp_path, source, monkeypatc
     monkeypatch.setattr(sys, "stdout", console)
     tokenize(source, tmp_path / "zażółć", "--tokenizer=bytes")
     assert b"za\\u017c\xf3\\u0142\\u0107_train_*.bin: 1 shards" in console.buffer.getvalue()
+
+def test_print__escapes_control_characters(tmp_path, monkeypatch, capsys) -> None:
+    """A file name and a message may come from somebody else. A terminal executes control characters."""
+    name = "a\x1b[31m\r\x9b.txt"
+    assert "a\\x1b[31m\\x0d\\x9b.txt / no text (" in failure(tokenize_text, tmp_path / name, f"--out={tmp_path}/out")
+    (tmp_path / name).write_text(TEXT)
+    tokenize(tmp_path / name, tmp_path / "out\x1b[2J", "--tokenizer=bytes")
+    shard_files.print_status(name)
+    printed = capsys.readouterr()
+    assert "out\\x1b[2J_train_*.bin: 1 shards" in printed.out and "a\\x1b[31m\\x0d\\x9b.txt\n" in printed.err
+    assert not {"\x1b", "\r", "\x9b"} & {*printed.out, *printed.err}
+
+def test_print_result__the_hint_works(tmp_path, source, monkeypatch, capsys) -> None:
+    """A repeated command needs --force if it creates a data set."""
+    out = f"--out={tmp_path}/out"
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", open("/dev/full", "w"))
+        message = failure(tokenize_text, source, out)
+    assert message.endswith("repeat the command with --force, which creates the same data set again")
+    before = contents(tmp_path / "out")
+    tokenize(source, tmp_path / "out", "--force")
+    assert contents(tmp_path / "out") == before and "out_train_*.bin: 1 shards" in capsys.readouterr().out
 
 @pytest.mark.parametrize("stdout, found", [("/dev/full", "No space left on device"), (None, "'NoneType' object")])
 def test_print_result__a_lost_result_is_an_error(tmp_path, source, library, monkeypatch, stdout, found) -> None:

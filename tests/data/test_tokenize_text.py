@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import ROOT, random_stream, run as train
-from data_common import TEXT, contents, decode, failure
+from data_common import TEXT, contents, decode, failure, lock_folders
 
 import train_gpt as tg
 
@@ -101,6 +101,21 @@ def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pat
             assert said == f"4 files read, {REASONS}"
     run("text/b", "--out=b", "--val_files", "text/[ae]*", "--tokenizer=bytes")
     assert (decode(Path("b")), decode(Path("b"), "val")) == (["zweite ö", "third"], ["first", "fourth"])
+
+@pytest.mark.parametrize("pattern, documents", [
+    (".", ["first", "third"]), ("text", ["first", "third"]), ("text/**", ["first", "third"]),
+    ("text/**/*.txt", ["first", "third"]), ("text/*/*.txt", ["third"])])
+def test_named_files__counts_unreadable_folders(tmp_path, monkeypatch, capsys, pattern, documents) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, text in ((".", "first"), ("locked", "second"), ("open", "third")):
+        Path("text", folder).mkdir(parents=True, exist_ok=True)
+        Path("text", folder, "a.txt").write_text(text)
+    lock_folders(monkeypatch, "locked")
+    run(pattern, "--out=out", "--tokenizer=bytes", "--val_share=0")
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == f"{len(documents)} files read, 1 files skipped: 1 unreadable folder"
+    assert sorted(decode(Path("out"))) == documents
+    assert "text/locked / unreadable folder /" in failure(tool, "text/open", "text/locked", "--out=other")
 
 def test_named_files__nothing_there(tmp_path) -> None:
     write_tree(tmp_path / "tree")
