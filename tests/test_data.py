@@ -153,6 +153,17 @@ def test_resolve_sizes__contradictions(changes, val_vocab, error, parts) -> None
         with expect_error(error, *parts):
             tg.resolve_sizes(cfg, shard_headers(10) + other, shard_headers(10))
 
+@pytest.mark.parametrize("vocab_size, accepted", [(2**16, True), (2**16 + 1, False), (100_257, False)])
+def test_resolve_sizes__a_vocabulary_beyond_16_bits_is_refused(vocab_size, accepted) -> None:
+    """The largest token id of a shard is 65,535; a larger one would be stored modulo 65,536."""
+    headers = shard_headers(10, vocab=(vocab_size, vocab_size - 1))
+    cfg = tg.Config(**tg.PRESETS["tiny"])
+    if accepted:
+        assert tg.resolve_sizes(cfg, headers, headers).bos_id == 2**16 - 1
+        return
+    with expect_error(tg.DataError, "vocabulary", str(vocab_size), "65,536"):
+        tg.resolve_sizes(cfg, headers, headers)
+
 def test_check_enough_data__a_shard_contains_the_largest_step_used() -> None:
     """A step reads the tokens of its sequences, and one more for each."""
     cfg = preset()

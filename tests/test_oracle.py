@@ -442,8 +442,8 @@ def trainer_activations(setup: ConfigS, batch: tg.Batch, step_cfg: tg.StepConfig
     seen |= dict(after_backout=after_backout, final_norm=final_norm, losses=losses) | grads
     seen["final_norm.grad"] = final_norm.grad.view_as(final_norm)
     first_seq = {name: x.detach()[0] for name, x in seen.items()}
-    logit_results = {"raw_logits": logits, "logits": tg.softcap(logits), "raw_logits.grad": grad_logits / tg.LOGIT_WIDTH}
-    return first_seq | logit_results
+    return first_seq | {"raw_logits": logits, "logits": tg.softcap(logits),
+                        "raw_logits.grad": grad_logits / tg.LOGIT_WIDTH}
 
 def check_s_grads(oracle: Oracle) -> None:
     setup, vectors = ConfigS(oracle), Vectors(oracle, "s_grads")
