@@ -1599,9 +1599,14 @@ def triton_jit(kernel: Callable) -> Any:
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
-def compile_fn(fn: Callable, cfg: Config, comm: Communicator) -> Callable:
-    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile."""
-    return torch.compile(fn, dynamic=False, fullgraph=True) if comm.compiles(cfg) else fn
+def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager: bool = False) -> Callable:
+    """Wrap `fn` in torch.compile, or return `fn` unchanged if this run does not use torch.compile.
+
+    round_as_eager: round every bf16 result to bf16, as eager code does. Otherwise Inductor keeps the f32 values between
+    fused operations, so that x.to(bf16).to(f32) does not round.
+    """
+    options = {"emulate_precision_casts": round_as_eager}
+    return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
     """Decorate the `backward` of an autograd function so that create_graph=True raises RunError.
@@ -4504,7 +4509,8 @@ class Optimizer:
         self.comm = comm
         self.model = model
         adam = functools.partial(apply_adam, compile_fn(adam_update, cfg, comm), cfg)
-        normuon = compile_fn(normuon_update, cfg, comm)
+        # RECIPE 3.1 rounds polar_express and the row factor to bf16.
+        normuon = compile_fn(normuon_update, cfg, comm, round_as_eager=True)
         rowwise = compile_fn(rowwise_update, cfg, comm)
         self.groups: dict[str, ReplicatedGroup | ShardedGroup | TableGroup] = {}
         replicated_specs = []
@@ -4680,7 +4686,8 @@ class Engine:
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = compile_fn(self.model.hidden_states, cfg, comm)
-        self.model_losses = compile_fn(self.model.losses, cfg, comm)
+        # "emulated" has the bf16 logits of "fp8" (RECIPE 2.8). The fp8 matmul itself returns bf16.
+        self.model_losses = compile_fn(self.model.losses, cfg, comm, round_as_eager=head_precision == "emulated")
         self.next_token_losses = compile_fn(next_token_losses, cfg, comm)
         if head_precision:
             multiple_micro_batches = self.micro_batch_size * comm.world_size < cfg.seqs_per_step
@@ -6497,6 +6504,8 @@ def main(argv: list[str], source: bytes | None = None) -> None:
         if sys.stdout:                                                        # None if it was closed
             sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        # Without a CUDA toolkit, Inductor warns that round_as_eager leaves Triton's own libdevice in use, as intended.
+        warnings.filterwarnings("ignore", message="CUDA_HOME not set|CUDA libdevice not found")
         cfg = load_config(argv)
         if cfg.sample:
             sample_from_save(cfg)

@@ -121,7 +121,8 @@ def fp8_head(y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Sequence[float]
     scale = loss_scale * GRAD_SCALE
     grad_y = scale * W_SCALE * grad_factor * (payload @ w8.t())
     grad_w = scale * Y_SCALE * (y8.t() @ scaled_payload)
-    results = dict(y8=y8, w8=w8, logits=logits, losses=losses, payload=payload, grad_y=grad_y, grad_w=grad_w)
+    results = dict(y8=y8, w8=w8, logits=logits, losses=losses, payload=payload, grad_y=grad_y, grad_w=grad_w,
+                   grad_logits=grad)
     return {name: x.detach() for name, x in results.items()}
 
 

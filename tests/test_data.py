@@ -173,12 +173,23 @@ def test_check_enough_data__suggests_no_batch_of_0_tokens() -> None:
         tg.check_enough_data(cfg, tg.Schedule(cfg), shard_headers(10**9), shard_headers(20))
     assert "--val_tokens=" not in str(caught.value).splitlines()[-1]
 
-def test_read_verified__an_error_while_reading_names_the_file(tmp_path, monkeypatch) -> None:
+def test_verify_shards__an_error_while_reading_names_the_file(tmp_path, monkeypatch) -> None:
     """An error of read() has no file name, unlike an error of open(). The remedy depends on the cause."""
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
     with expect_error(tg.DataError, str(path), "Input/output error", "a disk that works"):
         tg.verify_shards(tg.read_shard_headers(str(path)))
+
+@pytest.mark.parametrize("vocab_size, accepted", [(2**16, True), (2**16 + 1, False), (100_257, False)])
+def test_resolve_sizes__a_vocabulary_beyond_16_bits_is_refused(vocab_size, accepted) -> None:
+    """The largest token id of a shard is 65,535; a larger one would be stored modulo 65,536."""
+    headers = shard_headers(10, vocab=(vocab_size, vocab_size - 1))
+    cfg = tg.Config(**tg.PRESETS["tiny"])
+    if accepted:
+        assert tg.resolve_sizes(cfg, headers, headers).bos_id == 2**16 - 1
+        return
+    with expect_error(tg.DataError, "vocabulary", str(vocab_size), "65,536"):
+        tg.resolve_sizes(cfg, headers, headers)
 
 def test_check_enough_data__a_shard_contains_the_largest_step_used() -> None:
     """A step reads the tokens of its sequences, and one more for each."""

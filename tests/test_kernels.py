@@ -213,6 +213,8 @@ def test_fits_relu_sq(monkeypatch, dtype, D, mlp_dim, capability, on_cuda, fits)
 @pytest.mark.parametrize("bounds, window, max_seqlen, num_heads, head_dim", [
     ([0, 1], 5, 1, 1, 4),                                            # one token
     ([0, 0, 4, 4, 9, 9], 2, 9, 2, 3),                                # empty documents, max_seqlen too large
+    ([0, 0, 1, 2, 2, 3, 10, 11, 11, 11], 4, 7, 2, 3),                # documents of one token among empty ones
+    ([0, 1, 2, 3, 4, 5], 4, 1, 2, 3),                                # documents of one token only
     ([0, 7, 40], 3, 33, 2, 4),                                       # window smaller than a block of queries
     ([0, 7, 40], 1000, 33, 1, 4),                                    # window larger than the sequence
     ([0, 100], 37, 100, 2, 4),                                       # blocks of 37 queries, 100 = 2 x 37 + 26
@@ -232,6 +234,17 @@ def test_attention_reference__and_its_gradients_equal_a_naive_softmax(bounds, wi
     rounded = tg.attention_reference(*inputs_bf16, cu_seqlens, attn_args)
     assert rounded.dtype == BF16
     assert_close(rounded, expected, rtol=0, atol=0.06)  # 8 bits, values up to about 3
+
+def test_attention_reference__positions_after_the_last_bound_are_a_document() -> None:
+    """They affect no position before them, in forward and backward, and their results are finite."""
+    bounds, num_positions = [0, 5, 9], 14
+    inputs = [leaf(num_positions, 2, 3, seed=seed) for seed in range(3)]
+    attn_args = tg.AttentionArgs(9, 4, 0.7)
+    got = tg.attention_reference(*inputs, torch.tensor(bounds, dtype=torch.int32), attn_args)
+    expected = reference.attention(*inputs, torch.tensor([*bounds, num_positions]), 4, 0.7)
+    assert_equals_autograd(got, expected, inputs, randn(num_positions, 2, 3, seed=9))
+    before = [x[:bounds[-1]] for x in inputs]
+    assert_close(got[:bounds[-1]], reference.attention(*before, torch.tensor(bounds), 4, 0.7))
 
 class LinearVarlen:
     """Replaces torch's varlen attention and its backward with q + 2 k + 3 v, because they have no CPU kernel.

@@ -460,6 +460,18 @@ def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) ->
     sampled = run_main(["--sample=w", "a few words", "--sample_tokens=4", "--temperature=0.5"], 0).out.splitlines()
     assert [line.strip("-") for line in sampled[:3]] == [" prompt ", "a few words", " sample "]
 
+@pytest.mark.parametrize("prompt", ["naïve ﬁ", "é" * 20])
+def test_main__accepts_a_prompt_in_an_ascii_locale(inputs, prompt) -> None:
+    """The prompt is encoded as its UTF-8 bytes, and printed with escapes; the sample is that of a UTF-8 locale."""
+    command = [sys.executable, ROOT / "train_gpt.py", "--sample=w", prompt, "--sample_tokens=8", "--device=cpu"]
+    samples = []
+    for variables in (dict(LC_ALL="C.UTF-8", PYTHONIOENCODING="utf-8"),
+                      dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0", PYTHONIOENCODING="ascii")):
+        done = subprocess.run(command, cwd=inputs, env=os.environ | variables, capture_output=True, timeout=120)
+        assert (done.returncode, done.stderr) == (0, b"")
+        samples.append(done.stdout.split(b" sample ")[1].decode().strip("-\n"))
+    assert done.stdout.isascii() and samples[1] == samples[0].encode("ascii", "backslashreplace").decode()
+
 @pytest.mark.parametrize("flags, status, texts", [
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "ids up to 600")),
     (["--val_files=no_start.bin"], 2, ("no_start.bin", "BOS tokens: 0")),

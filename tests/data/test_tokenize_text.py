@@ -1,16 +1,19 @@
 """data/tokenize_text.py: the shards decode to the same text, and the printed command trains on them."""
 import base64
 import gzip
+import itertools
 import json
 import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common import ROOT, random_stream, run as train
-from data_common import TEXT, contents, decode, failure, lock_folders
+from data_common import TEXT, contents, decode, failure, lock_folders, wrong_flag
 
 import train_gpt as tg
 
@@ -20,6 +23,8 @@ RANKS = Path(os.environ.get("GPT2_RANKS", ROOT / "../shared/data/gpt2.ranks.gz")
 TEXTS = ["Hello world", "  spaces\tand\n\n\nlines \n", "Żółć, naïve, Привет, שלום, 你好世界, 🙂",
          "e\u0301 \u00a0\u200b",
          "<|endoftext|> is text here", "I'll can't 1234 ... don't\r\n", "x" * 5000, "\x00\x7f\ufeff inside"]
+ALL_IDS = range(256)
+ALL_BYTES = [bytes([byte]) for byte in ALL_IDS]
 BYTES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
 
 def run(*arguments: object) -> None:
@@ -55,6 +60,7 @@ def test_make_gpt2_tokenizer(tmp_path) -> None:
     run(*flags, f"--out={tmp_path / 'a'}", f"--vocab={ranks}")
     tokens = tokens_of(tmp_path / "a/a_train_000000.bin")
     assert tokens[:4].tolist() == [50256, 15496, 995, 50256] and decode(tmp_path / "a") == ["Hello world", *TEXTS]
+    assert np.sum(tokens == 50256) == 1 + len(TEXTS), "<|endoftext|> in a text is text"
     assert ranks.read_bytes() == (tmp_path / "a/vocab.txt").read_bytes(), "so one serves as the other"
     ranks.write_bytes(b"\n".join(BYTES))
     said = failure(tool, *flags, f"--out={tmp_path / 'b'}", f"--vocab={ranks}")
@@ -74,6 +80,37 @@ def test_read_pieces__a_bad_vocabulary(tmp_path, lines, found) -> None:
     (tmp_path / "in.txt").write_text("x")
     message = failure(tool, tmp_path / "in.txt", f"--out={tmp_path / 'out'}", f"--vocab={tmp_path / 'vocab.txt'}")
     assert "vocab.txt / " in message and found in message and "give another --vocab" in message
+
+def test_write_shards__a_vocabulary_beyond_16_bits_is_refused(tmp_path, capsys) -> None:
+    """BOS is the id after all pieces. It would be stored modulo 65,536."""
+    pieces = [*ALL_BYTES, *itertools.islice(map(bytes, itertools.product(ALL_IDS, repeat=2)), 65_535 - 256)]
+    lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(pieces)]
+    (tmp_path / "in.txt").write_text("a short text")
+    flags = tmp_path / "in.txt", f"--vocab={tmp_path / 'vocab.txt'}", "--val_share=0"
+    (tmp_path / "vocab.txt").write_bytes(b"\n".join(lines[:-1]))
+    run(*flags, f"--out={tmp_path / 'a'}")
+    header, = tg.read_shard_headers(str(tmp_path / "a/a_train_*.bin"))
+    assert (header.vocab_size, header.bos_id) == (65_535, 65_534) and decode(tmp_path / "a") == ["a short text"]
+    (tmp_path / "vocab.txt").write_bytes(b"\n".join(lines))
+    assert "65,535 pieces / at most 65,534 pieces" in failure(tool, *flags, f"--out={tmp_path / 'b'}")
+    assert "expected 257 to 65,535" in wrong_flag(tool, capsys, tmp_path / "in.txt", f"--out={tmp_path / 'c'}",
+                                                  "--vocab_size=65536")
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_main__text_keeps_its_bytes_in_any_locale(tmp_path, suffix) -> None:
+    """Line ends of Windows and letters beyond ASCII are the same tokens in a UTF-8 and in an ASCII locale."""
+    text = "eins\r\nzwei ö\r\n\r\ndrei\rvier\n"
+    content = json.dumps({"text": text}, ensure_ascii=False) + "\r\n" if suffix == "jsonl" else text
+    source = tmp_path / f"in.{suffix}"
+    source.write_bytes(content.encode())
+    locales = dict(utf8=dict(LC_ALL="C.UTF-8"), ascii=dict(LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0"))
+    for name, variables in locales.items():
+        command = [sys.executable, ROOT / "data/tokenize_text.py", source, f"--out={tmp_path / name / 'set'}",
+                   "--tokenizer=bytes", "--val_share=0"]
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert decode(tmp_path / name / "set") == [text]
+    assert contents(tmp_path / "utf8/set") == contents(tmp_path / "ascii/set")
 
 FOUND = {"a.txt": b"first", "b/c.py": "zweite ö".encode(), "b/d.jsonl": b'{"text": "third"}\n', "e": b"fourth"}
 PASSED_OVER = {"f.bin": b"\x00\x01", "latin.txt": b"\xe4\n", "b/g.gz": b"x", "h.json": b"{}", "empty": b"",

@@ -145,13 +145,14 @@ def compile_and_note(tally: Tally, options: argparse.Namespace) -> Callable:
 
     def compile_call(call: Callable, **settings: Any) -> Callable:
         name = call.__qualname__
+        inductor_options = settings.pop("options", None)
 
         def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
             note_graph(tally, name, module, inputs, facts)
             return compile_fx.compile_fx_inner(module, inputs, **facts)
 
         def backend(module: torch.fx.GraphModule, inputs: list) -> Any:
-            return compile_fx.compile_fx(module, inputs, inner_compile=inner)
+            return compile_fx.compile_fx(module, inputs, inner_compile=inner, config_patches=inductor_options)
 
         compiled = torch_compile(call, backend=backend, **settings)
 
