@@ -34,7 +34,7 @@ from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, r
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number and name
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w{1,60})")          # date, number and name
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
@@ -468,7 +468,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         folder = root / f"{args.date}_{number}_{args.name}"
         if not FOLDER.fullmatch(folder.name) or not args.runs:
             raise ToolError("record", found=f"{folder.name}, runs {args.runs}",
-                            expected="the name YYYY-MM-DD_nn_NAME, and at least one run",
+                            expected="YYYY-MM-DD_nn_NAME, a NAME of at most 60 characters, and at least one run",
                             hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
         stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
