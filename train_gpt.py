@@ -1875,7 +1875,8 @@ class WeightMatrix(NamedTuple):
 
         x (..., I), weight.matrix (I, J) -> (..., J). Both products accumulate in the same main_grad.
         """
-        return self._replace(matrix=self.matrix.t(), main_grad=None if self.main_grad is None else self.main_grad.t())
+        main_grad = None if self.main_grad is None else self.main_grad.t()
+        return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
         """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
@@ -4384,10 +4385,13 @@ class BankGroup(ShardedGroup):
 
         # Multiply the learning rate of a matrix by its multiplier in the spec, and the learning rate of tall matrices
         # also by the square root of their aspect ratio. NorMuon may split a weight matrix into several matrices.
-        aspect_mul = max(1.0, matrices.shape[-2] / matrices.shape[-1]) ** 0.5
-        layer_lr_muls = [lr_mul * aspect_mul for _, height, lr_mul in spec.matrices
-                         for _ in range(height // matrices.shape[-2])]
-        self.lr_muls = matrices.new_tensor(layer_lr_muls, dtype=accum).repeat(len(weight))[self.slice, None, None]
+        _, rows, columns = matrices.shape
+        aspect_mul = max(1.0, rows / columns) ** 0.5
+        layer_lr_muls: list[float] = []
+        for _, height, lr_mul in spec.matrices:
+            layer_lr_muls += [lr_mul * aspect_mul] * (height // rows)
+        lr_muls = matrices.new_tensor(layer_lr_muls, dtype=accum).repeat(len(weight))
+        self.lr_muls = lr_muls[self.slice, None, None]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
         """Update self.shard, the matrices of this rank, in place.
@@ -5044,13 +5048,11 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
 
     # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
     # logits in chunks. Row-wise updates take less memory, too, unless steps have many short sequences.
-    saved_vectors = SAVED_VECTORS
-    logit_bytes = LOGIT_COPIES * item_bytes
-    if attention is not attention_varlen:
-        saved_vectors = SAVED_VECTORS_EAGER
-        logit_bytes = LOGIT_COPIES_EAGER * accum_bytes
-    bytes_per_token = (len(LAYERS) * (saved_vectors + MLP_SAVED * MLP_RATIO) * cfg.model_dim * item_bytes
-                       + int(cfg.padded_vocab * logit_bytes))
+    eager = attention is not attention_varlen
+    saved_vectors = MLP_SAVED * MLP_RATIO + (SAVED_VECTORS_EAGER if eager else SAVED_VECTORS)
+    logit_bytes = LOGIT_COPIES_EAGER * accum_bytes if eager else LOGIT_COPIES * item_bytes
+    bytes_per_layer = saved_vectors * cfg.model_dim * item_bytes
+    bytes_per_token = len(LAYERS) * bytes_per_layer + int(cfg.padded_vocab * logit_bytes)
     estimate["working"] = micro_batch_size * largest_batch * bytes_per_token // cfg.seqs_per_step
     return estimate
 

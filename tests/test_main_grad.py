@@ -71,9 +71,13 @@ def contract_weight(main_grad: bool, flag: bool) -> Tensor:
 # The two products with a weight W: x @ W^T, and x @ W, which transposes the WeightMatrix.
 products = pytest.mark.parametrize("transposed", [False, True], ids=["x @ W^T", "x @ W"])
 
+INPUTS = {False: 3, True: 4}                                         # transposed -> columns of x, for W (4, 3)
+
 def operand(weight: Tensor, transposed: bool, queue: tg.DeferredGrads | None = None) -> tg.WeightMatrix:
     matrix = tg.as_matrix(weight, queue)
-    return matrix.t() if transposed else matrix
+    if transposed:
+        return matrix.t()
+    return matrix
 
 @products
 @pytest.mark.parametrize("main_grad, flag, deferred, want", CONTRACT)
@@ -88,7 +92,7 @@ def test_linear_main_grad__what_backward_returns(main_grad, flag, deferred, want
     seen, after = [], []
     weight.register_hook(seen.append)
     weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad is not None))
-    outputs, inputs = (3, 4) if transposed else (4, 3)
+    inputs, outputs = INPUTS[transposed], INPUTS[not transposed]
     first = torch.nn.Parameter(randn(inputs, inputs, seed=9))
     scale = scale and torch.tensor(scale, dtype=F64)
     true_gradient = torch.zeros(4, 3, dtype=F64)
@@ -134,7 +138,7 @@ def test_add_gradient__a_frozen_matrix_gets_none_in_every_case(main_grad, flag, 
     """No gradient is written or queued, and no flag is set. The gradient of the input is computed nevertheless."""
     weight = contract_weight(main_grad, flag).requires_grad_(False)
     queue = []
-    inputs = 4 if transposed else 3
+    inputs = INPUTS[transposed]
     x = randn(5, inputs).requires_grad_()
     tg.linear_main_grad(x, operand(weight, transposed, queue if deferred else None)).sum().backward()
     torch.testing.assert_close(x.grad, weight.sum(dim=int(transposed)).expand(5, inputs))
@@ -156,8 +160,8 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
         weight.grad_added_to_main_grad = False
     queue = []
     x = randn(5, 4, seed=1)
-    last = weight if transposed else weight.t()
-    true_gradient, = torch.autograd.grad(((x @ weight.t()).square() @ last).sum(), weight)
+    hidden = (x @ weight.t()).square()
+    true_gradient, = torch.autograd.grad((hidden @ (weight if transposed else weight.t())).sum(), weight)
     for backward in (1, 2):
         matrix, last_matrix = (operand(weight, each, queue if deferred else None) for each in (False, transposed))
         tg.linear_main_grad(tg.linear_main_grad(x, matrix).square(), last_matrix).sum().backward()
@@ -171,13 +175,15 @@ def test_linear_main_grad__a_weight_that_is_used_twice_in_one_graph(main_grad, f
 @pytest.mark.parametrize("modified", ("input", "gradient"))
 def test_run_deferred__a_modified_operand_is_refused(modified, transposed) -> None:
     """The error is raised before any gradient is written, including those that were deferred earlier."""
-    weight = make_weight(*(3, 4) if transposed else (4, 3))
+    weight = make_weight(4, 3)
     queue = []
-    operands = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
+    operands = [dict(input=randn(5, INPUTS[transposed], seed=seed),
+                     gradient=randn(5, INPUTS[not transposed], seed=seed)) for seed in (1, 2)]
     for each in operands:
         tg.linear_main_grad(each["input"], operand(weight, transposed, queue)).backward(each["gradient"])
     operands[1][modified] += 1
-    with expect_error(tg.RunError, "deferred gradient", "(4, 3)", "modified in-place", "run_deferred"):
+    shape = str((INPUTS[not transposed], INPUTS[transposed]))
+    with expect_error(tg.RunError, "deferred gradient", shape, "modified in-place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
@@ -209,15 +215,20 @@ def test_matrices_by_layer__a_bank_and_its_views_get_autograds_gradients(how, tr
     for layer in bank:
         up, down = layer.split((6, 6))
         hidden = (want_x @ (scale * up).t()).relu()
-        want_x = want_x + (hidden @ (scale * down) if transposed else (hidden * (want_x @ down.t()))[:, :4])
+        if transposed:
+            want_x = want_x + hidden @ (scale * down)
+        else:
+            want_x = want_x + (hidden * (want_x @ down.t()))[:, :4]
     want = torch.autograd.grad(want_x.square().sum(), [bank, x, scale])
     bank.requires_grad_(how != "frozen")
 
     def loss(x: Tensor) -> Tensor:
         for up, down in as_views(bank) if how == "views" else tg.matrices_by_layer(bank, (6, 6)):
             hidden = tg.linear_main_grad(x, up, scale).relu()
-            x = x + (tg.linear_main_grad(hidden, down.t(), scale) if transposed
-                     else (hidden * tg.linear_main_grad(x, down))[:, :4])
+            if transposed:
+                x = x + tg.linear_main_grad(hidden, down.t(), scale)
+            else:
+                x = x + (hidden * tg.linear_main_grad(x, down))[:, :4]
         return x.square().sum()
 
     torch._dynamo.reset()
