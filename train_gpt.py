@@ -679,12 +679,8 @@ def read_small_file(path: Path, hint: str) -> bytes:
     Raises DataError unless the path is a regular file of at most MAX_SMALL_FILE_BYTES, or a link to one.
     """
     # Check before opening the file, because opening a named pipe waits for another process.
-    problem = "no regular file of this name"
-    if path.is_file():
-        problem = f"{path.stat().st_size:,} bytes"
-    elif not path.parent.exists():
-        problem = f"the directory does not exist (working directory {os.getcwd()})"
-    check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path, found=problem,
+    check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path,
+          found=f"{path.stat().st_size:,} bytes" if path.is_file() else "no regular file of this name",
           expected=f"a regular file of at most {MAX_SMALL_FILE_BYTES:,} bytes", hint=hint, error=DataError)
     return path.read_bytes()
 
@@ -696,6 +692,9 @@ def read_settings(directory: Path) -> Config:
     path = directory / SETTINGS_FILE
     hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
             "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
+    check(directory.is_dir(), f"settings file {path}",
+          found=f"the directory does not exist (working directory {os.getcwd()})",
+          expected="a directory with the settings of a run or a save", hint=hint, error=DataError)
     try:
         # Another version of this trainer, with other flags, may have written the file.
         return make_config({name: parse_value(name, text)
@@ -704,8 +703,8 @@ def read_settings(directory: Path) -> Config:
         raise ConfigError(f"{error.args[0]}, in {path}", *error.args[1:]) from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         # A KeyError is raised for the name of a flag that this version does not have.
-        reason = "unknown setting" if isinstance(error, KeyError) else f"invalid content: {type(error).__name__}"
-        raise DataError(f"settings file {path}", found=getattr(error, "strerror", None) or f"{reason}: {error}",
+        raise DataError(f"settings file {path}",
+                        found=f"{'unknown setting' if isinstance(error, KeyError) else type(error).__name__}: {error}",
                         expected="settings of this version of the trainer", hint=hint) from None
 
 # {character: escape sequence}, for `str.translate`. File names, samples and messages may contain text of a downloaded
@@ -3373,9 +3372,8 @@ class Packer:
     def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
         """Create the packer without reading data. shards: yields the shards of all epochs, in training order."""
         self.cfg = cfg
-        self.shards = shards
+        self.shards = enumerate(shards)
         self.shards_per_epoch = shards_per_epoch
-        self.shards_read = 0
         self.epoch = 0                   # epoch of the current shard, counted from 0
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
         # Start of the next step in the shard: a document index in the first epoch, a token index in later epochs.
@@ -3395,7 +3393,7 @@ class Packer:
                 return self.shard, seqs
             rest = self.shard.tokens[self.position:] if self.epoch else self.shard.tokens[:0]
             try:
-                self.shard = next(self.shards)
+                shard_idx, self.shard = next(self.shards)
             except StopIteration:
                 raise OutOfData("training data ended",
                                 found=f"{self.cfg.train_files!r} ends before step {step_cfg.step}, counted from 0",
@@ -3405,8 +3403,7 @@ class Packer:
                                      f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
             except DataError as error:   # the shard file has changed since the start of the run
                 raise OutOfData(*error.args) from None
-            self.epoch = self.shards_read // self.shards_per_epoch
-            self.shards_read += 1
+            self.epoch = shard_idx // self.shards_per_epoch
             if len(rest):
                 self.shard = TokenShard(np.concatenate([rest, self.shard.tokens]), self.cfg.bos_id)
             self.position = 0
@@ -3446,14 +3443,6 @@ class Loader:
         self.packer = Packer(cfg, self._prefetch_shards(), len(headers))
         self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
-
-    def skip(self, steps: Iterable[StepConfig]) -> None:
-        """Skip the data of `steps`, the steps that a resumed run has already trained. Builds no batches.
-
-        Raises OutOfData if the data ends before the last of these steps.
-        """
-        for step_cfg in steps:
-            self.packer.next(step_cfg)
 
     def start(self, cycle: list[StepConfig]) -> None:
         """Build the batches of the first cycle, and wait for the batches. The first `advance` makes them current.
@@ -6037,9 +6026,8 @@ def open_data(raw_cfg: Config, comm: Communicator,
         first_epoch, later_epochs = count_packed_tokens(cfg, schedule, train_headers)
         total = sum(header.num_tokens for header in train_headers)
         unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
-        details = f" ({first_epoch:,} in the first epoch, then {later_epochs / total:.1f} more epochs of all tokens)"
-        comm.print0(f"the run reads {1 - unread / total:.1%} of the {total:,} training tokens"
-                    f"{details if later_epochs else ''}")
+        comm.print0(f"the run reads {1 - unread / total:.1%} of the {total:,} training tokens: {first_epoch:,} tokens "
+                    f"in the first epoch, {later_epochs:,} in later ones")
     # Resolve symbolic links, because two paths may refer to the same file.
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
@@ -6418,7 +6406,9 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
 
         clock = Clock(comm, checkpoint["train_time_ms"])
         loader = Loader(cfg, comm, train_headers)
-        loader.skip(map(schedule.at, range(first_step)))
+        # A resumed run has already trained on the first steps.
+        for step in range(first_step):
+            loader.packer.next(schedule.at(step))
 
         # During training, exclude the many Python objects of model and graphs from garbage collection.
         gc.collect()

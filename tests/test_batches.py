@@ -199,7 +199,7 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world_si
         for label in batches[0].plans:
             assert len({id(batch.plans[label]) for batch in batches}) == math.ceil(len(step_cfgs) / cycle_steps), label
 
-def test_skip__a_resumed_run_continues_the_stream(tmp_path) -> None:
+def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
     """A loader that skips steps returns the batches that follow them.
 
     The skipped steps may end in the first shard, or at a shard boundary.
@@ -210,7 +210,8 @@ def test_skip__a_resumed_run_continues_the_stream(tmp_path) -> None:
         with start_loader(tmp_path) as (unused, step_cfgs):
             loader = tg.Loader(unused.cfg, make_comm(), unused.headers)
             with contextlib.closing(loader):
-                loader.skip(step_cfgs[:steps_done])
+                for step_cfg in step_cfgs[:steps_done]:
+                    loader.packer.next(step_cfg)
                 loader.start(step_cfgs[steps_done:steps_done + 2])
                 batches = batches_of(loader, step_cfgs[steps_done:])
                 for batch, expected_batch in zip(batches, expected[steps_done:], strict=True):

@@ -258,7 +258,7 @@ def test_Packer__three_epochs_read_every_token(preset_name, name) -> None:
         num_tokens += sum(lengths)
     schedule = tg.Schedule(cfg)
     counts_by_epoch = np.zeros((4, num_tokens), int)
-    packer = tg.Packer(cfg, ((epoch, shard) for epoch in range(4) for shard in shards))
+    packer = tg.Packer(cfg, iter(4 * shards), len(shards))
     with contextlib.suppress(tg.OutOfData):
         while True:
             step_cfg = schedule.at(schedule.end_step - 1)                     # the longest sequences
