@@ -233,7 +233,8 @@ OMISSIONS = {                            # name -> (function, its arguments)
     **{name: (forget_tensors, name) for name in ("attn", "bigram_embed", "*.m", "*.mantissa")},      # one of each kind
     "rotary": (forget_rotary,), "tables": (forget_calls, (tg.LocalTable, "reset")),
     "row-wise tables": (forget_calls, (tg.RowwiseTable, "reset")),
-    "rows on the host": (forget_calls, (tg.HostRowStore, "load")), "rows": (forget_calls, (tg.DeviceRowStore, "load")),
+    "rows on the host": (forget_calls, (tg.HostRowStore, "clear"), (tg.HostRowStore, "load_chunk")),
+    "rows": (forget_calls, (tg.DeviceRowStore, "clear"), (tg.DeviceRowStore, "load_chunk")),
     "gradients": (forget_calls, (tg.ReplicatedGroup, "zero_grad"), (tg.ShardedGroup, "zero_grad")),
     "random numbers": (forget_calls, (torch, "set_rng_state")),
 }

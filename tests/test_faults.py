@@ -23,7 +23,7 @@ TERMINATED = (1, 143)                    # ended itself, or ended by the launche
 LOST = ("RunError: lost another rank", "dmesg")
 MEMORY = ("RunError: out of memory", "--micro_batch_size=1")
 DIFFER = ("RunError: row plans of ranks", "same flags")
-NAN_LOSS = ("RunError: training loss of step 3", "nan", "finite")
+NAN_LOSS = ("RunError: training loss of step 4", "nan", "finite")
 NO_MEETING = ("ConfigError: waiting for all ranks", f"2 ranks within {COMM_TIMEOUT_S}")
 SPEED = ("ConfigError: --adam_lr", "'fast'")
 BUG = "ZeroDivisionError: a bug"         # end of the traceback

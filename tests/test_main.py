@@ -217,7 +217,7 @@ def test_finish_run__recompilations_during_the_training_loop_are_in_the_result(t
     """
     train_loop = tg.train_loop
 
-    def compile_losses(fn: Callable, *_: object) -> Callable:
+    def compile_losses(fn: Callable, *_: object, **_options: object) -> Callable:
         return torch.compile(fn, backend="eager", dynamic=False) if fn is tg.next_token_losses else fn
 
     def train_loop_with_eval_chunk(*args: Any) -> tuple[float, Any]:
