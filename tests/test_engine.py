@@ -196,7 +196,7 @@ def full_state_in_chunks(rank: Rank) -> tuple[dict[str, torch.Tensor], dict[str,
             states.append(engine.full_state(tg.Schedule(cfg).at(0), with_moments=True))
     return (states[0], states[1]) if rank.rank == 0 else ({}, {})
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_full_state__shards_of_several_chunks(ranks, world) -> None:
     """The chunks of a bank, of the head and of a table are joined in order, also if a shard has many chunks."""
     whole, joined = ranks(world, full_state_in_chunks)[0]

@@ -6,6 +6,7 @@ imported inside the functions that use it, because the import takes a second.
 """
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Iterable, Sequence
@@ -115,6 +116,7 @@ def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
             return n
     return None
 
+@functools.cache
 def student_t(level: float, free: int) -> float:
     """Return the t that Student's distribution with `free` degrees exceeds with probability `level`, without scipy.
 
