@@ -196,7 +196,7 @@ def full_state_in_chunks(rank: Rank) -> tuple[dict[str, torch.Tensor], dict[str,
             states.append(engine.full_state(tg.Schedule(cfg).at(0), with_moments=True))
     return (states[0], states[1]) if rank.rank == 0 else ({}, {})
 
-@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("world", [1, *(pytest.param(world, marks=pytest.mark.slow) for world in (2, 4))])
 def test_full_state__shards_of_several_chunks(ranks, world) -> None:
     """The chunks of a bank, of the head and of a table are joined in order, also if a shard has many chunks."""
     whole, joined = ranks(world, full_state_in_chunks)[0]
@@ -307,7 +307,7 @@ def test_compile_fn__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_rec
     assert first_cycle[-1] > 0 and (second_cycle == first_cycle[-1]).all(), "only the first cycle compiles"
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("shape", [(2, 64, 64), (2, 96, 48)], ids=str)
+@pytest.mark.parametrize("shape", [pytest.param((2, 64, 64), marks=pytest.mark.slow), (2, 96, 48)], ids=str)
 def test_normuon_update__compiled_by_inductor_rounds_to_bf16_as_eager_code(shape) -> None:
     """The compiled update of a bank takes the steps of the eager one, but for the order of f32 sums.
 

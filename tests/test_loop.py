@@ -487,7 +487,9 @@ def test_train_loop__keeps_its_time_budget_and_resumes_at_its_progress(monkeypat
     assert abs(result["train_time_ms"] - 3000) <= 2000 * STEP_S + 1
 
 
-@pytest.mark.parametrize("slow_from, slow_s, late_s", [(10**6, 0.0, None), (80, 0.5, 1), (80, 0.01, None)])
+@pytest.mark.parametrize("slow_from, slow_s, late_s", [
+    pytest.param(10**6, 0.0, None, marks=pytest.mark.slow), (80, 0.5, 1),
+    pytest.param(80, 0.01, None, marks=pytest.mark.slow)])
 def test_finish_run__warns_of_a_missed_time_budget(monkeypatch, tmp_path, slow_from, slow_s, late_s) -> None:
     """The budget is missed if steps near the end take much longer than those before, but not within one cycle."""
     clock = SimulatedTime(monkeypatch, tick=1e-9)

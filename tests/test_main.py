@@ -460,7 +460,7 @@ def test_main__accepts_the_same_inputs_without_the_damage(run_main, tmp_path) ->
     sampled = run_main(["--sample=w", "a few words", "--sample_tokens=4", "--temperature=0.5"], 0).out.splitlines()
     assert [line.strip("-") for line in sampled[:3]] == [" prompt ", "a few words", " sample "]
 
-@pytest.mark.parametrize("prompt", ["naïve ﬁ", "é" * 20])
+@pytest.mark.parametrize("prompt", ["naïve ﬁ", pytest.param("é" * 20, marks=pytest.mark.slow)])
 def test_main__accepts_a_prompt_in_an_ascii_locale(inputs, prompt) -> None:
     """The prompt is encoded as its UTF-8 bytes, and printed with escapes; the sample is that of a UTF-8 locale."""
     command = [sys.executable, ROOT / "train_gpt.py", "--sample=w", prompt, "--sample_tokens=8", "--device=cpu"]
