@@ -207,6 +207,7 @@ def autograd_swiglu_mlp(x: torch.Tensor, *matrices: tg.WeightMatrix) -> torch.Te
     gate, up, down = (weight.matrix for weight in matrices)
     return (F.silu(x @ gate.t()) * (x @ up.t())) @ down
 
+@pytest.mark.recipe
 def test_parameter_specs__a_fork_with_swiglu_trains_like_autograd(monkeypatch) -> None:
     """The bank has three matrices per layer. Only the down matrices start as zeros and have the doubled learning rate.
     """
@@ -233,6 +234,7 @@ def test_parameter_specs__a_fork_with_swiglu_trains_like_autograd(monkeypatch) -
     for name, x in states[1].items():
         torch.testing.assert_close(states[0][name], x, rtol=1e-9, atol=1e-12, msg=name)
 
+@pytest.mark.recipe
 def test_estimate_memory__counts_the_saved_vectors_of_the_mlp_in_one_number(monkeypatch) -> None:
     """MLP_SAVED hidden vectors per layer and token, for both kinds of attention."""
     cfg = small()
