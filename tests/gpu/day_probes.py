@@ -19,6 +19,7 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,10 @@ def preflight(args: argparse.Namespace) -> Facts:
     facts = {package: tg.package_version(package) for package in PACKAGES}
     facts |= dict(python=platform.python_version(), cuda=torch.version.cuda, missing=missing_compilers(),
                   cpu=tg.describe_hardware(tg.Communicator(torch.device("cpu"))),
-                   source_sha256=tg.file_sha256(Path(tg.__file__)))
+                  source_sha256=tg.file_sha256(Path(tg.__file__)))
+    stages = tg.Config(**tg.PRESETS["record" if args.device == "cuda" else "tiny"]).stages
+    first_batch = stages[0].batch_tokens
+    facts["stages_first_batch"] = tg.format_value(tuple(replace(stage, batch_tokens=first_batch) for stage in stages))
     if args.device == "cpu":
         facts |= dict(card="cpu", gpus=0, capability=[0, 0], kernels=["reference"])
         return dict(facts=facts, problems=[], remarks=[])

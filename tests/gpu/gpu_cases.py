@@ -27,6 +27,7 @@ F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 TRAINER, PLAIN = "trainer", "plain"
 FRAME = 2048                             # elements before and after a framed tensor, which preserve its alignment
 MAX_POISON_BYTES = 8 << 30
+SMALL_BYTES = 1 << 20                    # torch's allocator keeps segments for requests of up to this size
 EXACT_HEAD_TOKENS = 2048                 # tokens whose logits fit in memory as f64
 
 Call = Callable[..., list[Tensor]]
@@ -75,9 +76,18 @@ def fill_with_nan(x: Tensor) -> None:
 def fill_free_memory(device: torch.device) -> bool:
     """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
-    # Segments with live tensors remain, and the allocator prefers the smallest free block that fits.
-    sizes = [block["size"] for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]
-             if block["state"] == "inactive"]
+    # Segments with live tensors remain. The allocator returns the smallest free block that fits, so requests of the sizes
+    # of all free blocks, from the largest to the smallest, fill each block. Requests of up to SMALL_BYTES have segments of
+    # their own: there, fill a block that is larger in parts. In other segments, nothing uses a block that is smaller.
+    sizes = []
+    for segment in torch.cuda.memory_snapshot():
+        free_sizes = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+        if segment["segment_type"] == "large":
+            sizes += [size for size in free_sizes if size > SMALL_BYTES]
+        else:
+            for size in free_sizes:
+                sizes += [*size // SMALL_BYTES * [SMALL_BYTES], size % SMALL_BYTES]
+    sizes.sort(reverse=True)
     free, _ = torch.cuda.mem_get_info(device)
     sizes += 64 * [1 << 19] + [min(MAX_POISON_BYTES, free // 2)]
     filled = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]

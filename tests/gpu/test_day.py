@@ -331,7 +331,8 @@ def write_run(folder: Path, losses: list[float], **result: object) -> Path:
     """Write the files that `stages` and `match` read of a run."""
     folder.mkdir()
     lines = [dict(type="header", config={}, attention="FA3 (x 1)", head="fp8", world_size=8)]
-    lines += [dict(type="step", step=step, train_time_ms=30.0, train_loss=loss) for step, loss in enumerate(losses, 1)]
+    lines += [dict(type="step", step=step, train_time_ms=30.0, train_loss=1.75 * loss, train_loss_next=loss)
+              for step, loss in enumerate(losses, 1)]
     lines.append(dict(type="result", val_loss=7.0, peak_memory_mib=dict(allocated=900)) | result)
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     estimate = "weights 600 MiB, tables on the host 5,000 MiB, moments 400 MiB"
@@ -356,6 +357,7 @@ def test_match__the_run_of_stages_against_float32(tmp_path, change, is_right) ->
     losses = [10.0 - step for step in range(12)]
     gpu_day = fake_day()
     gpu_day.out = tmp_path
+    gpu_day.facts["stages_first_batch"] = "256 1 3 1 1 1;256 1 3 1 1 1"
     gpu_day.figures["stages"] = dict(run_dir=str(write_run(tmp_path / "stages", losses + [-3.0])))
     gpu_day.train = returning(write_run(tmp_path / "plain", losses[:11] + [losses[11] + change]))
     found = red_reason(day_steps.match, gpu_day, {})
