@@ -40,8 +40,8 @@ INSTALL_HINT = "run pip install -r requirements-gpu.txt for faster attention, an
 GROUPS = {
     r"nccl": ("communication", "exposed communication"),
     r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
-    r"flash|fmha|attn|attention": ("attention forward", "attention"), r"relu_sq": ("relu_sq", "products"),
-    r"add_rows": ("add_rows", "memory-bound kernels"), r"memcpy|memset": ("copies", "memory-bound kernels"),
+    r"flash|fmha|attn|attention": ("attention forward", "attention"), r"relu_sq_kernel": ("relu_sq", "products"),
+    r"add_rows_kernel": ("add_rows", "memory-bound kernels"), r"memcpy|memset": ("copies", "memory-bound kernels"),
     r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv": ("matmuls", "products"),
     r"triton.*(exp2|log2)": ("loss", "memory-bound kernels"), r"triton.*sigmoid": ("gates", "memory-bound kernels"),
     r"": ("other", "memory-bound kernels")}
