@@ -489,7 +489,7 @@ def parse_lr_mul(text: str) -> float:
     """Parse NgramTable.lr_mul, the multiplier of adam_lr.
 
     Raises ConfigError if the text is `nearest` or `stochastic`, the rounding modes that earlier versions accepted in
-    the 8th field. Raises ValueError if the text is any other word that is not a number.
+    the 8th field. Raises ValueError if the text is any other text that is not a number.
     """
     check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
@@ -614,8 +614,8 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
     """Check that save_as, add_saved and value_embed of all layers fit together.
 
     Raises ConfigError if a layer adds an output that no earlier layer saves, if two layers save under one name, if no
-    layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the trainer would
-    silently train an architecture other than the one that LAYERS describes.
+    layer saves BACKOUT, or if the layers do not use the value embeddings 0, 1, ... exactly once each. Without this
+    check, the trainer would silently train an architecture other than the one that LAYERS describes.
     """
     saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
@@ -734,7 +734,10 @@ def read_settings(directory: Path) -> Config:
 ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 def print_stdout(text: str) -> None:
-    """Print text that the user asked for, such as --help or a sample. Raises RunError if writing to stdout fails."""
+    """Print text that the user asked for, such as --help or a sample, with control characters escaped.
+
+    Raises RunError if writing to stdout fails.
+    """
     try:
         print(text.translate(ESCAPED_CONTROLS), flush=True)
     except (OSError, ValueError) as error:
@@ -1019,7 +1022,7 @@ class Communicator:
                 raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
-        """Return whether the run uses torch.compile: with --compile=1, and with --compile=-1 on CUDA."""
+        """Return whether this run uses torch.compile: if --compile is 1, or if it is -1 and the device is a GPU."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
@@ -1479,7 +1482,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     """Check, before the model is built, that the shards have enough tokens to train and to validate.
 
     Raises DataError if every training shard has too few tokens for one step, or if the validation shards have too few
-    tokens for --val_tokens. `count_packed_tokens` checks the training tokens of the whole run.
+    tokens for --val_tokens. `count_packed_tokens` raises OutOfData if the training shards have too few tokens for the
+    whole run.
     """
     # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
     # because the last token is only a target.
@@ -1704,7 +1708,7 @@ class AttentionArgs:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Register this AttentionArgs in ATTENTION_ARGS under its name; derive the name from the values if empty."""
+        """Register this AttentionArgs in ATTENTION_ARGS. Derives the name from the values if the name is empty."""
         # torch.compile guards on every value that compiled code reads, and recompiles when a value changes. Compiled
         # code therefore reads only the name, which is constant. Passing the values as a CPU tensor also avoids
         # recompilation, but Inductor then assumes that the outputs of the operation are unaligned, and loads and stores
@@ -2017,7 +2021,11 @@ class LinearFunction(torch.autograd.Function):
     """
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
-        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward. scale None: no scale."""
+        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward.
+
+        x (..., J), scale () or None (no scale), matrix (I, J). grad_target: the WeightMatrix that accumulates the
+        gradient of `matrix`.
+        """
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
@@ -2067,7 +2075,7 @@ TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """Compute out = relu(x w^T)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
+    """Compute out = relu(x w^T)^2, or out = 2 (x w^T) sqrt(squares) if BACKWARD is true.
 
     x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
 
@@ -2154,7 +2162,11 @@ class ReluSqMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
-        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward."""
+        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward.
+
+        x (..., D), up_matrix and down_matrix (F, D). `up` and `down`: the WeightMatrix objects that accumulate the
+        gradients of up_matrix and down_matrix.
+        """
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
             squares = relu_sq(flat_x, up_matrix, None)
@@ -2214,8 +2226,8 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
     """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
 
     Yields one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
-    vocabulary. There are several chunks only in eager code on a CPU. In compiled code, Inductor fuses the passes over
-    the logits. In eager code on a GPU, more chunks would only launch more kernels.
+    vocabulary. Only eager code on a CPU has several chunks. Compiled code has one chunk, because Inductor fuses the
+    passes over the logits. Eager code on a GPU has one chunk, because more chunks would only launch more kernels.
     """
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -2240,9 +2252,12 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the ids of the next G tokens of every position, and their loss weights.
 
-    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, mtp_weights (G,) -> ids (N, G) i64,
-    token_weights (N, G). targets[b, t] is the token after position t. Past the end of a sequence, the weight is 0 and
-    the id is targets[b, 0], a placeholder.
+    targets (B, T) i64, for B sequences of T tokens: targets[b, t] is the token after position t of sequence b.
+    mtp_weights (G,): loss weight of each of the next G tokens
+
+    Returns (ids, token_weights), (N, G) each, for N = B * T positions. For position n = b * T + t and k < G, ids[n, k]
+    is targets[b, t + k], in i64, and token_weights[n, k] is mtp_weights[k]. Past the end of the sequence, where
+    t + k >= T, the weight is 0, and the id is targets[b, 0], a placeholder.
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
@@ -2356,7 +2371,10 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, loss_scale: Tensor,
                 precision: str, logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
-        """Compute (losses, next_losses), (N,) each, and save the gradient of the logits, (N, V), for backward."""
+        """Compute (losses, next_losses), (N,) each, and save the gradient of the logits, (N, V), for backward.
+
+        The docstring of HeadLoss describes the arguments.
+        """
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
@@ -2519,9 +2537,9 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Add the output gradient, grad (..., D), to row_grads[index], where row_grads is the input of forward.
+        """Add the gradient of the output to row_grads[index], and return None for all three inputs.
 
-        Returns None for all three inputs.
+        grad (..., D): gradient of the output, with model dim D. index and row_grads: the inputs of forward.
         """
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
