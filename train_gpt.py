@@ -489,7 +489,7 @@ def parse_lr_mul(text: str) -> float:
     """Parse NgramTable.lr_mul, the multiplier of adam_lr.
 
     Raises ConfigError if the text is `nearest` or `stochastic`, the rounding modes that earlier versions accepted in
-    the 8th field. Raises ValueError if the text is any other text that is not a number.
+    the 8th field. Raises ValueError for any other text that is not a number.
     """
     check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
@@ -1633,7 +1633,8 @@ SIGN_SEED = 92                           # arbitrary seed of sign_vectors
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language; triton_jit imports it on first use, CPU runs need none
+# The module triton.language. `triton_jit` imports it on first use, because runs on a CPU need no Triton.
+tl = None
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
