@@ -33,7 +33,7 @@ Letters in shapes and formulas, with their values in preset `record`
     N  tokens per micro-batch, B * T  F  MLP hidden dim [3,072]     M  matrices in a bank
 A shape in a docstring follows the name: x (N, D) is a matrix, and x () is a 0-dim tensor. Matmul kernels use the usual
 GEMM letters instead: M, N and K are the sizes of one matmul there, (M, K) times (K, N). Section 4 also uses (I, J) for
-the shape of any weight matrix. Linear layers store it as (output features, input features).
+the shape of any weight matrix. Linear layers store their weight as (output features, input features).
 
 Terms
     sequence        T tokens, packed from documents. A step trains on S sequences, which are independent of each other.
@@ -45,8 +45,10 @@ Terms
                     cycle of the parameters that Adam updates, --adam_every steps.
     cycle           without a qualifier: the run's cycle, which is the longest update cycle of all parameters. Data is
                     loaded and checkpoints are written in units of whole cycles.
-    progress        position in the schedule, in planned steps. It equals the step unless --time_budget is set; then the
-                    clock determines it.
+    extension       the last stage of the schedule, --num_extension_steps long. The other stages split the scheduled
+                    steps (--num_scheduled_steps) evenly. The planned steps are the scheduled steps and the extension.
+    progress        position in the schedule, in planned steps. The progress equals the step, unless --time_budget is
+                    set. Then the clock determines the progress.
     tied            head and embedding are one parameter. Untying splits this parameter into two.
     MTP weights     loss weights of the next G tokens (multi-token prediction)
     weight matrix   one matrix of a bank or of another parameter (`WeightMatrix`)
@@ -131,7 +133,11 @@ from torch import Tensor, nn
 
 # ====== Section 1: Config =============================================================================================
 class TrainerError(Exception):
-    """Base class of all errors reported to the user: what is wrong, what was found and expected, and how to fix it."""
+    """Base class of all errors that are reported to the user.
+
+    The message has four parts: what is wrong, what was found, what was expected, and a hint on how to fix the error.
+    The process exits with exit_status.
+    """
     exit_status = 2
 
     def __init__(self, what: object, found: object, expected: object, hint: str) -> None:
@@ -161,11 +167,14 @@ def lost_rank_error(found: str) -> RunError:
 
 def check(ok: object, what: object, *, found: object, expected: object, hint: str,
           error: type[TrainerError] = ConfigError) -> None:
-    """Raise `error` with the message (what, found, expected, hint) unless `ok` is true."""
+    """Raise an exception of class `error` unless `ok` is true.
+
+    The message consists of `what` (the flag, file or operation that is wrong), found, expected and hint.
+    """
     if not ok:
         raise error(what, found, expected, hint)
 
-# {error code: (what is expected, how to fix the error)}
+# {errno of an OSError: (`expected`, `hint`) of the TrainerError that reports it}
 IO_REMEDIES = {
     errno.EEXIST: ("a path that does not exist", "choose another path; another run may be writing to this one"),
     errno.ENOENT: ("an existing path", "check the spelling, and whether another program has removed the path"),
@@ -176,9 +185,11 @@ IO_REMEDIES = {
 
 @contextlib.contextmanager
 def write_errors(path: Path, error_type: type[TrainerError] = RunError, source: str = "") -> Iterator[None]:
-    """Convert an I/O error in the body of a `with` statement into an `error_type` that names `path`.
+    """Convert an I/O error in the body of a `with` statement into an error of class `error_type` that names `path`.
 
-    path: the file or directory that the body writes. source: the flag or variable that sets the path, for the message.
+    path: the file or directory that the body writes. source: prefix of the message, the flag or environment variable
+    that sets the path, such as "--save: "
+
     Raises `error_type` if the body raises OSError (for example because the disk is full), ValueError or RuntimeError.
     """
     try:
@@ -210,14 +221,14 @@ def read_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Layer:
-    """Features of one transformer layer, an entry of LAYERS.
+    """Features of one transformer layer. LAYERS lists the layers of the model.
 
     Raises ConfigError if a value is unknown or if features exclude each other.
     """
     attention: str                   # "plain", "paired" (heads j and j + H/2 attend as one sequence of 2T) or "none"
     window: str = "short"            # attention window: the "short" one or the "long" one of the current stage
-    value_embed: int | None = None   # index of the value embedding that is added to the attention values
-    key_offset: bool = False         # shift the unrotated half of the key features by one token
+    value_embed: int | None = None   # index of the value embedding to add to the attention values; None: none
+    key_offset: bool = False         # in the half of the channels without RoPE, use the key of the previous token
     save_as: str = ""                # name under which the output of the layer is saved; empty: not saved
     add_saved: str = ""              # name of a saved output to gate and add to the input of the layer; empty: none
 
@@ -281,8 +292,9 @@ class Stage:
         check(all(0 <= x <= 1000 for x in (self.lr_mul, *self.mtp_start, *self.mtp_end)), what, found=self,
               expected="lr_mul and MTP weights from 0 to 1,000", hint=hint)
 
-# The stages of modded-nanogpt (RECIPE 4.1). The last one is the extension. Sources: growing windows, records 12, 13, 20
-# and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps, record 53.
+# The stages of modded-nanogpt (RECIPE 4.1). The last stage is the extension after the scheduled steps. Sources: growing
+# windows, records 12, 13, 20 and 29; growing batches, record 46; MTP weights and untying after two thirds of the steps,
+# record 53.
 STAGES = (
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
@@ -318,7 +330,7 @@ class NgramTable:
 
     def __post_init__(self) -> None:
         """Validate the fields. Raises ConfigError if a field is invalid."""
-        rules = {                    # {what is expected, for the error: condition that must be true}
+        rules = {                    # {`expected` in the error: condition that must be true}
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", self.label, re.ASCII),
             f"a label other than the built-in ones, {BUILTIN_TABLES}": self.label not in BUILTIN_TABLES,
             f"order: one of {list(NGRAM_FACTORS)}": self.order in NGRAM_FACTORS,
@@ -336,7 +348,8 @@ class NgramTable:
 GPT2_VOCAB, GPT2_BOS_ID = 50_257, 50_256                      # for shard headers that store vocabulary size 0
 GATE_INPUTS = 12                     # input features of every gate
 FP8_MULTIPLE = 16                    # every dimension of an fp8 matmul must be a multiple of this
-SEQ_MULTIPLE = FP8_MULTIPLE          # tokens; on every device, sequence lengths are multiples of this, as fp8 requires
+# Sequence lengths in tokens must be multiples of SEQ_MULTIPLE on every device, because the fp8 head requires it.
+SEQ_MULTIPLE = FP8_MULTIPLE
 
 # The role of a flag determines how --resume treats the flag.
 # NUMERIC: the flag affects the results of a run. A resumed run must use the value of the earlier run.
@@ -350,8 +363,8 @@ def flag(group: str, default: Any, unit: str, help: str, choices: tuple = (), lo
          role: str = NUMERIC) -> Any:
     """Build a dataclass field of Config, with the metadata of its command-line flag.
 
-    group: heading in --help
-    unit, help: --help prints them side by side, as in "--epochs passes  over the training shards"
+    group: heading under which --help lists the flag
+    unit, help: texts that --help prints side by side, as in "--epochs passes  over the training shards"
     choices: all valid values; empty: no restriction
     lo, hi: bounds of a number, inclusive
     role: what --resume does with the flag
@@ -476,7 +489,7 @@ def parse_lr_mul(text: str) -> float:
     """Parse NgramTable.lr_mul, the multiplier of adam_lr.
 
     Raises ConfigError if the text is `nearest` or `stochastic`, the rounding modes that earlier versions accepted in
-    the 8th field. Raises ValueError if the text is any other word that is not a number.
+    the 8th field. Raises ValueError for any other text that is not a number.
     """
     check(text not in ("nearest", "stochastic"), "--tables: invalid 8th field", found=text,
           expected="lr, a number; the rounding mode was removed, because rows are always rounded to nearest",
@@ -489,7 +502,9 @@ SPEC_PARSERS = dict(
     tables=(NgramTable, str, int, int, parse_layer, int, str, int, parse_lr_mul, float, float))
 
 def parse_specs(name: str, text: str) -> tuple[Stage, ...] | tuple[NgramTable, ...]:
-    """Parse the text of --stages or --tables (name: "stages" or "tables") into Stage or NgramTable objects.
+    """Parse the text of --stages into Stage objects, or the text of --tables into NgramTable objects.
+
+    name: the flag that the text is given for, "stages" or "tables"
 
     Trailing fields that have defaults may be omitted. Raises ValueError, TypeError or KeyError if the text is
     malformed, and ConfigError if a stage or table is invalid.
@@ -561,8 +576,9 @@ def format_value(value: Any) -> str:
 def parse_value(name: str, text: str, preset: str = Config.preset) -> Any:
     """Parse and validate the value of the flag --`name`. Expands `~` in directories and globs.
 
-    preset: the preset in use, whose value is the example in error messages. Raises ConfigError if the text has the
-    wrong type, is not one of the choices, or is out of range.
+    preset: name of the preset in use. Error messages give the preset's value of the flag as an example.
+
+    Raises ConfigError if the text has the wrong type, is not one of the choices, or is out of range.
     """
     config_field = Config.__dataclass_fields__[name]
     metadata = config_field.metadata
@@ -598,8 +614,8 @@ def check_layers(layers: tuple[Layer, ...]) -> None:
     """Check that save_as, add_saved and value_embed of all layers fit together.
 
     Raises ConfigError if a layer adds an output that no earlier layer saves, if two layers save under one name, if no
-    layer saves BACKOUT, or if the value embeddings are not 0, 1, ... once each. Without this check, the trainer would
-    silently train an architecture other than the one that LAYERS describes.
+    layer saves BACKOUT, or if the layers do not use the value embeddings 0, 1, ... exactly once each. Without this
+    check, the trainer would silently train an architecture other than the one that LAYERS describes.
     """
     saved_names = []                 # save_as of the layers so far
     for i, layer in enumerate(layers):
@@ -624,7 +640,8 @@ def check_config(cfg: Config) -> None:
     # `parse_value` has already validated the type and range of each flag.
     check_layers(LAYERS)
     H, E = cfg.num_heads, cfg.head_dim
-    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step     # tokens; batch sizes are multiples of this
+    # Sequence lengths must be multiples of SEQ_MULTIPLE, so the tokens of a batch must be a multiple of this.
+    batch_multiple = SEQ_MULTIPLE * cfg.seqs_per_step
     for stage in cfg.stages:
         check(0 < stage.batch_tokens and stage.batch_tokens % batch_multiple == 0, "--stages: invalid stage",
               found=stage, expected=f"batch_tokens: a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
@@ -638,12 +655,13 @@ def check_config(cfg: Config) -> None:
               hint=f"correct the table; --tables takes {TABLE_SYNTAX}")
     # Replace an empty --profile, which is valid, by a range that is valid.
     profile_match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
-    rules = (                        # (field, true if it is valid, what is expected, a valid value)
+    rules = (                        # (name of the field, is its value valid, what is expected, a valid value)
         ("num_heads", H % 2 == 0, "an even number, because paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads * head_dim = {H} * {E}", H * E),
         ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
-         "at least two stages, of which the last is the extension, and `untie` in at most one",
+         "at least two stages, of which the last is the extension after the scheduled steps, "
+         "and `untie` in at most one",
          format_value(PRESETS[cfg.preset].get("stages", STAGES))),
         ("val_batch_tokens", cfg.val_batch_tokens % batch_multiple == 0,
          f"a multiple of {batch_multiple} ({SEQ_MULTIPLE} * seqs_per_step)",
@@ -660,7 +678,10 @@ def check_config(cfg: Config) -> None:
               hint=f"for example --{name}={shlex.quote(str(example))}")
 
 def make_config(settings: dict[str, Any]) -> Config:
-    """Build and validate a Config from {field: value}. Fields not in `settings` have the values of the preset.
+    """Build and validate a Config from {field: value}.
+
+    A field that is not in `settings` has the value of the preset settings["preset"], or the default of Config if the
+    preset does not set this field. Without settings["preset"], the preset is Config.preset.
 
     Raises ConfigError if the preset is unknown or a setting is invalid.
     """
@@ -674,9 +695,10 @@ def make_config(settings: dict[str, Any]) -> Config:
 MAX_SMALL_FILE_BYTES = 64 << 20      # of settings, a manifest or a vocabulary; the vocabulary of GPT-2 has 0.8 MB
 
 def read_small_file(path: Path, hint: str) -> bytes:
-    """Read settings, a manifest or a vocabulary. A different program may have written the file.
+    """Read the bytes of a settings file, a manifest or a vocabulary.
 
-    Raises DataError unless the path is a regular file of at most MAX_SMALL_FILE_BYTES, or a link to one.
+    Another program may have written the file. Raises DataError unless the path is a regular file of at most
+    MAX_SMALL_FILE_BYTES, or a link to such a file. hint: how to fix the file, for the message of this error
     """
     # Check before opening the file, because opening a named pipe waits for another process.
     check(path.is_file() and path.stat().st_size <= MAX_SMALL_FILE_BYTES, path,
@@ -712,7 +734,10 @@ def read_settings(directory: Path) -> Config:
 ESCAPED_CONTROLS = {i: f"\\x{i:02x}" for i in (*range(32), *range(127, 160)) if chr(i) not in "\n\t"}
 
 def print_stdout(text: str) -> None:
-    """Print text that the user asked for, such as --help or a sample. Raises RunError if writing to stdout fails."""
+    """Print text that the user asked for, such as --help or a sample, with control characters escaped.
+
+    Raises RunError if writing to stdout fails.
+    """
     try:
         print(text.translate(ESCAPED_CONTROLS), flush=True)
     except (OSError, ValueError) as error:
@@ -720,10 +745,10 @@ def print_stdout(text: str) -> None:
                        hint="redirect it to a disk with free space; the results of a run are also in its log") from None
 
 def make_arg_parser(preset: str) -> argparse.ArgumentParser:
-    """Build the command-line parser. Its help shows the values of the preset as defaults.
+    """Build the command-line parser. Its help text shows the values of the preset as defaults.
 
-    The parsed values are texts. Flags that are not given are absent from the parsed namespace. Raises ConfigError if
-    the preset is unknown.
+    The values in the parsed namespace are strings, which `parse_value` converts. Flags that are not given are absent
+    from the namespace. Raises ConfigError if the preset is unknown.
     """
     # The help shows the defaults of --preset, which are known only after parsing. So argparse must not print the help;
     # `parse_args` prints it.
@@ -886,7 +911,7 @@ class Communicator:
             torch.cuda.synchronize(self.device)
 
     def record_event(self) -> torch.cuda.Event:
-        """Record a CUDA event on the current stream.
+        """Record a CUDA event on the current stream, and return the event. Requires a GPU.
 
         The event completes when all work launched earlier on this stream has finished.
         """
@@ -934,16 +959,19 @@ class Communicator:
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def set_thread_device(self) -> None:
-        """Make this rank's GPU the current device of the calling thread. Call this first in every new thread.
+        """Make this rank's GPU the current device of the calling thread. No-op on a CPU.
 
-        The current device is per thread. Without this call, it is GPU 0, and pinning memory would create a CUDA context
-        on GPU 0 in every rank.
+        Call this method first in every new thread. The current device of a new thread is GPU 0, so without this call,
+        pinning memory would create a CUDA context on GPU 0 in every rank.
         """
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
     def print0(self, text: str) -> None:
-        """Print on rank 0 only. Write errors are ignored, so that a closed or full stdout does not end the run."""
+        """Print text on rank 0 only. Control characters are escaped.
+
+        Write errors are ignored, so that a closed or full stdout does not end the run.
+        """
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
                 print(text.translate(ESCAPED_CONTROLS), flush=True)
@@ -994,7 +1022,7 @@ class Communicator:
                 raise type(error)(f"{what}, on rank {rank}" if None in errors else what, *rest)
 
     def compiles(self, cfg: Config) -> bool:
-        """Return whether the run uses torch.compile: with --compile=1, and with --compile=-1 on CUDA."""
+        """Return whether this run uses torch.compile: if --compile is 1, or if it is -1 and the device is a GPU."""
         return cfg.compile == 1 or bool(cfg.compile and self.on_cuda)
 
 
@@ -1062,7 +1090,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     return rotary
 
 class Schedule:
-    """Map from a step to its StepConfig: stage, learning rates, momentum, windows, loss weights (RECIPE 4).
+    """Schedule of a run: `at` maps a step to its StepConfig, the settings that change from step to step (RECIPE 4).
 
     The progress of a step is the position of the step in the schedule, in planned steps. Without --time_budget, the
     progress equals the step. With --time_budget, the clock determines the progress when a cycle is scheduled, and all
@@ -1070,15 +1098,16 @@ class Schedule:
     on the progress. Adam updates, cycles, checkpoints and validations depend on the step. All methods are pure
     functions of their arguments, of the config and of `cycle_progress`.
 
-    cycle_progress: initial value of self.cycle_progress, from the checkpoint of --resume; empty for a new run
+    cycle_progress: with --time_budget, the progress of every cycle that has been scheduled so far, in planned steps,
+    non-decreasing. Empty for a new run; restored from the checkpoint with --resume. `schedule_cycle` appends the
+    progress of each further cycle to self.cycle_progress. `end_step` searches this list for the first cycle at or after
+    the end of the schedule, and `untie_step` for the first cycle of the stage that unties head and embedding.
     """
     def __init__(self, cfg: Config, cycle_progress: Iterable[float] = ()) -> None:
         self.cfg = cfg
         # The run's cycle is the longest update cycle of all parameters. Data is loaded and checkpoints are written at
         # multiples of cycle_steps.
         self.cycle_steps = max([cfg.adam_every, *(table.update_every for table in cfg.tables)])
-        # With --time_budget: for each cycle scheduled so far, its progress in planned steps; non-decreasing.
-        # `schedule_cycle` appends to this list.
         self.cycle_progress = list(cycle_progress)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         # All stages but the last split the scheduled steps evenly. The last stage is the extension.
@@ -1093,20 +1122,22 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def progress(self, step: int) -> float:
-        """Return the schedule progress at the start of this step, in planned steps.
+        """Return the progress at the start of a step: the position of the step in the schedule, in planned steps.
 
-        With --time_budget, this is the progress of the step's cycle, at most planned_steps. `schedule_cycle` must have
-        scheduled this cycle.
+        Without --time_budget, the progress equals the step. With --time_budget, it is the progress of the cycle that
+        contains the step, at most planned_steps, and `schedule_cycle` must have scheduled this cycle.
         """
         if self.cfg.time_budget:
             return min(self.cycle_progress[step // self.cycle_steps], self.planned_steps)
         return step
 
     def first_step_at(self, progress: float) -> float:
-        """Return the first step whose progress is at least `progress`, in planned steps.
+        """Return the first step that reaches a position in the schedule, or math.inf if no such step is known yet.
+
+        progress: the position, in planned steps. A step reaches this position if self.progress(step) >= progress.
 
         Without --time_budget, the progress of a step equals the step, so the result is `progress`. With --time_budget,
-        the result is math.inf as long as no scheduled cycle reaches this progress.
+        the result is the first step of a cycle, or math.inf as long as no scheduled cycle reaches the position.
         """
         if not self.cfg.time_budget:
             return progress
@@ -1117,17 +1148,18 @@ class Schedule:
     def end_step(self) -> float:
         """Return the step at which training ends: --max_steps or the end of the schedule, whichever is earlier.
 
-        This step itself is not trained. With --time_budget, the end of the schedule is math.inf as long as no scheduled
-        cycle has a progress of at least planned_steps.
+        The last step that is trained is end_step - 1. With --time_budget, the end of the schedule is math.inf as long
+        as no scheduled cycle has a progress of at least planned_steps.
         """
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.planned_steps))
 
     @property
     def untie_step(self) -> float:
-        """Return the last tied step: head and embedding are split into two parameters after its update.
+        """Return the step after whose update head and embedding are split into two parameters.
 
-        This is the last step of the Adam cycle in which the stage with `untie` begins. The result is math.inf if no
-        stage has `untie`. With --time_budget, the result is also math.inf until a scheduled cycle reaches the stage.
+        This step is the last one of the Adam cycle in which the stage with untie=True begins. The result is math.inf if
+        there is no such stage. With --time_budget, the result is also math.inf until a scheduled cycle reaches the
+        stage.
         """
         # Untying earlier would lose the gradients that the embedding has accumulated since the start of the Adam cycle.
         step = self.first_step_at(self.untie_progress)
@@ -1137,27 +1169,29 @@ class Schedule:
         return step // adam_every * adam_every + adam_every - 1
 
     def stage_at(self, progress: float) -> int:
-        """Return the index of the stage at this progress, in planned steps.
+        """Return the index of the stage at a position in the schedule.
 
-        If the progress is planned_steps or more, the result is the index of the last stage.
+        progress: the position, in planned steps. From planned_steps on, the result is the index of the last stage.
         """
         return min(bisect.bisect_right(self.stage_ends, progress), len(self.stage_ends) - 1)
 
     def lr_factor_at(self, progress: float) -> float:
-        """Return the learning rate multiplier at this progress, in planned steps (RECIPE 4.2).
+        """Return the learning rate multiplier at a position in the schedule (RECIPE 4.2).
 
             fraction  = clamp((progress - cooldown_start) / cooldown_steps, 0, 1)
             lr_factor = lr_mul * (1 - fraction) + lr_floor * fraction
 
-        lr_mul is the multiplier of the stage at this progress. The cooldown covers the last --cooldown_frac of the
-        scheduled steps. There is no learning rate warm-up.
+        progress: the position, in planned steps. lr_mul is the multiplier of the stage at this position. The cooldown
+        covers the last --cooldown_frac of the scheduled steps. There is no learning rate warm-up.
         """
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         fraction = min(max(0.0, (progress - self.cooldown_start) / cooldown_steps), 1.0)
         return self.cfg.stages[self.stage_at(progress)].lr_mul * (1 - fraction) + self.cfg.lr_floor * fraction
 
     def momentum_at(self, progress: float) -> float:
-        """Return the NorMuon momentum at this progress, in planned steps (RECIPE 4.2).
+        """Return the NorMuon momentum at a position in the schedule (RECIPE 4.2).
+
+        progress: the position, in planned steps
 
         The momentum rises linearly from momentum_min to momentum_max over the first momentum_warmup_frac of the planned
         steps. Then it is constant. Over the last momentum_cooldown_frac of the planned steps, it falls linearly back to
@@ -1177,7 +1211,7 @@ class Schedule:
     def at(self, step: int) -> StepConfig:
         """Return the StepConfig of a step. `at(end_step)` is the StepConfig of the final validation.
 
-        With --time_budget, `schedule_cycle` must have scheduled the cycle of this step.
+        With --time_budget, `schedule_cycle` must have scheduled the cycle that contains the step.
         """
         cfg = self.cfg
         progress = self.progress(step)
@@ -1269,7 +1303,9 @@ def synthetic_tokens(seed: int, count: int, vocab_size: int, bos_id: int, repeat
     """Generate `count` synthetic tokens, (count,) u16, for preset tiny and the warm-up.
 
     Each token is a hash of its position and the seed. The first token is BOS, and documents have SYNTHETIC_DOC_LEN
-    tokens on average. repeat_ngrams: in every 64 tokens, the second 8 repeat the first 8, because real text repeats
+    tokens on average.
+
+    repeat_ngrams: in every block of 64 tokens, repeat tokens 0 to 7 as tokens 8 to 15, because real text repeats
     n-grams. A fork whose graphs depend on repeated n-grams then compiles all of its graphs during the warm-up.
     """
     positions = np.arange(count, dtype=np.uint64)
@@ -1332,7 +1368,7 @@ def read_shard_headers(pattern: str) -> list[ShardHeader]:
 def read_manifest(folder: Path) -> dict[str, str]:
     """Read {file name: SHA-256 hex digest} from the manifest of a directory.
 
-    Returns {} if the directory has no manifest. Raises DataError if the manifest is malformed or no regular file.
+    Returns {} if the directory has no manifest. Raises DataError if the manifest is malformed or is not a regular file.
     """
     path = folder / MANIFEST_FILE
     if not os.path.lexists(path):
@@ -1432,9 +1468,9 @@ def resolve_sizes(cfg: Config, train_headers: list[ShardHeader], val_headers: li
                    bigram_rows=max(2, cfg.bigram_rows or 5 * padded_vocab))
 
 def usable_val_tokens(shard_tokens: int, batch_tokens: int) -> int:
-    """Return how many tokens of a data shard are validation inputs: a multiple of batch_tokens.
+    """Return the number of tokens of a data shard that are validation inputs, a multiple of batch_tokens.
 
-    shard_tokens: number of tokens in the shard. batch_tokens: tokens of a validation batch, over all ranks
+    shard_tokens: number of tokens in the shard. batch_tokens: tokens per validation batch, over all ranks
 
     Two tokens of the shard are reserved. One is the last target. The other one reproduces an off-by-one error in the
     bounds check of modded-nanogpt, so that the validation tokens are the same as in modded-nanogpt.
@@ -1446,7 +1482,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
     """Check, before the model is built, that the shards have enough tokens to train and to validate.
 
     Raises DataError if every training shard has too few tokens for one step, or if the validation shards have too few
-    tokens for --val_tokens. `count_packed_tokens` checks the training tokens of the whole run.
+    tokens for --val_tokens. `count_packed_tokens` raises OutOfData if the training shards have too few tokens for the
+    whole run.
     """
     # In the first epoch, all sequences of a step are packed from one shard. A sequence of T inputs has T + 1 tokens,
     # because the last token is only a target.
@@ -1475,12 +1512,15 @@ def check_enough_data(cfg: Config, schedule: Schedule, train_headers: list[Shard
 
 def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: int,
                max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack documents, in stream order, into the S sequences of one step (RECIPE 5.2).
+    """Pack documents, in shard order, into the S sequences of one step (RECIPE 5.2).
 
-    Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Returns
-    (sequences, index of the first document of the next step), or None if the shard ends before all S sequences are
-    full. Each sequence has seq_len + 1 tokens and is returned as (starts, ends), two arrays (num_docs,): document i of
-    the sequence is shard.tokens[starts[i]:ends[i]].
+    Packing begins with document `first_doc` of the shard, and truncates each document to max_doc_len tokens. Each
+    sequence has seq_len + 1 tokens. The last document of a sequence is cut to fit, and the rest of this document is
+    dropped. The first epoch uses this function, later epochs use `pack_pieces`.
+
+    Returns (sequences, index of the first document of the next step), or None if the shard ends before all S sequences
+    are full. Each sequence is a pair of arrays (starts, ends), (num_docs,) each: document i of the sequence is
+    shard.tokens[starts[i]:ends[i]].
     """
     # tokens_before[i] is the number of tokens before document i, after truncation. The last entry is the total.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
@@ -1502,14 +1542,17 @@ def pack_batch(shard: TokenShard, first_doc: int, seqs_per_step: int, seq_len: i
 
 def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len: int,
                 max_doc_len: int) -> tuple[list[tuple[np.ndarray, np.ndarray]], int] | None:
-    """Pack consecutive tokens into the S sequences of one step, without dropping any, in epochs after the first.
+    """Pack consecutive tokens, without dropping any, into the S sequences of one step.
 
-    A sequence may begin inside a document, without BOS. The documents of a sequence are split into pieces of at most
-    max_doc_len tokens. The last target of a sequence is the first input of the next sequence.
+    The first epoch uses `pack_batch`, later epochs use this function.
 
-    Packing begins with token `first_token` of the shard. Returns (sequences, index of the first token of the next
-    step), or None if the shard ends before all S sequences are full. As in `pack_batch`, each sequence is
-    (starts, ends): piece i of the sequence is shard.tokens[starts[i]:ends[i]].
+    Packing begins with token `first_token` of the shard. Each sequence has seq_len + 1 tokens. The last target of a
+    sequence is the first input of the next sequence. A sequence may begin inside a document, without BOS. The documents
+    of a sequence are split into pieces of at most max_doc_len tokens.
+
+    Returns (sequences, index of the first token of the next step), or None if the shard ends before all S sequences are
+    full. Each sequence is a pair of arrays (starts, ends), (num_pieces,) each: piece i of the sequence is
+    shard.tokens[starts[i]:ends[i]].
     """
     end = first_token + seqs_per_step * seq_len
     if end >= len(shard.tokens):
@@ -1524,9 +1567,10 @@ def pack_pieces(shard: TokenShard, first_token: int, seqs_per_step: int, seq_len
     return seqs, end
 
 def pack_sequence(shard: TokenShard, starts: np.ndarray, ends: np.ndarray) -> PackedSeq:
-    """Build a PackedSeq from the token ranges of its documents: shard.tokens[starts[i]:ends[i]] for document i.
+    """Build a PackedSeq from the token ranges of its documents.
 
-    starts and ends (num_docs,) are indices into shard.tokens. The ranges have T + 1 tokens in all.
+    starts and ends (num_docs,) are indices into shard.tokens: document i is shard.tokens[starts[i]:ends[i]]. The ranges
+    have T + 1 tokens in all.
     """
     documents = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
@@ -1537,8 +1581,8 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
                          bos_id: int) -> Iterable[PackedSeq]:
     """Yield consecutive sequences of seq_len inputs from each validation shard.
 
-    The number of sequences per shard is a multiple of seqs_per_step. The remaining tokens of the shard are dropped. A
-    sequence may begin inside a document. Documents are not truncated to max_doc_len.
+    The number of sequences from a shard is a multiple of seqs_per_step, and the remaining tokens of the shard are
+    dropped. A sequence may begin inside a document. Documents are not truncated to max_doc_len.
     """
     for shard in shards:
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
@@ -1589,11 +1633,12 @@ SIGN_SEED = 92                           # arbitrary seed of sign_vectors
 CPU_CHUNK_LOGITS = 1 << 19               # logits per chunk on a CPU, so that a chunk and its temporaries fit in cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5      # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl = None                                # triton.language; triton_jit imports it on first use, because CPUs need none
+# The module triton.language. `triton_jit` imports it on first use, because runs on a CPU need no Triton.
+tl = None
 
 @functools.cache
 def triton_jit(kernel: Callable) -> Any:
-    """Apply triton.jit to a kernel. Imports Triton on first use, and sets the global `tl`, which kernels use."""
+    """Wrap a kernel in triton.jit. Imports Triton on first use, and sets the global `tl` that the kernels refer to."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
@@ -1608,7 +1653,7 @@ def compile_fn(fn: Callable, cfg: Config, comm: Communicator, *, round_as_eager:
     return torch.compile(fn, dynamic=False, fullgraph=True, options=options) if comm.compiles(cfg) else fn
 
 def first_order_only(backward: Callable) -> Callable:
-    """Decorate the `backward` of an autograd function so that create_graph=True raises RunError.
+    """Decorate the `backward` of an autograd function so that it raises RunError with create_graph=True.
 
     Backward writes weight gradients to buffers that autograd does not track, so second derivatives would be silently
     wrong.
@@ -1637,9 +1682,9 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out[2i]     = x[2i] * cos(angle) + x[2i + 1] * sin(angle)
         out[2i + 1] = x[2i + 1] * cos(angle) - x[2i] * sin(angle)
 
-    x (..., E) with head dim E -> (..., E). cos and sin, from GPT.set_rotary, broadcast to x and contain one value per
-    channel. sin is negated for the second channel of each pair. In the second half of a head, angle = 0, so cos = 1,
-    sin = 0 and out = x.
+    x (..., E) -> (..., E), for head dim E. cos and sin, from GPT.set_rotary, contain one value per channel, and
+    broadcast to x. sin is negated for the second channel of each pair. In the second half of a head, angle = 0, so
+    cos = 1, sin = 0 and out = x.
     """
     # Rotating all channels, the second half by angle 0, takes fewer passes than splitting x into halves.
     pairs_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1664,7 +1709,7 @@ class AttentionArgs:
     name: str = ""
 
     def __post_init__(self) -> None:
-        """Register this AttentionArgs in ATTENTION_ARGS under its name; derive the name from the values if empty."""
+        """Register this AttentionArgs in ATTENTION_ARGS. Derives the name from the values if the name is empty."""
         # torch.compile guards on every value that compiled code reads, and recompiles when a value changes. Compiled
         # code therefore reads only the name, which is constant. Passing the values as a CPU tensor also avoids
         # recompilation, but Inductor then assumes that the outputs of the operation are unaligned, and loads and stores
@@ -1729,8 +1774,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, args_name: str) 
     """Run the forward pass of torch's varlen attention. Returns (out, logsumexp, rng_state), all saved for backward.
 
     q, k, v and out (N, H, E), logsumexp (H, N) f32, for N positions, H heads and head dim E. rng_state: random state of
-    dropout, unused. cu_seqlens (num_docs + 1,) i32: cumulative document lengths. args_name: key of the AttentionArgs in
-    ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
+    dropout, which is not used. cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N. args_name: key
+    of the AttentionArgs in ATTENTION_ARGS. Passing only the name avoids a recompilation when window or scale changes.
     """
     return torch_varlen_ops()._varlen_attn(q, k, v, **varlen_kwargs(cu_seqlens, args_name))
 
@@ -1761,8 +1806,9 @@ def _(_: Tensor, *inputs: Tensor | str) -> tuple[Tensor, ...]:
 class Varlen(torch.autograd.Function):
     """torch's varlen attention, with AttentionArgs passed by name, so that new values do not trigger a recompilation.
 
-    q, k, v (N, H, E), cu_seqlens (num_docs + 1,) i32, name of the AttentionArgs -> (N, H, E), for N positions, H heads
-    and head dim E.
+    Varlen.apply(q, k, v, cu_seqlens, name): q, k, v (N, H, E) -> (N, H, E), for N positions, H heads and head dim E.
+    cu_seqlens (num_docs + 1,) i32: cumulative document lengths, from 0 to N. name: key of the AttentionArgs in
+    ATTENTION_ARGS.
     """
     # With torch's public `varlen_attn`, torch.compile would treat window, maximum length and scale as constants of the
     # graph, and recompile in every stage.
@@ -1801,8 +1847,8 @@ GRAD_ADDED_FLAG = "grad_added_to_main_grad"
 def op_in_graphs(*mutates_args: str) -> Callable:
     """Return a decorator that makes a function a custom op in compiled graphs.
 
-    The function must return None. mutates_args: names of the arguments that it writes its results to. Eager code calls
-    the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
+    The function must return None, and write its results to arguments. mutates_args: names of these arguments. Eager
+    code calls the function directly, which takes 8 us. Dispatching the custom op takes 26 us (measured).
     """
     def decorator(fn: Callable) -> Callable:
         """Register `fn` as custom op train_gpt::<fn.__name__>.
@@ -1848,7 +1894,9 @@ def add_to_main_grad(main_grad: Tensor, write_counts: Tensor, count_idx: int, a:
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]     # matrix, a, b, versions of a and b
+# Queue of deferred weight gradients: for each one, the WeightMatrix, the arguments a and b of
+# WeightMatrix.add_gradient, and the autograd versions of these tensors when they were queued.
+DeferredGrads = list[tuple["WeightMatrix", Tensor, Tensor | None, list[int]]]
 
 class WeightMatrix(NamedTuple):
     """One matrix of a parameter, and the main_grad buffer that accumulates the gradient of the matrix.
@@ -1867,26 +1915,32 @@ class WeightMatrix(NamedTuple):
     matrix: Tensor                       # (I, J): param itself, a view of one matrix of a bank, or a transposed view
     main_grad: Tensor | None = None      # (I, J): this matrix's view of param.main_grad; None: use param.grad
     count_idx: int = 0                   # index of this matrix in param.write_counts
-    deferred: DeferredGrads | None = None  # queue of gradients for `run_deferred`; the trainer does not use it
+    # Queue to which backward appends the gradient for `run_deferred`; None: backward computes the gradient immediately.
+    # The trainer itself always uses None.
+    deferred: DeferredGrads | None = None
 
     def t(self) -> WeightMatrix:
-        """View the matrix and its main_grad transposed, so that linear_main_grad(x, weight.t()) is x @ weight.matrix.
+        """Return a view with matrix and main_grad transposed.
 
-        x (..., I), weight.matrix (I, J) -> (..., J). Both products accumulate in the same main_grad.
+        linear_main_grad(x, weight.t()) is x @ weight.matrix, for x (..., I) and weight.matrix (I, J). Its gradient
+        accumulates in the same memory as the gradient of linear_main_grad(x, weight).
         """
         main_grad = None if self.main_grad is None else self.main_grad.t()
         return self._replace(matrix=self.matrix.t(), main_grad=main_grad)
 
     def add_gradient(self, a: Tensor, b: Tensor | None) -> Tensor | None:
-        """Accumulate the gradient of the matrix: a^T b, or `a` if b is None. Returns what autograd should receive.
+        """Accumulate the gradient of the matrix: a^T b, or `a` if b is None.
 
-        (a, b) is (output gradient (N, I), input (N, J)) for a matrix stored as (out, in), and (input (N, I), output
-        gradient (N, J)) for one stored as (in, out). If b is None, a (I, J) is the gradient. The first case that holds
-        applies:
+            matrix stored as (out, in)    a (N, I): output gradient, b (N, J): input
+            matrix stored as (in, out)    a (N, I): input, b (N, J): output gradient
+            b is None                     a (I, J): gradient of the matrix
+
+        The backward of an autograd function calls this method, and returns the result as the gradient of `matrix`. The
+        first of these cases that holds applies:
 
             param is frozen        no-op                                  returns None
             deferred is a queue    append a and b, for run_deferred       returns None (*)
-            main_grad is None      compute the gradient                   returns the gradient
+            main_grad is None      compute the gradient                   returns the gradient (I, J)
             otherwise              accumulate in main_grad                returns None (*)
 
         (*) If main_grad is not None and param has the attribute grad_added_to_main_grad, sets the attribute to True and
@@ -1909,15 +1963,15 @@ class WeightMatrix(NamedTuple):
         return torch.zeros_like(self.matrix)
 
 def as_matrix(param: Tensor, deferred: DeferredGrads | None = None) -> WeightMatrix:
-    """Build the WeightMatrix of a parameter (I, J) that is a single matrix, with param.main_grad if it exists.
+    """Build the WeightMatrix of a parameter (I, J) that is a single matrix. Uses param.main_grad if it exists.
 
-    deferred: queue to which backward appends the gradient for run_deferred; None: backward computes the gradient
+    deferred: queue to which backward appends the gradient for `run_deferred`; None: backward computes the gradient
     immediately.
     """
     return WeightMatrix(param, param, getattr(param, "main_grad", None), deferred=deferred)
 
 def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[list[WeightMatrix]]:
-    """Split a bank into one list of matrices per layer.
+    """Split a bank into one list of weight matrices per layer.
 
     bank (L, ..., J): each of the L layers stacks matrices (height, J), one for each height in matrix_heights. Every
     WeightMatrix has a view of the bank, and a view of bank.main_grad if this attribute exists. Raises RuntimeError if
@@ -1938,15 +1992,19 @@ def matrices_by_layer(bank: Tensor, matrix_heights: tuple[int, ...]) -> list[lis
 
 @torch.no_grad()
 def run_deferred(deferred: DeferredGrads) -> None:
-    """Compute and accumulate all deferred gradients, and clear the queue.
+    """Compute and accumulate all weight gradients in the queue `deferred`, and clear the queue.
 
-    The gradient of a WeightMatrix accumulates in its main_grad, or in param.grad if main_grad is None. Raises
-    RunError, before any gradient is written, if a tensor in the queue was modified in place after backward.
+    The trainer itself does not defer gradients. A fork that defers gradients sets WeightMatrix.deferred to a queue, and
+    calls run_deferred after backward and before Engine.optim_step.
+
+    Each entry of the queue contains the arguments a and b of WeightMatrix.add_gradient. The gradient is a^T b, or `a`
+    if b is None. The gradient accumulates in main_grad of the WeightMatrix, or in param.grad if main_grad is None.
+    Raises RunError, before any gradient is written, if a or b of an entry was modified in place after backward.
     """
     for weight, a, b, versions in deferred:
         check(versions == [x._version for x in (a, b) if x is not None],
               f"run_deferred: deferred gradient of a weight matrix {tuple(weight.matrix.shape)}",
-              found="an input or output gradient of its matmul was modified in-place after backward",
+              found="a tensor that its gradient is computed from was modified in place after backward",
               expected="tensors that are unchanged since backward",
               hint="call run_deferred before the in-place operation, or modify a copy", error=RunError)
     for weight, a, b, _ in deferred:
@@ -1959,12 +2017,16 @@ def run_deferred(deferred: DeferredGrads) -> None:
 class LinearFunction(torch.autograd.Function):
     """Linear layer with an optional scale on the weight: x @ (scale * matrix)^T.
 
-    x (..., J), scale () or None, matrix (I, J) -> (..., I). Backward computes the gradients of x, scale and matrix.
-    grad_target is the WeightMatrix that accumulates the gradient of `matrix`.
+    x (..., J), scale () or None (no scale), matrix (I, J) -> (..., I). Backward computes the gradients of x, scale and
+    matrix. grad_target is the WeightMatrix that accumulates the gradient of `matrix`.
     """
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor | None, matrix: Tensor, grad_target: WeightMatrix) -> Tensor:
-        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward. scale None: no scale."""
+        """Compute x @ (scale * matrix)^T, (..., I), and save the inputs for backward.
+
+        x (..., J), scale () or None (no scale), matrix (I, J). grad_target: the WeightMatrix that accumulates the
+        gradient of `matrix`.
+        """
         ctx.save_for_backward(x, scale, matrix)
         ctx.grad_target = grad_target
         return F.linear(x, matrix if scale is None else scale * matrix)
@@ -1974,9 +2036,9 @@ class LinearFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, scale (None without a scale) and matrix, and None for grad_target.
 
-        grad_out (..., I): gradient of the output. For matrix, returns what grad_target.add_gradient returns: the
-        gradient (I, J) if there is no main_grad, otherwise None, or zeros (I, J) for the hooks of the parameter. None
-        if the parameter is frozen or the gradient is deferred.
+        grad_out (..., I): gradient of the output. The result for matrix is that of grad_target.add_gradient: without
+        main_grad, the gradient (I, J); with main_grad, None, or zeros (I, J) for the hooks of the parameter. The result
+        is None if the parameter is frozen, or if the gradient is deferred without main_grad.
         """
         x, scale, matrix = ctx.saved_tensors
         grad_x = grad_out @ (matrix if scale is None else scale * matrix)
@@ -2014,7 +2076,7 @@ TMA_ALIGN_BYTES = 16                     # strides of tensor descriptors must be
 
 def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M: tl.constexpr,
                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr) -> None:
-    """Compute out = relu(x w^T)^2, or with BACKWARD out = 2 (x w^T) sqrt(squares).
+    """Compute out = relu(x w^T)^2, or out = 2 (x w^T) sqrt(squares) if BACKWARD is true.
 
     x (M, K), w (N, K), squares and out (M, N). M, N and K are the GEMM sizes: positions, MLP hidden dim, model dim.
 
@@ -2050,7 +2112,7 @@ def relu_sq_kernel(x, w, squares, out, M, N, K, BACKWARD: tl.constexpr, BLOCK_M:
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """Compute a matmul of the relu^2 MLP together with its activation, in forward or in backward.
+    """Compute a matmul of the relu^2 MLP, fused with the activation in forward or with its derivative in backward.
 
         forward (squares is None)    relu(x w^T)^2              x: input, w: up
         backward                     2 (x w^T) sqrt(squares)    x: output gradient, w: down, squares: forward result
@@ -2101,7 +2163,11 @@ class ReluSqMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, up_matrix: Tensor, down_matrix: Tensor, up: WeightMatrix,
                 down: WeightMatrix) -> Tensor:
-        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward."""
+        """Compute relu(x up_matrix^T)^2 down_matrix, (..., D), and save relu(x up_matrix^T)^2 for backward.
+
+        x (..., D), up_matrix and down_matrix (F, D). `up` and `down`: the WeightMatrix objects that accumulate the
+        gradients of up_matrix and down_matrix.
+        """
         flat_x = x.flatten(0, -2)
         if fits_relu_sq(flat_x, up_matrix):
             squares = relu_sq(flat_x, up_matrix, None)
@@ -2116,9 +2182,10 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
 
-        grad_out (..., D): gradient of the output. For up_matrix and down_matrix, returns what up.add_gradient and
-        down.add_gradient return: the gradient (F, D) if there is no main_grad, otherwise None, or zeros (F, D) for the
-        hooks of the parameter. None if the parameter is frozen.
+        grad_out (..., D): gradient of the output. The results for up_matrix and down_matrix are those of
+        up.add_gradient and down.add_gradient: without main_grad, the gradient (F, D); with main_grad, None, or zeros
+        (F, D) for the hooks of the parameter. The result is None if the parameter is frozen, or if the gradient is
+        deferred without main_grad.
         """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
@@ -2160,8 +2227,8 @@ def logit_chunks(logits: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]
     """Split logits (N, V) and other tensors (N, ...) along N into chunks that fit in the cache of a CPU.
 
     Yields one tuple per chunk: the chunk of the logits, then the chunk of each other tensor. N positions, V padded
-    vocabulary. There are several chunks only in eager code on a CPU. In compiled code, Inductor fuses the passes over
-    the logits. In eager code on a GPU, more chunks would only launch more kernels.
+    vocabulary. Only eager code on a CPU has several chunks. Compiled code has one chunk, because Inductor fuses the
+    passes over the logits. Eager code on a GPU has one chunk, because more chunks would only launch more kernels.
     """
     chunk_len = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -2186,9 +2253,12 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Gather the ids of the next G tokens of every position, and their loss weights.
 
-    For B sequences of T tokens and N = B * T positions: targets (B, T) i64, mtp_weights (G,) -> ids (N, G) i64,
-    token_weights (N, G). targets[b, t] is the token after position t. Past the end of a sequence, the weight is 0 and
-    the id is targets[b, 0], a placeholder.
+    targets (B, T) i64, for B sequences of T tokens: targets[b, t] is the token after position t of sequence b.
+    mtp_weights (G,): loss weight of each of the next G tokens
+
+    Returns (ids, token_weights), (N, G) each, for N = B * T positions. For position n = b * T + t and k < G, ids[n, k]
+    is targets[b, t + k], in i64, and token_weights[n, k] is mtp_weights[k]. Past the end of the sequence, where
+    t + k >= T, the weight is 0, and the id is targets[b, 0], a placeholder.
     """
     B, T = targets.shape
     positions = torch.arange(T, device=targets.device)
@@ -2200,19 +2270,22 @@ def mtp_targets(targets: Tensor, mtp_weights: Tensor) -> tuple[Tensor, Tensor]:
 
 def mtp_losses_and_grad(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor,
                         grad_scale: float) -> tuple[Tensor, Tensor]:
-    """Compute the losses of every position, and write the gradient of the multi-token loss into `grad`.
+    """Compute the multi-token and next-token losses of every position, and write the gradient of the logits to `grad`.
 
         z         = softcap(logits)
         nll[n, k] = logsumexp(z[n]) - z[n, ids[n, k]]
         loss[n]   = sum over k of token_weights[n, k] * nll[n, k]
-        grad      = grad_scale * LOGIT_WIDTH * dloss/dlogits
+        grad[n]   = grad_scale * LOGIT_WIDTH * dloss[n]/dlogits[n]
 
     The factor LOGIT_WIDTH cancels the 1 / LOGIT_WIDTH in the derivative of softcap. HeadLoss must therefore multiply by
     1 / LOGIT_WIDTH: with precision "plain" in HeadLoss.backward, otherwise as a factor of grad_scale.
 
-    logits (N, V), ids (N, G) i64, token_weights (N, G) -> (multi-token losses (N,), unweighted next-token losses (N,),
-    which are nll[:, 0]), in the dtype of token_weights. N positions, padded vocabulary V, G predicted tokens. The
-    argument grad (N, V) is overwritten, and may be the tensor `logits`.
+    logits and grad (N, V), ids (N, G) i64, token_weights (N, G), for N positions, padded vocabulary V and G predicted
+    tokens. ids and token_weights are the results of `mtp_targets`. The old content of `grad` is overwritten. The tensor
+    `grad` may be the tensor `logits`.
+
+    Returns (losses, next_losses), (N,) each, in the dtype of token_weights. losses: the multi-token losses, `loss`
+    above. next_losses: the unweighted losses of the next token, nll[:, 0].
     """
     if torch.compiler.is_compiling():
         # Inductor fuses this branch into two passes over the (N, V) logits. softmax() would materialize an f32 (N, V)
@@ -2291,15 +2364,18 @@ class HeadLoss(torch.autograd.Function):
     precision       "plain": matmuls in the dtype of y. "fp8": y and w in e4m3, the gradient of the logits in e5m2.
                     "emulated": the fp8 values of "fp8", with matmuls in f32 or f64
     logits_dtype    dtype of the logits, unless precision is "plain"
-    grad_target     the WeightMatrix of w, which has the main_grad of w
+    grad_target     the WeightMatrix that accumulates the gradient of w
 
-    Returns (losses, next_losses), (N,) each, in f32, or in f64 in an f64 run. next_losses, for the log, is the term of
-    k = 0 without its weight. It has no gradient.
+    Returns (losses, next_losses), (N,) each, in f32, or in f64 in an f64 run. next_losses contains the terms of k = 0
+    without mtp_weights[0], for the log, and is not differentiable.
     """
     @staticmethod
     def forward(ctx: Any, y: Tensor, w: Tensor, targets: Tensor, mtp_weights: Tensor, loss_scale: Tensor,
                 precision: str, logits_dtype: torch.dtype, grad_target: WeightMatrix) -> tuple[Tensor, Tensor]:
-        """Compute both losses, (N,) each, and save the gradient of the logits, (N, V), for backward."""
+        """Compute (losses, next_losses), (N,) each, and save the gradient of the logits, (N, V), for backward.
+
+        The docstring of HeadLoss describes the arguments.
+        """
         ctx.grad_target = grad_target
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
@@ -2334,9 +2410,10 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y (N, D) and w, and None for the other six inputs.
 
-        grad_losses (N,): upstream gradient of the multi-token losses; the next-token losses have none. For w, returns
-        what grad_target.add_gradient returns: the gradient (D, V) if there is no main_grad, otherwise None, or zeros
-        (D, V) for the hooks of the parameter. None if the parameter is frozen.
+        grad_losses (N,): upstream gradient of the multi-token losses. The next-token losses are not differentiable. The
+        result for w is that of grad_target.add_gradient: without main_grad, the gradient (D, V); with main_grad, None,
+        or zeros (D, V) for the hooks of the parameter. The result is None if the parameter is frozen, or if the
+        gradient is deferred without main_grad.
         """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
@@ -2372,15 +2449,16 @@ class HeadLoss(torch.autograd.Function):
 def sign_vectors(model_dim: int) -> Tensor:
     """Draw NUM_SIGN_VECTORS random vectors of +1 and -1, and append an all-ones vector.
 
-    Returns (NUM_SIGN_VECTORS + 1, model_dim) i64. The seed is constant, so all tables use the same vectors. Positions
-    that have no n-gram use the all-ones vector.
+    Returns (NUM_SIGN_VECTORS + 1, model_dim) i64. GPT multiplies the rows of n-gram tables with signs=1 by these
+    vectors. The seed is constant, so all tables use the same vectors. Positions that have no n-gram use the all-ones
+    vector.
     """
     drawn = torch.randint(2, (NUM_SIGN_VECTORS, model_dim), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, model_dim, dtype=drawn.dtype)))
 
 def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl.constexpr,
                     BLOCK_D: tl.constexpr) -> None:
-    """Accumulate row_grads[rows[i]] += grad[order[i]] for every i < num_lookups.
+    """Add grad[order[i]] to row_grads[rows[i]] for every i < num_lookups.
 
     row_grads   (num_rows, D), with model dim D
     rows        (num_lookups,): row index of each lookup, in ascending order, so that the lookups of a row are adjacent
@@ -2419,11 +2497,12 @@ def add_rows_kernel(row_grads, rows, order, grad, num_lookups, D, BLOCK_ROWS: tl
 
 @op_in_graphs("row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """Add the gradient of every lookup to its row, row_grads[index[i]] += grad[i], as a deterministic index_add_.
+    """Add grad[i] to row_grads[index[i]] for every lookup i, as a deterministic index_add_.
 
-    The order of summation is fixed: on a CPU, the gradients of a row are added in the order of i; on a GPU, in blocks
-    of ADD_ROWS_BLOCK gradients in the order of i. row_grads (num_rows, D) f32 or f64, index (...) row indices, grad
-    (..., D), with model dim D. This function is a custom op in compiled graphs only. Eager code calls it directly.
+    row_grads (num_rows, D) f32 or f64, index (...) row indices, grad (..., D): gradients of the looked-up rows, with
+    model dim D. The order of summation is fixed: on a CPU, the gradients of a row are added in the order of i; on a
+    GPU, in blocks of ADD_ROWS_BLOCK gradients in the order of i. This function is a custom op in compiled graphs only.
+    Eager code calls it directly.
     """
     index = index.flatten()
     grad = grad.flatten(0, -2)
@@ -2441,12 +2520,17 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
 class RowLookup(torch.autograd.Function):
     """Embedding lookup, source[index], with gradients that accumulate in row_grads.
 
-    source and row_grads (num_rows, D), index (...) -> (..., D), with model dim D. Backward returns None to autograd, so
-    that no dense gradient is allocated. If there is no backward pass, row_grads is not used and may be None.
+    source and row_grads (num_rows, D), index (...) row indices -> (..., D), with model dim D. Backward adds the
+    gradient of every looked-up row to row_grads, and returns None to autograd, so that no dense gradient of `source` is
+    allocated. Without a backward pass, row_grads is not used and may be None.
     """
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor, row_grads: Tensor) -> Tensor:
-        """Return source[index], (..., D). source and row_grads (num_rows, D), index (...) row indices."""
+        """Return source[index], (..., D), with model dim D.
+
+        source (num_rows, D), index (...) row indices. row_grads (num_rows, D): buffer to which backward adds the
+        gradients of the looked-up rows; None if there is no backward pass.
+        """
         ctx.save_for_backward(index)
         ctx.row_grads = row_grads
         return F.embedding(index, source)
@@ -2454,9 +2538,9 @@ class RowLookup(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        """Add the output gradient, grad (..., D), to row_grads[index], where row_grads is the input of forward.
+        """Add the gradient of the output to row_grads[index], and return None for all three inputs.
 
-        Returns None for all three inputs.
+        grad (..., D): gradient of the output, with model dim D. index and row_grads: the inputs of forward.
         """
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)

@@ -183,7 +183,7 @@ def test_run_deferred__a_modified_operand_is_refused(modified, transposed) -> No
         tg.linear_main_grad(each["input"], operand(weight, transposed, queue)).backward(each["gradient"])
     operands[1][modified] += 1
     shape = str((INPUTS[not transposed], INPUTS[transposed]))
-    with expect_error(tg.RunError, "deferred gradient", shape, "modified in-place", "run_deferred"):
+    with expect_error(tg.RunError, "deferred gradient", shape, "modified in place", "run_deferred"):
         tg.run_deferred(queue)
     assert weight.write_counts.tolist() == [0] and len(queue) == 2
 
