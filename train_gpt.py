@@ -2492,10 +2492,14 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
     return hashed
 
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash each (previous, current) pair of tokens to a row: tokens (..., T) i32 -> rows (..., T) i32 in [0, num_rows).
+    """Hash each pair of a token and the token before it to a row of the bigram table.
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no previous token: its row is
-    num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place of its previous token.
+    tokens (..., T) i32 -> row indices (..., T) i32 in [0, num_rows):
+
+        index = (36313 * current xor 27191 * previous) mod (num_rows - 1)
+
+    Position 0 has no previous token: its index is num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place
+    of its previous token, as in modded-nanogpt.
     """
     # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
     # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
@@ -2523,13 +2527,13 @@ class TableSpec(NamedTuple):
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """List the embedding tables: bigram_embed, value_embed and embed, then the n-gram tables of --tables."""
+    """Build the TableSpec of every embedding table: bigram_embed, value_embed, embed, then the tables of --tables."""
     # The table value_embed stacks the value embeddings. Each one has V rows.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
     def value_rows(tokens: np.ndarray) -> np.ndarray:
-        """Return the row of each token in each value embedding, (B, NUM_VALUE_EMBEDS, T)."""
+        """Return the global row index of each token in each value embedding: (B, T) -> (B, NUM_VALUE_EMBEDS, T)."""
         return tokens[:, None] + first_rows
 
     adam_every = cfg.adam_every
@@ -2537,7 +2541,8 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     specs = [
         TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
         TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # the row is the token
+        # The row index in `embed` is the token id.
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
@@ -2565,11 +2570,14 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """Rows of one table that this rank fetches in one update cycle, and rows of its shard that it serves.
+    """Rows of one table that this rank fetches, and rows of its shard that it serves, in one update cycle.
 
+    This rank receives rows_to_fetch from their owners, and sends rows_to_serve to the ranks that fetch these rows.
     Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
-    receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, they are on the CPU, in pinned
-    memory if the device is a GPU.
+    receives the gradients of rows_to_serve.
+
+    All index tensors are i64. They are created on the CPU, in pinned memory if the device is a GPU. `move_to` moves all
+    index tensors except rows_to_update to the device.
     """
     # Identifies the plan; must be equal on all ranks. purpose: "train" or another use; cycle: index of the update
     # cycle; tokens: T, summed over the steps of the update cycle.
@@ -2590,9 +2598,9 @@ class RowPlan:
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Move the plan's index tensors to the device, asynchronously.
+        """Move all index tensors of the plan except rows_to_update to the device, asynchronously.
 
-        rows_to_update stays on the CPU, because a HostRowStore uses it as an index into a shard in host memory.
+        rows_to_update stays on the CPU, because HostRowStore indexes a shard in host memory with this tensor.
         """
         for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
@@ -2603,16 +2611,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan which rows of one table this rank fetches in one update cycle of the table.
 
-    tag: identifies the plan; ranks compare their tags (see RowPlan.tag)
-    ids_by_step: for each step of the update cycle, the global rows that this rank looks up, i32, of any shape
-    tied: read the rows from the head
-    fetch_all: fetch every row of the table, looked up or not
+    tag           dict that identifies the plan (see RowPlan.tag); `exchange_row_requests` compares tags between ranks
+    ids_by_step   for each step of the update cycle, the global row indices that this rank looks up, i32, of any shape
+    tied          True if head and table are tied: lookups then read columns of the head
+    fetch_all     fetch every row of the table, including rows that are not looked up
 
-    Returns (plan, index_by_step): plan.rows_to_fetch[index_by_step[i]] identifies the rows ids_by_step[i].
-    index_by_step[i] is i32 and has the shape of ids_by_step[i].
+    Returns (plan, index_by_step). index_by_step[i] is i32 and has the shape of ids_by_step[i]:
+    plan.rows_to_fetch[index_by_step[i]] identifies the rows with the global indices ids_by_step[i].
 
     rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
-    W = 1. For W > 1, `exchange_row_requests` sets them.
+    W = 1. For W > 1, `exchange_row_requests` replaces both fields.
     """
     # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting by the key
     # owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
@@ -2632,14 +2640,17 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
     head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
+    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_serve=rows_to_fetch, serve_counts=fetch_counts,
+                   head_column_ids=head_column_ids), index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Exchange requests for rows, and set rows_to_serve and serve_counts of every plan from the received ones.
+    """Send row requests to the owners, and set rows_to_serve and serve_counts of every plan from received requests.
 
-    plans: keyed by table label. dtype: name of the dtype of the weights. Raises RunError if the plans of another rank
-    differ from those of this rank in tag, tables, dtype or tied, or if a received request is invalid. Collective.
+    A row request lists the local indices of the rows of one table that one rank fetches from one owner. plans: keyed by
+    table label. process_group: a gloo group; None: the group of all ranks. dtype: name of the dtype of the weights.
+    Raises RunError if the plans of another rank differ from those of this rank in tag, tables, dtype or tied, or if a
+    received request is invalid. Collective.
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
@@ -2680,9 +2691,10 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Complete the plans: request the rows to fetch from their owners, and set the rows to serve.
+    """Exchange requests for the rows to fetch, and complete the plans with the rows that this rank serves.
 
-    Sets rows_to_serve and serve_counts of all plans, and rows_to_update and serve_to_update of row-wise tables.
+    If W > 1, sets rows_to_serve and serve_counts of all plans. With W = 1, `plan_rows` has set both fields. In the
+    plans of row-wise tables, also sets rows_to_update and serve_to_update.
 
     process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
     equal on all ranks. plans: keyed by table label, for all or some of `tables`. Raises RunError if the plans of two
@@ -2751,15 +2763,18 @@ class DeviceRowStore:
     """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state.
 
     An update modifies copies of rows: `read_rows` gathers the rows_to_update of a plan, the optimizer modifies these
-    copies in place, and `write_back` writes the copies to the shard.
+    copies in place, and `write_back` writes the copies to the shard. HostRowStore is the subclass for host memory.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Allocate the shard of `table`, with zeros in all rows."""
+        """Allocate this rank's shard of `table`, zero-initialized.
+
+        The shard is in host memory if table.location is "host" or if the device is a CPU.
+        """
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # In host memory, allocate lazily. The table may then exceed the physical memory, because only touched rows take
-        # memory.
+        # In host memory, allocate lazily. The table may then exceed the physical memory, because only rows that some
+        # update has modified take memory.
         in_device_memory = comm.on_cuda and table.location == "device"
         zeros = functools.partial(torch.zeros, device=comm.device) if in_device_memory else lazy_zeros
         self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
@@ -2767,42 +2782,64 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard is in device memory already. HostRowStore starts a copy to the device here."""
+        """No-op, because the shard is in device memory already. HostRowStore overrides this with a copy to the device.
+        """
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return a copy of the state of the plan's rows_to_update on the device, including all earlier updates."""
+        """Copy the state of the plan's rows_to_update from the shard to a new RowState on the device.
+
+        The returned state includes all earlier updates. The update of the plan modifies this state in place.
+        """
         return self.shard.index_select(plan.rows_to_update)
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Write `state`, the updated state of the plan's rows_to_update, to the shard."""
+        """Write the updated state of the plan's rows_to_update to the shard."""
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """No-op: `write_back` writes to the shard immediately. HostRowStore waits for its worker here."""
+        """No-op, because `write_back` writes to the shard immediately.
+
+        HostRowStore overrides this method: `write_back` is asynchronous there.
+        """
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of local_rows, (n,) i64, as a new tensor (n, D) on the device, for evaluation."""
+        """Return the weights of the rows local_rows as a new tensor (n, D) on the device, for evaluation.
+
+        local_rows (n,) i64: local row indices. Waits for all writes first, so that the weights include all updates.
+        """
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Zero the byte counts. HostRowStore also discards prefetched rows, so that later reads use the shard."""
+        """Zero the counts of bytes copied between host and device, self.traffic.
+
+        HostRowStore also writes pending updates to the shard, and discards all rows that were prefetched or read
+        earlier, so that later reads use the shard.
+        """
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # up: host to device; down: device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
-        """Return the local indices of the touched rows, ascending, in chunks of at most CHUNK_ROWS."""
+        """Return the local indices of all touched rows: rows that any update so far has modified.
+
+        The indices are i64, ascending, and split into chunks of at most CHUNK_ROWS. If no row is touched, the result is
+        one empty chunk. Waits for all writes first.
+        """
         self.wait_for_writes()
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield the touched rows in chunks: (local_rows (k,) i64, their RowState), both copied to the CPU."""
+        """Yield (local_rows, state) for each chunk of the touched rows, the rows that any update so far has modified.
+
+        local_rows (k,) i64: local indices of the k rows of the chunk, ascending, with 0 < k <= CHUNK_ROWS. state:
+        weights and optimizer state of these rows. local_rows and state are copies on the CPU.
+        """
         for local_rows in self.touched_rows():
             if len(local_rows) > 0:
                 yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
 
     def clear(self) -> None:
-        """Set the weights and optimizer state of all rows to zero, and call `invalidate`."""
+        """Zero the weights and the optimizer state of all rows, and call `invalidate`."""
         # Write only to touched rows. Writing zeros to the other rows would allocate their memory.
         for local_rows in self.touched_rows():
             for x in self.shard:
@@ -2810,7 +2847,10 @@ class DeviceRowStore:
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Write the state of local_rows, (n,) i64, to the shard. Call `clear` before the first chunk."""
+        """Write `state` to the rows of the shard with local indices local_rows, (n,) i64.
+
+        Call `clear` before the first chunk, because other rows do not change.
+        """
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
 class HostRowStore(DeviceRowStore):
@@ -2830,7 +2870,10 @@ class HostRowStore(DeviceRowStore):
     read_rows(n) returned.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Create the worker thread and the CUDA streams, and allocate the shard of `table` with zeros in all rows."""
+        """Allocate this rank's shard of `table`, zero-initialized, and create the worker thread and the CUDA streams.
+
+        Without a GPU, there are no streams.
+        """
         # Use two streams: copies to the host wait for the update, and copies to the device must not wait for it.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
@@ -2842,7 +2885,7 @@ class HostRowStore(DeviceRowStore):
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
-        """Flush pending writes, discard the prefetched and previously read rows, and zero the byte counts."""
+        """Flush pending writes, discard the prefetched and the previously read rows, and zero self.traffic."""
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
@@ -2852,8 +2895,10 @@ class HostRowStore(DeviceRowStore):
     def prefetch(self, plan: RowPlan) -> None:
         """Launch a copy of the plan's rows_to_update to the device, on the worker. No-op if already launched.
 
-        Raises the worker's exception if the copy for an earlier plan failed.
+        Before the copy, the worker flushes the last `write_back` to the shard. If another plan was prefetched but never
+        read, this method waits for the worker first, and raises the worker's exception if that prefetch failed.
         """
+        # self.prefetched is (plan, future).
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
@@ -2879,8 +2924,8 @@ class HostRowStore(DeviceRowStore):
             for x in state:
                 x.record_stream(compute_stream)
 
-        # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read` instead.
-        # Use torch.where, because boolean indexing would synchronize with the device.
+        # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read`, which is
+        # (local rows, state), instead. Use torch.where, because boolean indexing would synchronize with the device.
         local_rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.previous_read is not None and len(self.previous_read[0]) > 0:
             previous_rows, previous_state = self.previous_read
@@ -2895,7 +2940,8 @@ class HostRowStore(DeviceRowStore):
     def write_back(self, plan: RowPlan, state: RowState) -> None:
         """Copy `state` to pinned host memory asynchronously. The next `prefetch` flushes the copy to the shard.
 
-        state: updated state of the plan's rows_to_update, on the device.
+        state: updated state of the plan's rows_to_update, on the device. If the previous write_back is still pending,
+        this method flushes it first, which blocks.
         """
         # If no prefetch followed the previous write_back, it is still pending. Flush it now.
         if self.pending_write is not None:
@@ -2927,21 +2973,25 @@ class HostRowStore(DeviceRowStore):
             self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
-        """Wait for the worker, and return the result of `_copy_to_device`: (state, CUDA event or None).
+        """Wait until the worker has launched the copy of the prefetched rows to the device, and return (state, copied).
 
-        Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
+        state: RowState of the prefetched rows (weights, second moments and last updates), on the device. copied: CUDA
+        event recorded after the copy, which may still be running; None on a CPU. Raises the worker's exception, or
+        RunError if the worker does not finish within --comm_timeout.
         """
-        return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
+        _, future = self.prefetched
+        return result_with_timeout(future, self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, num_rows: int) -> RowState:
         """Allocate an uninitialized RowState of num_rows rows in pinned host memory."""
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Flush a `write_back`: wait for the copy to the host, then write the rows to the shard. Runs on the worker.
+        """Wait for the copy to the host that `write_back` launched, then write the rows to the shard.
 
-        state: the RowState of local_rows, on the host. copied: CUDA event recorded after the copy to the host; None on
-        a CPU.
+        local_rows (n,) i64: local indices of the rows. state: weights and optimizer state of these rows, on the host.
+        copied: CUDA event recorded after the copy to the host; None on a CPU. Raises RunError if the copy does not
+        finish within the timeout of Communicator.wait_for. Runs on the worker.
         """
         if copied is not None:
             self.comm.wait_for(copied)
@@ -2949,10 +2999,10 @@ class HostRowStore(DeviceRowStore):
 
     def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Flush `pending_write` to the shard, then gather local_rows (n,) and copy them to the device asynchronously.
+        """Flush pending_write to the shard, then copy the state of the rows local_rows, (n,), to the device.
 
-        Returns (state, copied): the state of local_rows on the device, and the CUDA event recorded after the copy. On a
-        CPU, copied is None. Runs on the worker.
+        pending_write: the arguments of `_store`, or None. Returns (state, copied): the state on the device, and the
+        CUDA event recorded after the copy, which is asynchronous. On a CPU, copied is None. Runs on the worker.
         """
         if pending_write is not None:
             self._store(*pending_write)
@@ -2984,25 +3034,29 @@ class LocalTable:
         self.has_grads = False                            # True from the first lookup to `zero_grad`
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
-        """Return (weights, grads), both (R, D): lookups read `weights`, and their gradients accumulate in `grads`."""
+        """Return (weights, grads), both (R, D): lookups read `weights`, and backward accumulates gradients in `grads`.
+
+        `weights` is the parameter itself. The attribute has_grads becomes True.
+        """
         self.has_grads = True
         return self.weight, self.grad
 
     def fetch_for_eval(self, plan: None) -> Tensor:
-        """Return the weights of all rows, (R, D), not copied."""
+        """Return the parameter itself, (R, D). There is nothing to fetch, because lookups read the parameter in place.
+        """
         return self.weight
 
     def launch_reduce(self) -> None:
-        """No-op: with W = 1, the gradient of this rank is complete."""
+        """No-op, because with W = 1 the gradient of this rank is the gradient summed over ranks."""
 
     def reduced_grads(self) -> Tensor:
-        """Return the gradient of the table, (R, D)."""
+        """Return the gradient of the table, (R, D), in f32, or in f64 in an f64 run."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add the transposed gradient of the table to head_grad (D, V), and zero the gradient of the table.
+        """Add the transposed gradient of the table to head_grad (D, V) in place, and zero the gradient of the table.
 
-        Called instead of an update while head and table are tied.
+        The optimizer calls this method instead of an update of the table while head and table are tied.
         """
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
@@ -3024,10 +3078,10 @@ class ExchangedTable:
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """Allocate the row cache and row_grads for the update cycle with the most tokens.
+        """Allocate the row cache and row_grads, with room for the rows of the update cycle with the most tokens.
 
         shard (C, D): this rank's rows. max_tokens: maximum number of tokens of this rank in an update cycle of the
-        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table
+        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table.
         """
         self.table = table
         self.comm = comm
@@ -3046,7 +3100,7 @@ class ExchangedTable:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for pending all-to-alls, zero row_grads and the byte counts, and invalidate the row cache.
+        """Wait for pending all-to-alls, zero row_grads and self.byte_totals, and invalidate the row cache.
 
         The shard does not change.
         """
@@ -3060,19 +3114,20 @@ class ExchangedTable:
 
     @property
     def has_grads(self) -> bool:
-        """True from the first lookup of an update cycle until `zero_grad`."""
+        """True from the first `rows_for_forward` of an update cycle until `zero_grad`."""
         return self.pending_plan is not None
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        weights (u, D): the weights that the plan's update modifies; for a dense table, the whole shard, u = C
-        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
+        weights (C, D): the weights that the plan's update modifies. For a dense table, this is the whole shard.
+                        RowwiseTable overrides this method to return only the plan's rows_to_update.
+        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
         """
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard of a dense table is in device memory already. RowwiseTable calls its row store here."""
+        """No-op, because the shard of a dense table is in device memory already. RowwiseTable overrides this method."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
@@ -3090,10 +3145,12 @@ class ExchangedTable:
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
 
-        Fetches the rows first if necessary, and waits for them. Both tensors are (num_rows, D). Their first
-        len(rows_to_fetch) rows belong to the plan, in the order of rows_to_fetch. Raises RunError if row_grads contains
+        Fetches the rows first if necessary, and waits for them. cache and row_grads are (num_rows, D), where num_rows
+        is the fixed capacity of the row cache. The first len(plan.rows_to_fetch) rows of each tensor belong to the
+        plan, in the order of rows_to_fetch. Lookups do not use the other rows. Raises RunError if row_grads contains
         gradients of another plan.
         """
+        # plan.tag is the dict that identifies a plan: purpose, index of the update cycle, and number of tokens.
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
               hint="call optim_step on the last step of a cycle before the next cycle", error=RunError)
@@ -3104,9 +3161,9 @@ class ExchangedTable:
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's n rows into a new tensor, (n, D), and wait for them. Collective.
+        """Fetch the plan's n rows into a new tensor (n, D) for evaluation, and wait for them. Collective.
 
-        The row cache does not change.
+        The row cache and row_grads do not change.
         """
         plan.move_to(self.comm.device)
         served = (self.store.read_weights(plan.rows_to_serve) if self.store
@@ -3118,7 +3175,7 @@ class ExchangedTable:
     def launch_reduce(self) -> None:
         """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective.
 
-        `reduced_grads` waits for the all-to-all, and returns the sums.
+        `reduced_grads` waits for the all-to-all, and returns the gradients summed over ranks.
         """
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
@@ -3126,9 +3183,11 @@ class ExchangedTable:
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the all-to-all of `launch_reduce`, and return the gradient (u, D), summed over ranks.
+        """Wait for the all-to-all launched by `launch_reduce`, and return the gradient summed over ranks.
 
-        This is the gradient of the weights that `weights_to_update` returns, in f32 or f64, like row_grads.
+        This is the gradient of the weights that `weights_to_update` returns. It has the same shape as these weights,
+        and the dtype of row_grads (f32 or f64). Call this method once per `launch_reduce`, because it frees the
+        received gradients.
         """
         wait_for_work(self.reduce_work)
         weights, index = self.weights_to_update(self.pending_plan)
@@ -3140,9 +3199,9 @@ class ExchangedTable:
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads, transposed, to the plan's columns of head_grad (D, V), and zero row_grads.
+        """Add row_grads, transposed, to the corresponding columns of head_grad (D, V) in place, and call `zero_grad`.
 
-        Called instead of an update while head and table are tied.
+        The optimizer calls this method instead of an update of the table while head and table are tied.
         """
         plan = self.pending_plan
         head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
@@ -3162,8 +3221,9 @@ class ExchangedTable:
     def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective.
 
-        out (at least n, D). served (m, D): the weights of the plan's rows_to_serve. A tied plan copies columns of the
-        head instead, and ignores `served`. Returns the Work handle, or None for a tied plan or W = 1.
+        out has at least n rows of D elements. served (m, D): the weights of the plan's rows_to_serve. For a tied plan,
+        copies columns of the head to out[:n] instead, and ignores `served`. Returns the Work handle, or None for a tied
+        plan or W = 1.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3181,7 +3241,8 @@ class ExchangedTable:
         """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective.
 
         sent (sum(send_counts), D): tensor to send, grouped by receiving rank. out (sum(recv_counts), D): tensor to
-        receive into. send_counts, recv_counts: number of rows per rank. Returns the Work handle, or None for W = 1.
+        receive into, grouped by sending rank. send_counts, recv_counts: number of rows per rank. Returns the Work
+        handle. With W = 1, copies `sent` to `out` and returns None.
         """
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
         # For comparison with bytes_sent, bytes_dense counts the bytes that this rank would send if ranks exchanged
@@ -3195,10 +3256,10 @@ class ExchangedTable:
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count the bytes that an all-to-all exchanges with other ranks. No-op unless the plan's purpose is "train".
+        """Add the bytes that an all-to-all exchanges with other ranks to self.byte_totals.
 
-        item_bytes: bytes per item, which is a row, a gradient of a row, or a request for a row. recv_counts,
-        send_counts: number of items per rank
+        No-op unless plan.tag["purpose"] is "train". item_bytes: bytes per item, which is a row, a gradient of a row, or
+        a request for a row. recv_counts, send_counts: number of items per rank.
         """
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
@@ -3212,7 +3273,7 @@ class RowwiseTable(ExchangedTable):
     cycle.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
-        """Create the row store in the table's location, and allocate the row cache and row_grads.
+        """Create the row store in device or host memory (table.location), and allocate the row cache and row_grads.
 
         max_tokens: maximum number of tokens of this rank in an update cycle of the table.
         """
@@ -3220,9 +3281,10 @@ class RowwiseTable(ExchangedTable):
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
-        """Zero row_grads and the byte counts, and invalidate the row cache and the rows read from the store.
+        """Zero row_grads and all byte counts, and discard the rows in the row cache and the rows read from the store.
 
-        Waits for pending all-to-alls. The shard does not change.
+        Waits for pending all-to-alls first. The row store writes pending updates to the shard. Otherwise, the shard
+        does not change.
         """
         super().reset()
         # Copy of rows_to_update of the cached plan. The next update modifies this copy in place.
@@ -3232,13 +3294,13 @@ class RowwiseTable(ExchangedTable):
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        weights (u, D): the weights of the plan's rows_to_update, as copied from the store by the last `fetch`
-        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
+        weights (u, D): the weights of the plan's u rows_to_update, as copied from the store by the last `fetch`
+        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
         """
         return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
-        """Read the plan's rows_to_update from the store, and launch the all-to-all that fills the cache. Collective.
+        """Read the plan's rows_to_update from the row store, and launch the all-to-all into the row cache. Collective.
 
         The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
@@ -3255,7 +3317,7 @@ class RowwiseTable(ExchangedTable):
             self.store.prefetch(plan)
 
     def zero_grad(self) -> None:
-        """Zero row_grads, and invalidate the row cache and the rows read from the store, which are stale.
+        """Zero row_grads, invalidate the row cache, and release the copies of rows that `fetch` read from the store.
 
         With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
         """
