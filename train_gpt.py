@@ -2513,7 +2513,7 @@ class TableSpec(NamedTuple):
     label: str
     num_rows: int                        # R
     lookups_per_token: int               # rows that are looked up for every token
-    # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
+    # tokens (B, T) i32 -> global row indices (B, T) or (B, lookups_per_token, T), i32
     row_ids: Callable[[np.ndarray], np.ndarray]
     tied_to_head: bool = False           # shares its weights with the head until untying
     rowwise: bool = False                # a row-wise table, not a dense one
@@ -2782,7 +2782,9 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op, because the shard is in device memory already. HostRowStore overrides this with a copy to the device.
+        """No-op, because the shard is in device memory already.
+
+        HostRowStore overrides this method, and launches a copy to the device.
         """
 
     def read_rows(self, plan: RowPlan) -> RowState:
@@ -2799,20 +2801,21 @@ class DeviceRowStore:
     def wait_for_writes(self) -> None:
         """No-op, because `write_back` writes to the shard immediately.
 
-        HostRowStore overrides this method: `write_back` is asynchronous there.
+        HostRowStore, whose write_back is asynchronous, overrides this method.
         """
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of the rows local_rows as a new tensor (n, D) on the device, for evaluation.
+        """Return the weights of the rows with local indices local_rows, (n,) i64, for evaluation.
 
-        local_rows (n,) i64: local row indices. Waits for all writes first, so that the weights include all updates.
+        The result is a new tensor (n, D) on the device. Waits for all writes first, so that the weights include all
+        updates.
         """
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Zero the counts of bytes copied between host and device, self.traffic.
+        """Zero self.traffic, the counts of bytes copied between host and device.
 
         HostRowStore also writes pending updates to the shard, and discards all rows that were prefetched or read
         earlier, so that later reads use the shard.
@@ -2938,10 +2941,10 @@ class HostRowStore(DeviceRowStore):
         return state
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Copy `state` to pinned host memory asynchronously. The next `prefetch` flushes the copy to the shard.
+        """Copy `state` to pinned host memory asynchronously. The next `prefetch` writes this copy to the shard.
 
-        state: updated state of the plan's rows_to_update, on the device. If the previous write_back is still pending,
-        this method flushes it first, which blocks.
+        state: updated state of the plan's rows_to_update, on the device. If the copy of the previous write_back is not
+        in the shard yet, this method first writes that copy to the shard, and blocks until it has done so.
         """
         # If no prefetch followed the previous write_back, it is still pending. Flush it now.
         if self.pending_write is not None:
@@ -2960,7 +2963,7 @@ class HostRowStore(DeviceRowStore):
         self.pending_write = plan.rows_to_update, host_state, copied
 
     def wait_for_writes(self) -> None:
-        """Wait for the worker, and flush the last `write_back` to the shard.
+        """Wait for the worker, and write the rows of the last `write_back` to the shard.
 
         Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
         """
@@ -2999,10 +3002,11 @@ class HostRowStore(DeviceRowStore):
 
     def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Flush pending_write to the shard, then copy the state of the rows local_rows, (n,), to the device.
+        """Flush pending_write to the shard, then launch a copy of the rows local_rows to the device.
 
-        pending_write: the arguments of `_store`, or None. Returns (state, copied): the state on the device, and the
-        CUDA event recorded after the copy, which is asynchronous. On a CPU, copied is None. Runs on the worker.
+        pending_write: the arguments of `_store`, or None. local_rows (n,) i64: local indices of the rows to copy.
+        Returns (state, copied): the weights and optimizer state of these rows on the device, and the CUDA event
+        recorded after the copy. On a CPU, copied is None. Runs on the worker.
         """
         if pending_write is not None:
             self._store(*pending_write)
@@ -3042,8 +3046,7 @@ class LocalTable:
         return self.weight, self.grad
 
     def fetch_for_eval(self, plan: None) -> Tensor:
-        """Return the parameter itself, (R, D). There is nothing to fetch, because lookups read the parameter in place.
-        """
+        """Return the parameter itself, (R, D), because lookups read the parameter in place."""
         return self.weight
 
     def launch_reduce(self) -> None:
@@ -3336,7 +3339,7 @@ class Batch(NamedTuple):
     # (B, num_bounds) i32: for each sequence, 0 and then the end of each document; padded with T.
     cu_seqlens: Tensor
     # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is one lookup: an index into the plan's
-    # rows_to_fetch. If the table is read in place, the entry is the global row instead.
+    # rows_to_fetch. If the table is read in place, the entry is a global row index instead.
     row_index: dict[str, Tensor]
     # Keyed by table label, only for tables with signs: (B, T) i32. Each entry is an index into GPT.sign_vectors.
     sign_ids: dict[str, Tensor]
@@ -3355,8 +3358,8 @@ class Batch(NamedTuple):
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
 
-    row_index contains global rows. `build_batches` later adds the plans. If a table has a plan, `build_batches` also
-    replaces the table's global rows by indices into plan.rows_to_fetch.
+    row_index contains global row indices. `build_batches` later adds the plans. If a table has a plan, `build_batches`
+    also replaces the global row indices of the table by indices into plan.rows_to_fetch.
     """
     tokens = np.stack([seq.tokens for seq in seqs])
     # Sequences have different numbers of documents. Pad with the last bound, T. The padding adds empty documents.
@@ -3426,10 +3429,10 @@ class OutOfData(DataError):
     """
 
 class Packer:
-    """Packer of a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
+    """Packer that cuts a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
 
-    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of every cut document, and the end of every
-    shard, are dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next shard.
+    The first epoch uses `pack_batch`, as modded-nanogpt does, and drops the rest of every cut document and the end of
+    every shard. Later epochs use `pack_pieces`, and drop no tokens: the end of a shard is joined to the next shard.
     """
     def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
         """Create the packer without reading data. shards: yields the shards of all epochs, in training order."""
@@ -3442,10 +3445,11 @@ class Packer:
         self.position = 0
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, which are the sequences of all ranks.
+        """Pack the S sequences of the next step, for all ranks.
 
-        Returns (shard, sequences); `pack_batch` defines the format of a sequence. Raises OutOfData if the remaining
-        shards have too few tokens, or if a shard has changed since the start of the run.
+        Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence
+        is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining shards have too few tokens, or if a shard
+        file has changed since the start of the run.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3473,7 +3477,8 @@ class Packer:
 def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
     """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule.
 
-    Packs every step without building batches. Raises OutOfData if the data ends before the schedule does.
+    Packs every step without building batches. headers: headers of the training shards, in reading order. Raises
+    OutOfData if the data ends before the schedule does.
     """
     packer = Packer(cfg, map(load_shard, headers * cfg.epochs or itertools.cycle(headers)), len(headers))
     counts = [0, 0]
@@ -3575,10 +3580,10 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[TokenShard]:
-        """Yield the data shards of all epochs, in training order. With --epochs=0, never ends.
+        """Yield the data shards of all epochs, in training order. With --epochs=0, repeats the shards forever.
 
-        The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
-        shard takes longer than --comm_timeout.
+        The reader thread loads the next shard while the caller uses the current shard. Raises any error of
+        `load_shard`, or RunError if reading a shard takes longer than --comm_timeout.
         """
         next_future = None
         for header in self.headers * self.cfg.epochs or itertools.cycle(self.headers):
@@ -3637,7 +3642,8 @@ class ValidationSet:
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
-            batch, = build_batches(self.cfg, self.comm, None, self.purpose, [step_cfg], [my_seqs])
+            batch, = build_batches(self.cfg, self.comm, process_group=None, purpose=self.purpose, cycle=[step_cfg],
+                                   seqs_by_step=[my_seqs])
             yield batch.to(self.comm.device)
 
 
@@ -3687,7 +3693,7 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Create the initial weight that spec.init describes: unsharded, f32, of shape spec.shape."""
+    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape."""
     distribution, argument = spec.init
     shape = spec.shape
     if distribution == "constant":
@@ -3705,14 +3711,17 @@ def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
     The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
-    table has one scalar per layer, its coefficient in the residual stream.
+    table has one scalar per layer, its coefficient in the residual stream. N-gram tables that are added to the
+    attention values of a layer have gates instead of scalars.
     """
+    # An n-gram table with layer None is added to the residual stream. Any other n-gram table is added to the attention
+    # values of layer ngram.layer.
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6).
+    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last.
 
-    D model dim, H attention heads, V padded vocabulary size, L layers.
+    A spec has the shape, initialization, optimizer and multipliers of one parameter or table.
     """
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
@@ -3776,10 +3785,11 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
+    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, which are zero-initialized.
 
     Weights are bf16, or f32 if spec.full_precision. The initial weight of a parameter depends only on the seed and on
-    the label, shape and init of the spec.
+    the label, shape and init of the spec. The only exception is `embed`, the transpose of lm_head, because head and
+    embedding are tied at first.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -3986,9 +3996,9 @@ class GPT(nn.Module):
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
 
-        Each embedding is rows[index], where (rows, row_grads) = row_buffers[label], and `index` (B, T) is one of the
-        lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. rows and row_grads
-        are (num_rows, D); row_grads is None in evaluation. B sequences of T tokens, model dim D.
+        row_buffers[label] is (rows, row_grads), both (num_rows, D). Each embedding is rows[index], where `index` (B, T)
+        is one of the lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. In
+        evaluation, row_grads is None. B sequences of T tokens, model dim D.
         """
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
@@ -4202,10 +4212,10 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         last <- update_num
         rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
-    last update that changed the row, or 0. grad (u, D): summed over sequences and ranks. update_num (): number of this
-    update, counted from 1. step_size (): lr * sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times
-    the squared learning rate.
+    rows (u, D): weights of the u rows to update, with model dim D. v (u,): second moment of each row. last (u,) i32:
+    number of the last update that changed each row, counted from 1; 0 if no update has changed the row. grad (u, D):
+    summed over sequences and ranks. update_num (): number of this update, counted from 1. step_size (): lr *
+    sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times the squared learning rate.
     """
     grad = grad * grad_scale
     # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
@@ -4226,7 +4236,7 @@ def cpu_scalar(value: float) -> Tensor:
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
 
-    weight: a parameter, or a shard of this view.
+    weight: a parameter, or a shard of a parameter. A shard of a bank is a slice of the M matrices along dim 0.
     """
     if spec.optimizer != "normuon":
         return weight
@@ -4235,7 +4245,7 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or for a shard of one.
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of a parameter.
 
         Adam       "m"          like shard: first moment
                    "v"          like shard: second moment
@@ -4259,12 +4269,14 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
+    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step.
 
-        step size    = lr * sqrt(1 - beta2^n) / (1 - beta1^n) in update n, counted from 1
-        weight decay = lr^2 * weight-decay coefficient
+        update_num   n, the number of this update, counted from 1
+        step_size    lr * sqrt(1 - beta2^n) / (1 - beta1^n)
+        decay        lr^2 * weight-decay coefficient
 
-    Both are 0-dim f64 CPU tensors. lr and the coefficient include the multipliers of the parameter.
+    update_num is an int. step_size and decay are 0-dim f64 CPU tensors. lr and the weight-decay coefficient include the
+    multipliers of `spec`.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -4278,8 +4290,10 @@ def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor,
                step_cfg: StepConfig) -> None:
     """Apply the Adam update of this step to p and its moments, in place.
 
-    update_fn: `adam_update`, compiled if this run compiles. p: a parameter, or this rank's shard of one. grad: summed
-    over sequences and ranks, shaped like p. state: the moments, with keys "m" and "v", shaped like p.
+    update_fn   `adam_update`, compiled if this run uses torch.compile
+    p           a parameter, or this rank's shard of a parameter
+    grad        gradient of p, summed over sequences and ranks, shaped like p
+    state       the moments of p: keys "m" and "v", shaped like p
     """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
@@ -4295,8 +4309,8 @@ class ReplicatedGroup:
                  adam: Callable):
         """Create zero-initialized Adam state for all parameters of the group.
 
-        weights: the parameters, in the order of specs. adam: functools.partial(apply_adam, update_fn, cfg), where
-        update_fn is `adam_update`, compiled if this run compiles.
+        weights: the parameters, in the order of specs. adam: `apply_adam` with its arguments update_fn and cfg bound,
+        called as adam(spec, p, grad, state, step_cfg).
         """
         self.comm = comm
         self.specs = specs
@@ -4315,12 +4329,15 @@ class ReplicatedGroup:
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
     def reduced_grad(self) -> Tensor:
-        """Wait for the all-reduce, and return the gradients of all parameters, concatenated, summed over ranks."""
+        """Wait for the all-reduce, and return the gradients summed over ranks.
+
+        The result is one flat tensor: the gradients of all parameters of the group, concatenated in the order of specs.
+        """
         wait_for_work(self.work)
         return self.grad
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update all parameters in place with the result of `reduced_grad`."""
+        """Apply the Adam update to all parameters of the group, in place. grad: the result of `reduced_grad`."""
         grads = grad.split([p.numel() for p in self.weights])
         for spec, p, p_grad in zip(self.specs, self.weights, grads):
             self.adam(spec, p.data, p_grad.view_as(p), self.state[spec.label], step_cfg)
@@ -4341,8 +4358,11 @@ class ShardedGroup:
                  num_matrices: int, grad_dtype: torch.dtype):
         """Move the weight into a padded buffer of W equal shards, and allocate main_grad with the same padding.
 
-        sharded_view: a view of the weight that is sharded along dim 0. num_matrices: number of weight matrices whose
-        gradients the backward pass writes separately. grad_dtype: dtype of main_grad.
+        Sets the attributes main_grad and write_counts of the weight, and replaces weight.data by a view of the buffer.
+
+        sharded_view   view of the weight whose dim 0 is split into shards
+        num_matrices   number of weight matrices whose gradients the backward pass writes separately
+        grad_dtype     dtype of main_grad
         """
         self.comm = comm
         self.spec = spec
@@ -4380,9 +4400,9 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set main_grad to zero if no backward pass has run since the last update.
+        """Zero main_grad if no backward pass has run since the last update.
 
-        This counts as one backward pass, so that `check_writes` accepts the zeros.
+        Counts the zeros as the gradient of one backward pass, so that `check_writes` raises no error.
         """
         if self.num_backwards == 0:
             self.num_backwards = 1
@@ -4401,15 +4421,15 @@ class ShardedGroup:
         return self.grad[:len(self.shard)]
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> dist.Work | None:
-        """Update this rank's shard with the result of `reduced_grad`, and launch the all-gather of the weight.
+        """Update this rank's shard in place, and launch the all-gather of the weight. Collective.
 
-        Returns the work handle of the all-gather, or None if W = 1. Collective.
+        grad: the result of `reduced_grad`. Returns the Work handle of the all-gather, or None if W = 1.
         """
         self.update_shard(grad, step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Clear main_grad, and set .grad to None."""
+        """Discard the gradient: the next backward pass overwrites main_grad, and weight.grad is set to None."""
         # main_grad need not be zeroed: while a write count is 0, the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
@@ -4425,7 +4445,7 @@ class BankGroup(ShardedGroup):
 
         multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, main_grad is f32, or
         f64 in an f64 run. Otherwise main_grad has the dtype of the weight. normuon: `normuon_update`, compiled if this
-        run compiles.
+        run uses torch.compile.
         """
         self.cfg = cfg
         self.normuon = normuon
@@ -4445,9 +4465,9 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice, None, None]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update self.shard, the matrices of this rank, in place.
+        """Apply the NorMuon update to self.shard, the matrices of this rank, in place.
 
-        grad: summed over sequences and ranks, shaped like self.shard, (matrices of this rank, rows, columns).
+        grad: gradient of self.shard, summed over sequences and ranks, (matrices of this rank, rows, columns).
         """
         if len(self.shard) == 0:                          # more ranks than matrices
             return
@@ -4467,30 +4487,33 @@ class HeadGroup(ShardedGroup):
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
 
-        weight (D, V). adam: functools.partial(apply_adam, update_fn, cfg), where update_fn is `adam_update`, compiled
-        if this run compiles.
+        weight (D, V). adam: `apply_adam` with its arguments update_fn and cfg bound, called as adam(spec, p, grad,
+        state, step_cfg).
         """
         self.update_every = cfg.adam_every
         self.adam = adam
-        super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
+        super().__init__(comm, spec, weight, sharded_view=weight.data, num_matrices=1,
+                         grad_dtype=accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update self.shard, this rank's rows of the head, in place.
+        """Apply the Adam update to self.shard, this rank's slice of the head along D, in place.
 
-        grad: summed over sequences and ranks, shaped like self.shard, (rows of this rank, V).
+        grad: gradient of self.shard, summed over sequences and ranks, (rows of this rank, V).
         """
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense embedding table, and the base class of RowwiseTableGroup.
+    """A dense embedding table. Adam updates every row of this rank's shard, including rows that were not looked up.
 
-    If the table is dense, Adam updates every row of this rank's shard, including rows that were not looked up.
+    RowwiseTableGroup is the subclass for row-wise tables.
     """
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
         """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
 
-        update_fn: for a dense table, functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if
-        this run compiles. For a row-wise table, `rowwise_update`, compiled if this run compiles.
+        table: a LocalTable with W = 1, or an ExchangedTable with W > 1. A row-wise table is a RowwiseTable for every W.
+        update_fn: for a dense table, `apply_adam` with its arguments update_fn and cfg bound, called as
+        update_fn(spec, p, grad, state, step_cfg). For a row-wise table, `rowwise_update`, compiled if this run uses
+        torch.compile.
         """
         self.spec = spec
         self.table = table
@@ -4503,21 +4526,28 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective.
+
+        No-op for a LocalTable.
+        """
         self.table.launch_reduce()
 
     def reduced_grad(self) -> Tensor:
         """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks.
 
-        Call this method once per update, because it releases the received row gradients.
+        For a dense table, these are all rows of this rank's shard. Call this method once per update, because it frees
+        the received row gradients.
         """
         return self.table.reduced_grads()
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard in place with the result of `reduced_grad`.
+        """Apply the Adam update to this rank's shard of a dense table, in place. RowwiseTableGroup overrides this.
 
-        No all-gather is needed: for the next update cycle, each rank fetches the updated rows that it looks up.
+        grad: the result of `reduced_grad`, shaped like the shard. With W = 1, the table is a LocalTable, and the shard
+        is the whole table. With W > 1, no all-gather is needed: for the next update cycle, each rank fetches the
+        updated rows that it looks up.
         """
+        # For a dense table, update_fn is `apply_adam` with its arguments update_fn and cfg bound.
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
@@ -4530,12 +4560,18 @@ class RowwiseTableGroup(TableGroup):
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
-        """Create the group, without optimizer state. update_fn: `rowwise_update`, compiled if this run compiles."""
+        """Create the group, without optimizer state.
+
+        update_fn: `rowwise_update`, compiled if this run uses torch.compile.
+        """
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update the plan's rows_to_update with the result of `reduced_grad`, and write them to the row store."""
+        """Apply the row-wise update to the rows that some rank looked up, and write these rows to the row store.
+
+        grad: the result of `reduced_grad`, (u, D), for the u rows_to_update of the row plan of this update cycle.
+        """
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
@@ -4543,6 +4579,7 @@ class RowwiseTableGroup(TableGroup):
         if self.table.comm.compiles(self.cfg):            # do not recompile when the number of rows changes
             for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
+        # betas[1] is beta2. A row-wise update has no first moment, and does not use beta1.
         self.update_fn(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
                        self.cfg.adam_eps, step_size, decay)
         self.table.store.write_back(self.table.pending_plan, row_state)
@@ -4558,8 +4595,8 @@ class Optimizer:
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
         """Create the parameter groups, their optimizer state, and the orders of reductions and updates.
 
-        Moves the banks and the head into sharded buffers, and sets their attribute main_grad. tables: {label: table}.
-        multiple_micro_batches: whether a step has more than one micro-batch on this rank.
+        Moves the banks and the head into sharded buffers, and sets the attribute main_grad of these parameters. tables:
+        keyed by label. multiple_micro_batches: whether a step has more than one micro-batch on this rank.
         """
         self.comm = comm
         self.model = model
@@ -4594,10 +4631,10 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set the missing gradients of banks, head and replicated parameters to zero.
+        """Set the missing gradients of banks, head and replicated parameters to zero. Existing gradients do not change.
 
-        The gradient buffers of tables always exist. `forward_backward(loss_scale=0)` calls this method instead of
-        backward, so that this rank can still take part in the reductions.
+        The gradient buffers of tables always exist. `Engine.forward_backward` calls this method instead of backward if
+        loss_scale is 0, so that this rank can still take part in the reductions.
         """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
@@ -4609,9 +4646,10 @@ class Optimizer:
     def step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
 
-        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. If
-        step_cfg.untie_after, then splits head and embedding into two parameters. Raises RunError if a gradient is
-        missing, or if a backward pass did not write every matrix of a main_grad exactly once. Collective.
+        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Afterwards, splits
+        head and embedding into two parameters if step_cfg.untie_after is set. Raises RunError, before any weight
+        changes, if a gradient is missing, or if a backward pass did not write every matrix of a main_grad exactly once.
+        Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
         due_labels = [label for label in self.update_order
