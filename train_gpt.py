@@ -1544,7 +1544,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
             doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory.
