@@ -3134,7 +3134,7 @@ class ExchangedTable:
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the cache. Collective.
+        """Launch the all-to-all that fetches the plan's rows into the row cache. Collective.
 
         The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
@@ -3189,7 +3189,7 @@ class ExchangedTable:
         """Wait for the all-to-all launched by `launch_reduce`, and return the gradient summed over ranks.
 
         This is the gradient of the weights that `weights_to_update` returns. It has the same shape as these weights,
-        and the dtype of row_grads (f32 or f64). Call this method once per `launch_reduce`, because it frees the
+        and the dtype of row_grads (f32 or f64). Call this method once per `launch_reduce`, because the call frees the
         received gradients.
         """
         wait_for_work(self.reduce_work)
@@ -3225,8 +3225,8 @@ class ExchangedTable:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective.
 
         out has at least n rows of D elements. served (m, D): the weights of the plan's rows_to_serve. For a tied plan,
-        copies columns of the head to out[:n] instead, and ignores `served`. Returns the Work handle, or None for a tied
-        plan or W = 1.
+        copies columns of the head to out[:n] instead, and ignores `served`. With --debug_rows, first fills `out` with
+        NaN. Returns the Work handle, or None for a tied plan or W = 1.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3435,7 +3435,7 @@ class Packer:
     every shard. Later epochs use `pack_pieces`, and drop no tokens: the end of a shard is joined to the next shard.
     """
     def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
-        """Create the packer without reading data. shards: yields the shards of all epochs, in training order."""
+        """Create the packer without reading data. shards: iterator over the shards of all epochs, in training order."""
         self.cfg = cfg
         self.shards = enumerate(shards)
         self.shards_per_epoch = shards_per_epoch
@@ -4535,8 +4535,8 @@ class TableGroup:
     def reduced_grad(self) -> Tensor:
         """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks.
 
-        For a dense table, these are all rows of this rank's shard. Call this method once per update, because it frees
-        the received row gradients.
+        For a dense table, these are all rows of this rank's shard. Call this method once per update, because the call
+        frees the received row gradients.
         """
         return self.table.reduced_grads()
 
