@@ -1588,7 +1588,7 @@ def validation_sequences(shards: Iterable[TokenShard], seqs_per_step: int, seq_l
         for start in range(0, usable_val_tokens(len(shard.tokens), seqs_per_step * seq_len), seq_len):
             tokens = shard.tokens[start:start + seq_len + 1]
             doc_starts = np.flatnonzero(tokens[:-1] == bos_id)
-            yield PackedSeq(tokens, np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
+            yield PackedSeq(tokens, cu_seqlens=np.concatenate([[0], doc_starts, [seq_len]]).astype(np.int32))
 
 def read_token_bytes(folder: Path, cfg: Config) -> list[bytes] | None:
     """Read the bytes of every token, indexed by token id, from the vocab.txt of a directory.
@@ -2576,10 +2576,14 @@ def ngram_hash(tokens: np.ndarray, factors: tuple[int, ...], modulus: int, no_ng
     return hashed
 
 def bigram_hash(tokens: np.ndarray, num_rows: int) -> np.ndarray:
-    """Hash each (previous, current) pair of tokens to a row: tokens (..., T) i32 -> rows (..., T) i32 in [0, num_rows).
+    """Hash each pair of a token and the token before it to a row of the bigram table.
 
-    row = (36313 * current xor 27191 * previous) mod (num_rows - 1). Position 0 has no previous token: its row is
-    num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place of its previous token.
+    tokens (..., T) i32 -> row indices (..., T) i32 in [0, num_rows):
+
+        index = (36313 * current xor 27191 * previous) mod (num_rows - 1)
+
+    Position 0 has no previous token: its index is num_rows - 1, the last row. Position 1 hashes num_rows - 1 in place
+    of its previous token, as in modded-nanogpt.
     """
     # modded-nanogpt overwrites the token at position 0 with the index of the last row before hashing, and position 1
     # therefore hashes this index as its previous token. The published losses of modded-nanogpt include this.
@@ -2593,7 +2597,7 @@ class TableSpec(NamedTuple):
     label: str
     num_rows: int                        # R
     lookups_per_token: int               # rows that are looked up for every token
-    # tokens (B, T) i32 -> global rows (B, T) or (B, lookups_per_token, T), i32
+    # tokens (B, T) i32 -> global row indices (B, T) or (B, lookups_per_token, T), i32
     row_ids: Callable[[np.ndarray], np.ndarray]
     tied_to_head: bool = False           # shares its weights with the head until untying
     rowwise: bool = False                # a row-wise table, not a dense one
@@ -2607,13 +2611,13 @@ class TableSpec(NamedTuple):
         return -(-self.num_rows // world_size)
 
 def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
-    """List the embedding tables: bigram_embed, value_embed and embed, then the n-gram tables of --tables."""
+    """Build the TableSpec of every embedding table: bigram_embed, value_embed, embed, then the tables of --tables."""
     # The table value_embed stacks the value embeddings. Each one has V rows.
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_EMBEDS, dtype=np.int32)[:, None]
 
     def value_rows(tokens: np.ndarray) -> np.ndarray:
-        """Return the row of each token in each value embedding, (B, NUM_VALUE_EMBEDS, T)."""
+        """Return the global row index of each token in each value embedding: (B, T) -> (B, NUM_VALUE_EMBEDS, T)."""
         return tokens[:, None] + first_rows
 
     adam_every = cfg.adam_every
@@ -2621,7 +2625,8 @@ def table_specs(cfg: Config) -> tuple[TableSpec, ...]:
     specs = [
         TableSpec("bigram_embed", cfg.bigram_rows, 1, bigram_rows, update_every=adam_every),
         TableSpec("value_embed", NUM_VALUE_EMBEDS * V, NUM_VALUE_EMBEDS, value_rows, update_every=adam_every),
-        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]       # the row is the token
+        # The row index in `embed` is the token id.
+        TableSpec("embed", V, 1, np.asarray, tied_to_head=True, update_every=adam_every)]
     for ngram in cfg.tables:
         factors, sign_factors = NGRAM_FACTORS[ngram.order]
         row_ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, no_ngram=ngram.rows - 1)
@@ -2649,11 +2654,14 @@ def unique_with_inverse(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(eq=False)
 class RowPlan:
-    """Rows of one table that this rank fetches in one update cycle, and rows of its shard that it serves.
+    """Rows of one table that this rank fetches, and rows of its shard that it serves, in one update cycle.
 
+    This rank receives rows_to_fetch from their owners, and sends rows_to_serve to the ranks that fetch these rows.
     Gradients are sent in the opposite direction: this rank sends the gradients of rows_to_fetch to the owners, and
-    receives the gradients of rows_to_serve. All index tensors are i64. Until `move_to`, they are on the CPU, in pinned
-    memory if the device is a GPU.
+    receives the gradients of rows_to_serve.
+
+    All index tensors are i64. They are created on the CPU, in pinned memory if the device is a GPU. `move_to` moves all
+    index tensors except rows_to_update to the device.
     """
     # Identifies the plan; must be equal on all ranks. purpose: "train" or another use; cycle: index of the update
     # cycle; tokens: T, summed over the steps of the update cycle.
@@ -2674,9 +2682,9 @@ class RowPlan:
         return self.head_column_ids is not None
 
     def move_to(self, device: torch.device) -> None:
-        """Move the plan's index tensors to the device, asynchronously.
+        """Move all index tensors of the plan except rows_to_update to the device, asynchronously.
 
-        rows_to_update stays on the CPU, because a HostRowStore uses it as an index into a shard in host memory.
+        rows_to_update stays on the CPU, because HostRowStore indexes a shard in host memory with this tensor.
         """
         for name in ("rows_to_fetch", "rows_to_serve", "head_column_ids", "serve_to_update"):
             index = getattr(self, name)
@@ -2687,16 +2695,16 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
               fetch_all: bool) -> tuple[RowPlan, list[np.ndarray]]:
     """Plan which rows of one table this rank fetches in one update cycle of the table.
 
-    tag: identifies the plan; ranks compare their tags (see RowPlan.tag)
-    ids_by_step: for each step of the update cycle, the global rows that this rank looks up, i32, of any shape
-    tied: read the rows from the head
-    fetch_all: fetch every row of the table, looked up or not
+    tag           dict that identifies the plan (see RowPlan.tag); `exchange_row_requests` compares tags between ranks
+    ids_by_step   for each step of the update cycle, the global row indices that this rank looks up, i32, of any shape
+    tied          True if head and table are tied: lookups then read columns of the head
+    fetch_all     fetch every row of the table, including rows that are not looked up
 
-    Returns (plan, index_by_step): plan.rows_to_fetch[index_by_step[i]] identifies the rows ids_by_step[i].
-    index_by_step[i] is i32 and has the shape of ids_by_step[i].
+    Returns (plan, index_by_step). index_by_step[i] is i32 and has the shape of ids_by_step[i]:
+    plan.rows_to_fetch[index_by_step[i]] identifies the rows with the global indices ids_by_step[i].
 
     rows_to_serve and serve_counts of the plan are initialized to rows_to_fetch and fetch_counts, which is correct for
-    W = 1. For W > 1, `exchange_row_requests` sets them.
+    W = 1. For W > 1, `exchange_row_requests` replaces both fields.
     """
     # Frequent tokens have nearby ids, so round-robin ownership balances the load of the ranks. Sorting by the key
     # owner * C + local row makes the rows of each owner contiguous, as the all-to-all requires.
@@ -2716,14 +2724,17 @@ def plan_rows(table: TableSpec, comm: Communicator, tag: dict[str, Any], ids_by_
     # A column of the head is a token id, which is the global row of `embed`: local row * W + owner.
     head_column_ids = comm.pinned(rows_to_fetch % C * W + rows_to_fetch // C) if tied else None
     rows_to_fetch = comm.pinned(rows_to_fetch)
-    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_fetch, fetch_counts, head_column_ids), index_by_step
+    return RowPlan(tag, C, rows_to_fetch, fetch_counts, rows_to_serve=rows_to_fetch, serve_counts=fetch_counts,
+                   head_column_ids=head_column_ids), index_by_step
 
 def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                          plans: dict[str, RowPlan]) -> None:
-    """Exchange requests for rows, and set rows_to_serve and serve_counts of every plan from the received ones.
+    """Send row requests to the owners, and set rows_to_serve and serve_counts of every plan from received requests.
 
-    plans: keyed by table label. dtype: name of the dtype of the weights. Raises RunError if the plans of another rank
-    differ from those of this rank in tag, tables, dtype or tied, or if a received request is invalid. Collective.
+    A row request lists the local indices of the rows of one table that one rank fetches from one owner. plans: keyed by
+    table label. process_group: a gloo group; None: the group of all ranks. dtype: name of the dtype of the weights.
+    Raises RunError if the plans of another rank differ from those of this rank in tag, tables, dtype or tied, or if a
+    received request is invalid. Collective.
     """
     W, rank = comm.world_size, comm.rank
     # A request lists the local rows of one table that this rank fetches from one owner. A tied table has no requests.
@@ -2764,9 +2775,10 @@ def _all_to_all_requests(comm: Communicator, process_group: dist.ProcessGroup | 
 
 def exchange_row_requests(comm: Communicator, process_group: dist.ProcessGroup | None, dtype: str,
                           tables: Iterable[TableSpec], plans: dict[str, RowPlan]) -> None:
-    """Complete the plans: request the rows to fetch from their owners, and set the rows to serve.
+    """Exchange requests for the rows to fetch, and complete the plans with the rows that this rank serves.
 
-    Sets rows_to_serve and serve_counts of all plans, and rows_to_update and serve_to_update of row-wise tables.
+    If W > 1, sets rows_to_serve and serve_counts of all plans. With W = 1, `plan_rows` has set both fields. In the
+    plans of row-wise tables, also sets rows_to_update and serve_to_update.
 
     process_group: a gloo group, or None for the group of all ranks. dtype: name of the dtype of the weights; must be
     equal on all ranks. plans: keyed by table label, for all or some of `tables`. Raises RunError if the plans of two
@@ -2835,15 +2847,18 @@ class DeviceRowStore:
     """Row store in device memory: this rank's C rows of a row-wise table, with their optimizer state.
 
     An update modifies copies of rows: `read_rows` gathers the rows_to_update of a plan, the optimizer modifies these
-    copies in place, and `write_back` writes the copies to the shard.
+    copies in place, and `write_back` writes the copies to the shard. HostRowStore is the subclass for host memory.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Allocate the shard of `table`, with zeros in all rows."""
+        """Allocate this rank's shard of `table`, zero-initialized.
+
+        The shard is in host memory if table.location is "host" or if the device is a CPU.
+        """
         self.comm = comm
         C = table.shard_rows(comm.world_size)
         dtype = getattr(torch, cfg.dtype)
-        # In host memory, allocate lazily. The table may then exceed the physical memory, because only touched rows take
-        # memory.
+        # In host memory, allocate lazily. The table may then exceed the physical memory, because only rows that some
+        # update has modified take memory.
         in_device_memory = comm.on_cuda and table.location == "device"
         zeros = functools.partial(torch.zeros, device=comm.device) if in_device_memory else lazy_zeros
         self.shard = RowState(zeros((C, cfg.model_dim), dtype=dtype), zeros((C,), dtype=accum_dtype(dtype)),
@@ -2851,42 +2866,67 @@ class DeviceRowStore:
         self.invalidate()
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard is in device memory already. HostRowStore starts a copy to the device here."""
+        """No-op, because the shard is in device memory already.
+
+        HostRowStore overrides this method, and launches a copy to the device.
+        """
 
     def read_rows(self, plan: RowPlan) -> RowState:
-        """Return a copy of the state of the plan's rows_to_update on the device, including all earlier updates."""
+        """Copy the state of the plan's rows_to_update from the shard to a new RowState on the device.
+
+        The returned state includes all earlier updates. The update of the plan modifies this state in place.
+        """
         return self.shard.index_select(plan.rows_to_update)
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Write `state`, the updated state of the plan's rows_to_update, to the shard."""
+        """Write the updated state of the plan's rows_to_update to the shard."""
         self.shard.index_copy_(plan.rows_to_update, state)
 
     def wait_for_writes(self) -> None:
-        """No-op: `write_back` writes to the shard immediately. HostRowStore waits for its worker here."""
+        """No-op, because `write_back` writes to the shard immediately.
+
+        HostRowStore, whose write_back is asynchronous, overrides this method.
+        """
 
     def read_weights(self, local_rows: Tensor) -> Tensor:
-        """Return the weights of local_rows, (n,) i64, as a new tensor (n, D) on the device, for evaluation."""
+        """Return the weights of the rows with local indices local_rows, (n,) i64, for evaluation.
+
+        The result is a new tensor (n, D) on the device. Waits for all writes first, so that the weights include all
+        updates.
+        """
         self.wait_for_writes()
         weights = self.shard.rows
         return weights.index_select(0, local_rows.to(weights.device)).to(self.comm.device, non_blocking=True)
 
     def invalidate(self) -> None:
-        """Zero the byte counts. HostRowStore also discards prefetched rows, so that later reads use the shard."""
+        """Zero self.traffic, the counts of bytes copied between host and device.
+
+        HostRowStore also writes pending updates to the shard, and discards all rows that were prefetched or read
+        earlier, so that later reads use the shard.
+        """
         self.traffic = Counter(bytes_up=0, bytes_down=0)  # up: host to device; down: device to host
 
     def touched_rows(self) -> tuple[Tensor, ...]:
-        """Return the local indices of the touched rows, ascending, in chunks of at most CHUNK_ROWS."""
+        """Return the local indices of all touched rows: rows that any update so far has modified.
+
+        The indices are i64, ascending, and split into chunks of at most CHUNK_ROWS. If no row is touched, the result is
+        one empty chunk. Waits for all writes first.
+        """
         self.wait_for_writes()
         return self.shard.last.nonzero().flatten().split(CHUNK_ROWS)
 
     def touched_state(self) -> Iterable[tuple[Tensor, RowState]]:
-        """Yield the touched rows in chunks: (local_rows (k,) i64, their RowState), both copied to the CPU."""
+        """Yield (local_rows, state) for each chunk of the touched rows, the rows that any update so far has modified.
+
+        local_rows (k,) i64: local indices of the k rows of the chunk, ascending, with 0 < k <= CHUNK_ROWS. state:
+        weights and optimizer state of these rows. local_rows and state are copies on the CPU.
+        """
         for local_rows in self.touched_rows():
             if len(local_rows) > 0:
                 yield local_rows.cpu(), RowState(*(x.cpu() for x in self.shard.index_select(local_rows)))
 
     def clear(self) -> None:
-        """Set the weights and optimizer state of all rows to zero, and call `invalidate`."""
+        """Zero the weights and the optimizer state of all rows, and call `invalidate`."""
         # Write only to touched rows. Writing zeros to the other rows would allocate their memory.
         for local_rows in self.touched_rows():
             for x in self.shard:
@@ -2894,7 +2934,10 @@ class DeviceRowStore:
         self.invalidate()
 
     def load_chunk(self, local_rows: Tensor, state: RowState) -> None:
-        """Write the state of local_rows, (n,) i64, to the shard. Call `clear` before the first chunk."""
+        """Write `state` to the rows of the shard with local indices local_rows, (n,) i64.
+
+        Call `clear` before the first chunk, because other rows do not change.
+        """
         self.shard.index_copy_(local_rows, state.to(self.shard.rows.device))
 
 class HostRowStore(DeviceRowStore):
@@ -2914,7 +2957,10 @@ class HostRowStore(DeviceRowStore):
     read_rows(n) returned.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator):
-        """Create the worker thread and the CUDA streams, and allocate the shard of `table` with zeros in all rows."""
+        """Allocate this rank's shard of `table`, zero-initialized, and create the worker thread and the CUDA streams.
+
+        Without a GPU, there are no streams.
+        """
         # Use two streams: copies to the host wait for the update, and copies to the device must not wait for it.
         self.to_device_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
         self.to_host_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
@@ -2926,7 +2972,7 @@ class HostRowStore(DeviceRowStore):
         super().__init__(table, cfg, comm)
 
     def invalidate(self) -> None:
-        """Flush pending writes, discard the prefetched and previously read rows, and zero the byte counts."""
+        """Flush pending writes, discard the prefetched and the previously read rows, and zero self.traffic."""
         self.wait_for_writes()
         super().invalidate()
         self.prefetched = None
@@ -2936,8 +2982,10 @@ class HostRowStore(DeviceRowStore):
     def prefetch(self, plan: RowPlan) -> None:
         """Launch a copy of the plan's rows_to_update to the device, on the worker. No-op if already launched.
 
-        Raises the worker's exception if the copy for an earlier plan failed.
+        Before the copy, the worker flushes the last `write_back` to the shard. If another plan was prefetched but never
+        read, this method waits for the worker first, and raises the worker's exception if that prefetch failed.
         """
+        # self.prefetched is (plan, future).
         if self.prefetched is not None:
             if self.prefetched[0] is plan:
                 return
@@ -2963,8 +3011,8 @@ class HostRowStore(DeviceRowStore):
             for x in state:
                 x.record_stream(compute_stream)
 
-        # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read` instead.
-        # Use torch.where, because boolean indexing would synchronize with the device.
+        # Rows that the previous update modified may be stale in `state`. Take these rows from `previous_read`, which is
+        # (local rows, state), instead. Use torch.where, because boolean indexing would synchronize with the device.
         local_rows = plan.rows_to_update.to(self.comm.device, non_blocking=True)
         if self.previous_read is not None and len(self.previous_read[0]) > 0:
             previous_rows, previous_state = self.previous_read
@@ -2977,9 +3025,10 @@ class HostRowStore(DeviceRowStore):
         return state
 
     def write_back(self, plan: RowPlan, state: RowState) -> None:
-        """Copy `state` to pinned host memory asynchronously. The next `prefetch` flushes the copy to the shard.
+        """Copy `state` to pinned host memory asynchronously. The next `prefetch` writes this copy to the shard.
 
-        state: updated state of the plan's rows_to_update, on the device.
+        state: updated state of the plan's rows_to_update, on the device. If the copy of the previous write_back is not
+        in the shard yet, this method first writes that copy to the shard, and blocks until it has done so.
         """
         # If no prefetch followed the previous write_back, it is still pending. Flush it now.
         if self.pending_write is not None:
@@ -2998,7 +3047,7 @@ class HostRowStore(DeviceRowStore):
         self.pending_write = plan.rows_to_update, host_state, copied
 
     def wait_for_writes(self) -> None:
-        """Wait for the worker, and flush the last `write_back` to the shard.
+        """Wait for the worker, and write the rows of the last `write_back` to the shard.
 
         Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
         """
@@ -3011,21 +3060,25 @@ class HostRowStore(DeviceRowStore):
             self.pending_write = None
 
     def _wait_for_prefetch(self) -> tuple[RowState, torch.cuda.Event | None]:
-        """Wait for the worker, and return the result of `_copy_to_device`: (state, CUDA event or None).
+        """Wait until the worker has launched the copy of the prefetched rows to the device, and return (state, copied).
 
-        Raises the worker's exception, or RunError if the worker does not finish within --comm_timeout.
+        state: RowState of the prefetched rows (weights, second moments and last updates), on the device. copied: CUDA
+        event recorded after the copy, which may still be running; None on a CPU. Raises the worker's exception, or
+        RunError if the worker does not finish within --comm_timeout.
         """
-        return result_with_timeout(self.prefetched[1], self.comm.timeout, "copying table rows from host memory")
+        _, future = self.prefetched
+        return result_with_timeout(future, self.comm.timeout, "copying table rows from host memory")
 
     def _pinned_buffers(self, num_rows: int) -> RowState:
         """Allocate an uninitialized RowState of num_rows rows in pinned host memory."""
         return RowState(*(torch.empty(num_rows, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.shard))
 
     def _store(self, local_rows: Tensor, state: RowState, copied: torch.cuda.Event | None) -> None:
-        """Flush a `write_back`: wait for the copy to the host, then write the rows to the shard. Runs on the worker.
+        """Wait for the copy to the host that `write_back` launched, then write the rows to the shard.
 
-        state: the RowState of local_rows, on the host. copied: CUDA event recorded after the copy to the host; None on
-        a CPU.
+        local_rows (n,) i64: local indices of the rows. state: weights and optimizer state of these rows, on the host.
+        copied: CUDA event recorded after the copy to the host; None on a CPU. Raises RunError if the copy does not
+        finish within the timeout of Communicator.wait_for. Runs on the worker.
         """
         if copied is not None:
             self.comm.wait_for(copied)
@@ -3033,10 +3086,11 @@ class HostRowStore(DeviceRowStore):
 
     def _copy_to_device(self, pending_write: tuple[Tensor, RowState, torch.cuda.Event | None] | None,
                         local_rows: Tensor) -> tuple[RowState, torch.cuda.Event | None]:
-        """Flush `pending_write` to the shard, then gather local_rows (n,) and copy them to the device asynchronously.
+        """Flush pending_write to the shard, then launch a copy of the rows local_rows to the device.
 
-        Returns (state, copied): the state of local_rows on the device, and the CUDA event recorded after the copy. On a
-        CPU, copied is None. Runs on the worker.
+        pending_write: the arguments of `_store`, or None. local_rows (n,) i64: local indices of the rows to copy.
+        Returns (state, copied): the weights and optimizer state of these rows on the device, and the CUDA event
+        recorded after the copy. On a CPU, copied is None. Runs on the worker.
         """
         if pending_write is not None:
             self._store(*pending_write)
@@ -3068,25 +3122,28 @@ class LocalTable:
         self.has_grads = False                            # True from the first lookup to `zero_grad`
 
     def rows_for_forward(self, plan: None) -> tuple[Tensor, Tensor]:
-        """Return (weights, grads), both (R, D): lookups read `weights`, and their gradients accumulate in `grads`."""
+        """Return (weights, grads), both (R, D): lookups read `weights`, and backward accumulates gradients in `grads`.
+
+        `weights` is the parameter itself. The attribute has_grads becomes True.
+        """
         self.has_grads = True
         return self.weight, self.grad
 
     def fetch_for_eval(self, plan: None) -> Tensor:
-        """Return the weights of all rows, (R, D), not copied."""
+        """Return the parameter itself, (R, D), because lookups read the parameter in place."""
         return self.weight
 
     def launch_reduce(self) -> None:
-        """No-op: with W = 1, the gradient of this rank is complete."""
+        """No-op, because with W = 1 the gradient of this rank is the gradient summed over ranks."""
 
     def reduced_grads(self) -> Tensor:
-        """Return the gradient of the table, (R, D)."""
+        """Return the gradient of the table, (R, D), in f32, or in f64 in an f64 run."""
         return self.grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add the transposed gradient of the table to head_grad (D, V), and zero the gradient of the table.
+        """Add the transposed gradient of the table to head_grad (D, V) in place, and zero the gradient of the table.
 
-        Called instead of an update while head and table are tied.
+        The optimizer calls this method instead of an update of the table while head and table are tied.
         """
         head_grad += self.grad.t().to(head_grad.dtype)
         self.zero_grad()
@@ -3108,10 +3165,10 @@ class ExchangedTable:
 
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, shard: Tensor, max_tokens: int,
                  head: Tensor | None):
-        """Allocate the row cache and row_grads for the update cycle with the most tokens.
+        """Allocate the row cache and row_grads, with room for the rows of the update cycle with the most tokens.
 
         shard (C, D): this rank's rows. max_tokens: maximum number of tokens of this rank in an update cycle of the
-        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table
+        table. head (D, V): weight of the head, whose columns are the rows of a tied plan; None for a row-wise table.
         """
         self.table = table
         self.comm = comm
@@ -3130,7 +3187,7 @@ class ExchangedTable:
         self.reset()
 
     def reset(self) -> None:
-        """Wait for pending all-to-alls, zero row_grads and the byte counts, and invalidate the row cache.
+        """Wait for pending all-to-alls, zero row_grads and self.byte_totals, and invalidate the row cache.
 
         The shard does not change.
         """
@@ -3144,23 +3201,24 @@ class ExchangedTable:
 
     @property
     def has_grads(self) -> bool:
-        """True from the first lookup of an update cycle until `zero_grad`."""
+        """True from the first `rows_for_forward` of an update cycle until `zero_grad`."""
         return self.pending_plan is not None
 
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        weights (u, D): the weights that the plan's update modifies; for a dense table, the whole shard, u = C
-        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
+        weights (C, D): the weights that the plan's update modifies. For a dense table, this is the whole shard.
+                        RowwiseTable overrides this method to return only the plan's rows_to_update.
+        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
         """
         return self.shard, plan.rows_to_serve
 
     def prefetch(self, plan: RowPlan) -> None:
-        """No-op: the shard of a dense table is in device memory already. RowwiseTable calls its row store here."""
+        """No-op, because the shard of a dense table is in device memory already. RowwiseTable overrides this method."""
 
     @torch.no_grad()
     def fetch(self, plan: RowPlan) -> None:
-        """Launch the all-to-all that fetches the plan's rows into the cache. Collective.
+        """Launch the all-to-all that fetches the plan's rows into the row cache. Collective.
 
         The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
@@ -3174,10 +3232,12 @@ class ExchangedTable:
     def rows_for_forward(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (cache, row_grads): the plan's rows, and the buffer that their gradients accumulate in. Collective.
 
-        Fetches the rows first if necessary, and waits for them. Both tensors are (num_rows, D). Their first
-        len(rows_to_fetch) rows belong to the plan, in the order of rows_to_fetch. Raises RunError if row_grads contains
+        Fetches the rows first if necessary, and waits for them. cache and row_grads are (num_rows, D), where num_rows
+        is the fixed capacity of the row cache. The first len(plan.rows_to_fetch) rows of each tensor belong to the
+        plan, in the order of rows_to_fetch. Lookups do not use the other rows. Raises RunError if row_grads contains
         gradients of another plan.
         """
+        # plan.tag is the dict that identifies a plan: purpose, index of the update cycle, and number of tokens.
         check(self.pending_plan in (None, plan), f"gradients of {self.table.label} from another cycle",
               found=self.pending_plan and self.pending_plan.tag, expected=f"{plan.tag}, or no gradients",
               hint="call optim_step on the last step of a cycle before the next cycle", error=RunError)
@@ -3188,9 +3248,9 @@ class ExchangedTable:
         return self.cache, self.row_grads
 
     def fetch_for_eval(self, plan: RowPlan) -> Tensor:
-        """Fetch the plan's n rows into a new tensor, (n, D), and wait for them. Collective.
+        """Fetch the plan's n rows into a new tensor (n, D) for evaluation, and wait for them. Collective.
 
-        The row cache does not change.
+        The row cache and row_grads do not change.
         """
         plan.move_to(self.comm.device)
         served = (self.store.read_weights(plan.rows_to_serve) if self.store
@@ -3202,7 +3262,7 @@ class ExchangedTable:
     def launch_reduce(self) -> None:
         """Launch the all-to-all that sends row_grads to the owners, in the dtype of the weights. Collective.
 
-        `reduced_grads` waits for the all-to-all, and returns the sums.
+        `reduced_grads` waits for the all-to-all, and returns the gradients summed over ranks.
         """
         plan = self.pending_plan
         sent = self.row_grads[:len(plan.rows_to_fetch)].to(self.cache.dtype)
@@ -3210,9 +3270,11 @@ class ExchangedTable:
         self.reduce_work = self._all_to_all(plan, self.received_grads, sent, plan.serve_counts, plan.fetch_counts)
 
     def reduced_grads(self) -> Tensor:
-        """Wait for the all-to-all of `launch_reduce`, and return the gradient (u, D), summed over ranks.
+        """Wait for the all-to-all launched by `launch_reduce`, and return the gradient summed over ranks.
 
-        This is the gradient of the weights that `weights_to_update` returns, in f32 or f64, like row_grads.
+        This is the gradient of the weights that `weights_to_update` returns. It has the same shape as these weights,
+        and the dtype of row_grads (f32 or f64). Call this method once per `launch_reduce`, because the call frees the
+        received gradients.
         """
         wait_for_work(self.reduce_work)
         weights, index = self.weights_to_update(self.pending_plan)
@@ -3224,9 +3286,9 @@ class ExchangedTable:
         return grad
 
     def add_grads_to_head(self, head_grad: Tensor) -> None:
-        """Add row_grads, transposed, to the plan's columns of head_grad (D, V), and zero row_grads.
+        """Add row_grads, transposed, to the corresponding columns of head_grad (D, V) in place, and call `zero_grad`.
 
-        Called instead of an update while head and table are tied.
+        The optimizer calls this method instead of an update of the table while head and table are tied.
         """
         plan = self.pending_plan
         head_grad[:, plan.head_column_ids] += self.row_grads[:len(plan.rows_to_fetch)].t().to(head_grad.dtype)
@@ -3246,8 +3308,9 @@ class ExchangedTable:
     def _launch_fetch(self, plan: RowPlan, out: Tensor, served: Tensor) -> dist.Work | None:
         """Launch the all-to-all that fetches the plan's n rows into out[:n]. Collective.
 
-        out (at least n, D). served (m, D): the weights of the plan's rows_to_serve. A tied plan copies columns of the
-        head instead, and ignores `served`. Returns the Work handle, or None for a tied plan or W = 1.
+        out has at least n rows of D elements. served (m, D): the weights of the plan's rows_to_serve. For a tied plan,
+        copies columns of the head to out[:n] instead, and ignores `served`. With --debug_rows, first fills `out` with
+        NaN. Returns the Work handle, or None for a tied plan or W = 1.
         """
         if self.debug:
             # The loss becomes NaN if a lookup reads a row that was not fetched.
@@ -3265,7 +3328,8 @@ class ExchangedTable:
         """Launch an all-to-all of rows or of gradients of rows, and count the bytes that it exchanges. Collective.
 
         sent (sum(send_counts), D): tensor to send, grouped by receiving rank. out (sum(recv_counts), D): tensor to
-        receive into. send_counts, recv_counts: number of rows per rank. Returns the Work handle, or None for W = 1.
+        receive into, grouped by sending rank. send_counts, recv_counts: number of rows per rank. Returns the Work
+        handle. With W = 1, copies `sent` to `out` and returns None.
         """
         self._count_bytes(plan, sent.shape[1] * sent.element_size(), recv_counts, send_counts)
         # For comparison with bytes_sent, bytes_dense counts the bytes that this rank would send if ranks exchanged
@@ -3279,10 +3343,10 @@ class ExchangedTable:
         return dist.all_to_all_single(out, sent, recv_counts, send_counts, async_op=True)
 
     def _count_bytes(self, plan: RowPlan, item_bytes: int, recv_counts: list[int], send_counts: list[int]) -> None:
-        """Count the bytes that an all-to-all exchanges with other ranks. No-op unless the plan's purpose is "train".
+        """Add the bytes that an all-to-all exchanges with other ranks to self.byte_totals.
 
-        item_bytes: bytes per item, which is a row, a gradient of a row, or a request for a row. recv_counts,
-        send_counts: number of items per rank
+        No-op unless plan.tag["purpose"] is "train". item_bytes: bytes per item, which is a row, a gradient of a row, or
+        a request for a row. recv_counts, send_counts: number of items per rank.
         """
         if plan.tag["purpose"] == "train":
             to_self = send_counts[self.comm.rank]         # equals recv_counts[rank]
@@ -3296,7 +3360,7 @@ class RowwiseTable(ExchangedTable):
     cycle.
     """
     def __init__(self, table: TableSpec, cfg: Config, comm: Communicator, max_tokens: int):
-        """Create the row store in the table's location, and allocate the row cache and row_grads.
+        """Create the row store in device or host memory (table.location), and allocate the row cache and row_grads.
 
         max_tokens: maximum number of tokens of this rank in an update cycle of the table.
         """
@@ -3304,9 +3368,10 @@ class RowwiseTable(ExchangedTable):
         super().__init__(table, cfg, comm, self.store.shard.rows, max_tokens, head=None)
 
     def reset(self) -> None:
-        """Zero row_grads and the byte counts, and invalidate the row cache and the rows read from the store.
+        """Zero row_grads and all byte counts, and discard the rows in the row cache and the rows read from the store.
 
-        Waits for pending all-to-alls. The shard does not change.
+        Waits for pending all-to-alls first. The row store writes pending updates to the shard. Otherwise, the shard
+        does not change.
         """
         super().reset()
         # Copy of rows_to_update of the cached plan. The next update modifies this copy in place.
@@ -3316,13 +3381,13 @@ class RowwiseTable(ExchangedTable):
     def weights_to_update(self, plan: RowPlan) -> tuple[Tensor, Tensor]:
         """Return (weights, index), such that weights[index] are the rows that this rank serves.
 
-        weights (u, D): the weights of the plan's rows_to_update, as copied from the store by the last `fetch`
-        index (m,) i64: for each of the plan's rows_to_serve, its index in `weights`
+        weights (u, D): the weights of the plan's u rows_to_update, as copied from the store by the last `fetch`
+        index (m,) i64: for each of the plan's m rows_to_serve, its index in `weights`
         """
         return self.row_state.rows, plan.serve_to_update
 
     def fetch(self, plan: RowPlan) -> None:
-        """Read the plan's rows_to_update from the store, and launch the all-to-all that fills the cache. Collective.
+        """Read the plan's rows_to_update from the row store, and launch the all-to-all into the row cache. Collective.
 
         The fetched rows reflect the latest update. No-op if the plan's rows are already cached or in flight.
         """
@@ -3339,7 +3404,7 @@ class RowwiseTable(ExchangedTable):
             self.store.prefetch(plan)
 
     def zero_grad(self) -> None:
-        """Zero row_grads, and invalidate the row cache and the rows read from the store, which are stale.
+        """Zero row_grads, invalidate the row cache, and release the copies of rows that `fetch` read from the store.
 
         With --debug_rows, raises RunError if the unused tail of row_grads, beyond the plan's rows, is not zero.
         """
@@ -3358,7 +3423,7 @@ class Batch(NamedTuple):
     # (B, num_bounds) i32: for each sequence, 0 and then the end of each document; padded with T.
     cu_seqlens: Tensor
     # Keyed by table label: (B, T) or (B, lookups_per_token, T), i32. Each entry is one lookup: an index into the plan's
-    # rows_to_fetch. If the table is read in place, the entry is the global row instead.
+    # rows_to_fetch. If the table is read in place, the entry is a global row index instead.
     row_index: dict[str, Tensor]
     # Keyed by table label, only for tables with signs: (B, T) i32. Each entry is an index into GPT.sign_vectors.
     sign_ids: dict[str, Tensor]
@@ -3377,8 +3442,8 @@ class Batch(NamedTuple):
 def collate(step_cfg: StepConfig, tables: Iterable[TableSpec], seqs: list[PackedSeq]) -> Batch:
     """Stack this rank's sequences of one step into a batch of NumPy arrays, without row plans.
 
-    row_index contains global rows. `build_batches` later adds the plans. If a table has a plan, `build_batches` also
-    replaces the table's global rows by indices into plan.rows_to_fetch.
+    row_index contains global row indices. `build_batches` later adds the plans. If a table has a plan, `build_batches`
+    also replaces the global row indices of the table by indices into plan.rows_to_fetch.
     """
     tokens = np.stack([seq.tokens for seq in seqs])
     # Sequences have different numbers of documents. Pad with the last bound, T. The padding adds empty documents.
@@ -3448,13 +3513,13 @@ class OutOfData(DataError):
     """
 
 class Packer:
-    """Packer of a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
+    """Packer that cuts a stream of data shards into the S sequences of each step. Every rank packs the same sequences.
 
-    The first epoch uses `pack_batch`, as modded-nanogpt does: the rest of every cut document, and the end of every
-    shard, are dropped. Later epochs use `pack_pieces` and drop nothing: the end of a shard is joined to the next shard.
+    The first epoch uses `pack_batch`, as modded-nanogpt does, and drops the rest of every cut document and the end of
+    every shard. Later epochs use `pack_pieces`, and drop no tokens: the end of a shard is joined to the next shard.
     """
     def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
-        """Create the packer without reading data. shards: yields the shards of all epochs, in training order."""
+        """Create the packer without reading data. shards: iterator over the shards of all epochs, in training order."""
         self.cfg = cfg
         self.shards = enumerate(shards)
         self.shards_per_epoch = shards_per_epoch
@@ -3464,10 +3529,11 @@ class Packer:
         self.position = 0
 
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
-        """Pack the S sequences of the next step, which are the sequences of all ranks.
+        """Pack the S sequences of the next step, for all ranks.
 
-        Returns (shard, sequences); `pack_batch` defines the format of a sequence. Raises OutOfData if the remaining
-        shards have too few tokens, or if a shard has changed since the start of the run.
+        Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence
+        is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining shards have too few tokens, or if a shard
+        file has changed since the start of the run.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3495,7 +3561,8 @@ class Packer:
 def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHeader]) -> tuple[int, int]:
     """Return (tokens read in the first epoch, tokens read in later epochs), summed over all steps of the schedule.
 
-    Packs every step without building batches. Raises OutOfData if the data ends before the schedule does.
+    Packs every step without building batches. headers: headers of the training shards, in reading order. Raises
+    OutOfData if the data ends before the schedule does.
     """
     packer = Packer(cfg, map(load_shard, headers * cfg.epochs or itertools.cycle(headers)), len(headers))
     counts = [0, 0]
@@ -3597,10 +3664,10 @@ class Loader:
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
     def _prefetch_shards(self) -> Iterator[TokenShard]:
-        """Yield the data shards of all epochs, in training order. With --epochs=0, never ends.
+        """Yield the data shards of all epochs, in training order. With --epochs=0, repeats the shards forever.
 
-        The reader thread loads the next shard while the caller uses the current shard. Raises RunError if reading a
-        shard takes longer than --comm_timeout.
+        The reader thread loads the next shard while the caller uses the current shard. Raises any error of
+        `load_shard`, or RunError if reading a shard takes longer than --comm_timeout.
         """
         next_future = None
         for header in self.headers * self.cfg.epochs or itertools.cycle(self.headers):
@@ -3659,7 +3726,8 @@ class ValidationSet:
         S = self.cfg.seqs_per_step
         for start in range(0, len(self.seqs), S):
             my_seqs = self.seqs[start + self.comm.rank:start + S:self.comm.world_size]
-            batch, = build_batches(self.cfg, self.comm, None, self.purpose, [step_cfg], [my_seqs])
+            batch, = build_batches(self.cfg, self.comm, process_group=None, purpose=self.purpose, cycle=[step_cfg],
+                                   seqs_by_step=[my_seqs])
             yield batch.to(self.comm.device)
 
 
@@ -3709,7 +3777,7 @@ QKVO = 4                                 # matrices of an attention layer, stack
 QKV = 3                                  # matrices that a layer applies in one matmul before attention: q, k, v
 
 def init_parameter(spec: ParameterSpec, generator: torch.Generator) -> Tensor:
-    """Create the initial weight that spec.init describes: unsharded, f32, of shape spec.shape."""
+    """Create the initial weight of a parameter as spec.init describes: unsharded, f32, of shape spec.shape."""
     distribution, argument = spec.init
     shape = spec.shape
     if distribution == "constant":
@@ -3727,14 +3795,17 @@ def initial_scalars(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Return the initial values of the learned scalars, keyed by name, in the order of the parameter `scalars`.
 
     The names are the keys of SCALARS, then the label of each n-gram table that is added to the residual stream. Such a
-    table has one scalar per layer, its coefficient in the residual stream.
+    table has one scalar per layer, its coefficient in the residual stream. N-gram tables that are added to the
+    attention values of a layer have gates instead of scalars.
     """
+    # An n-gram table with layer None is added to the residual stream. Any other n-gram table is added to the attention
+    # values of layer ngram.layer.
     return SCALARS | {ngram.label: (NGRAM_INIT_COEF,) * len(LAYERS) for ngram in cfg.tables if ngram.layer is None}
 
 def parameter_specs(cfg: Config) -> tuple[ParameterSpec, ...]:
-    """List all parameters and tables: shapes, initialization, optimizer and multipliers (RECIPE 2.1, 2.6).
+    """Build the ParameterSpec of every parameter and table (RECIPE 2.1, 2.6). The n-gram tables are last.
 
-    D model dim, H attention heads, V padded vocabulary size, L layers.
+    A spec has the shape, initialization, optimizer and multipliers of one parameter or table.
     """
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, num_attn, mlp_dim = len(LAYERS), len(ATTENTION_LAYERS), MLP_RATIO * D
@@ -3798,10 +3869,11 @@ def attention_args(short: int, long: int, max_len: int, scale: float) -> Attenti
             for window_name, window in (("short", short), ("long", long))}
 
 def initial_weights(cfg: Config, seed: int) -> Iterable[tuple[str, Tensor]]:
-    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, because they start as zeros.
+    """Yield (label, initial weight) for every parameter, unsharded. Skips row-wise tables, which are zero-initialized.
 
     Weights are bf16, or f32 if spec.full_precision. The initial weight of a parameter depends only on the seed and on
-    the label, shape and init of the spec.
+    the label, shape and init of the spec. The only exception is `embed`, the transpose of lm_head, because head and
+    embedding are tied at first.
     """
     for spec in parameter_specs(cfg):
         if spec.optimizer == "rowwise":
@@ -4008,9 +4080,9 @@ class GPT(nn.Module):
     def lookup(self, label: str, batch: Batch, row_buffers: RowBuffers) -> list[Tensor]:
         """Look up every token in the table `label`. Returns a list of lookups_per_token embeddings, each (B, T, D).
 
-        Each embedding is rows[index], where (rows, row_grads) = row_buffers[label], and `index` (B, T) is one of the
-        lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. rows and row_grads
-        are (num_rows, D); row_grads is None in evaluation. B sequences of T tokens, model dim D.
+        row_buffers[label] is (rows, row_grads), both (num_rows, D). Each embedding is rows[index], where `index` (B, T)
+        is one of the lookups in batch.row_index[label]. Backward accumulates the gradient of `rows` in row_grads. In
+        evaluation, row_grads is None. B sequences of T tokens, model dim D.
         """
         row_index = batch.row_index[label]
         rows, row_grads = row_buffers[label]
@@ -4224,10 +4296,10 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         last <- update_num
         rows <- cautious_adam(rows, step_size * g / (sqrt(v) + eps), decay)
 
-    rows (u, D): the u rows to update, in model dim D. v (u,): second moment of each row. last (u,) i32: number of the
-    last update that changed the row, or 0. grad (u, D): summed over sequences and ranks. update_num (): number of this
-    update, counted from 1. step_size (): lr * sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times
-    the squared learning rate.
+    rows (u, D): weights of the u rows to update, with model dim D. v (u,): second moment of each row. last (u,) i32:
+    number of the last update that changed each row, counted from 1; 0 if no update has changed the row. grad (u, D):
+    summed over sequences and ranks. update_num (): number of this update, counted from 1. step_size (): lr *
+    sqrt(1 - beta2^update_num). decay (): the weight-decay coefficient times the squared learning rate.
     """
     grad = grad * grad_scale
     # Decay v by beta2 for every update since `last`, as if the row had had a zero gradient in the updates between.
@@ -4248,7 +4320,7 @@ def cpu_scalar(value: float) -> Tensor:
 def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     """View a NorMuon bank as the M matrices to orthogonalize, (M, rows, columns). Return other weights unchanged.
 
-    weight: a parameter, or a shard of this view.
+    weight: a parameter, or a shard of a parameter. A shard of a bank is a slice of the M matrices along dim 0.
     """
     if spec.optimizer != "normuon":
         return weight
@@ -4257,7 +4329,7 @@ def bank_matrices(spec: ParameterSpec, weight: Tensor) -> Tensor:
     return weight.view(-1, math.gcd(*spec.matrix_heights), spec.shape[-1])
 
 def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor]:
-    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or for a shard of one.
+    """Create zero-initialized Adam or NorMuon state, {state name: tensor}, for a parameter or a shard of a parameter.
 
         Adam       "m"          like shard: first moment
                    "v"          like shard: second moment
@@ -4281,12 +4353,14 @@ def init_optimizer_state(spec: ParameterSpec, shard: Tensor) -> dict[str, Tensor
 
 
 def update_scalars(cfg: Config, spec: ParameterSpec, step_cfg: StepConfig) -> tuple[int, Tensor, Tensor]:
-    """Compute (update number, step size, weight decay) of the Adam or row-wise update at the end of this step.
+    """Compute (update_num, step_size, decay) of the Adam or row-wise update at the end of this step.
 
-        step size    = lr * sqrt(1 - beta2^n) / (1 - beta1^n) in update n, counted from 1
-        weight decay = lr^2 * weight-decay coefficient
+        update_num   n, the number of this update, counted from 1
+        step_size    lr * sqrt(1 - beta2^n) / (1 - beta1^n)
+        decay        lr^2 * weight-decay coefficient
 
-    Both are 0-dim f64 CPU tensors. lr and the coefficient include the multipliers of the parameter.
+    update_num is an int. step_size and decay are 0-dim f64 CPU tensors. lr and the weight-decay coefficient include the
+    multipliers of `spec`.
     """
     update_every = spec.table.update_every if spec.table else cfg.adam_every
     update_num = (step_cfg.step + 1) // update_every
@@ -4300,8 +4374,10 @@ def apply_adam(update_fn: Callable, cfg: Config, spec: ParameterSpec, p: Tensor,
                step_cfg: StepConfig) -> None:
     """Apply the Adam update of this step to p and its moments, in place.
 
-    update_fn: `adam_update`, compiled if this run compiles. p: a parameter, or this rank's shard of one. grad: summed
-    over sequences and ranks, shaped like p. state: the moments, with keys "m" and "v", shaped like p.
+    update_fn   `adam_update`, compiled if this run uses torch.compile
+    p           a parameter, or this rank's shard of a parameter
+    grad        gradient of p, summed over sequences and ranks, shaped like p
+    state       the moments of p: keys "m" and "v", shaped like p
     """
     _, step_size, decay = update_scalars(cfg, spec, step_cfg)
     update_fn(p, grad, state["m"], state["v"], 1 / cfg.seqs_per_step, spec.betas, cfg.adam_eps, step_size, decay)
@@ -4317,8 +4393,8 @@ class ReplicatedGroup:
                  adam: Callable):
         """Create zero-initialized Adam state for all parameters of the group.
 
-        weights: the parameters, in the order of specs. adam: functools.partial(apply_adam, update_fn, cfg), where
-        update_fn is `adam_update`, compiled if this run compiles.
+        weights: the parameters, in the order of specs. adam: `apply_adam` with its arguments update_fn and cfg bound,
+        called as adam(spec, p, grad, state, step_cfg).
         """
         self.comm = comm
         self.specs = specs
@@ -4337,12 +4413,15 @@ class ReplicatedGroup:
         self.work = self.comm.launch(dist.all_reduce, self.grad)
 
     def reduced_grad(self) -> Tensor:
-        """Wait for the all-reduce, and return the gradients of all parameters, concatenated, summed over ranks."""
+        """Wait for the all-reduce, and return the gradients summed over ranks.
+
+        The result is one flat tensor: the gradients of all parameters of the group, concatenated in the order of specs.
+        """
         wait_for_work(self.work)
         return self.grad
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update all parameters in place with the result of `reduced_grad`."""
+        """Apply the Adam update to all parameters of the group, in place. grad: the result of `reduced_grad`."""
         grads = grad.split([p.numel() for p in self.weights])
         for spec, p, p_grad in zip(self.specs, self.weights, grads):
             self.adam(spec, p.data, p_grad.view_as(p), self.state[spec.label], step_cfg)
@@ -4363,8 +4442,11 @@ class ShardedGroup:
                  num_matrices: int, grad_dtype: torch.dtype):
         """Move the weight into a padded buffer of W equal shards, and allocate main_grad with the same padding.
 
-        sharded_view: a view of the weight that is sharded along dim 0. num_matrices: number of weight matrices whose
-        gradients the backward pass writes separately. grad_dtype: dtype of main_grad.
+        Sets the attributes main_grad and write_counts of the weight, and replaces weight.data by a view of the buffer.
+
+        sharded_view   view of the weight whose dim 0 is split into shards
+        num_matrices   number of weight matrices whose gradients the backward pass writes separately
+        grad_dtype     dtype of main_grad
         """
         self.comm = comm
         self.spec = spec
@@ -4402,9 +4484,9 @@ class ShardedGroup:
               hint="a micro-batch was lost or ran twice; call discard_grads and repeat the step", error=RunError)
 
     def add_zero_grads(self) -> None:
-        """Set main_grad to zero if no backward pass has run since the last update.
+        """Zero main_grad if no backward pass has run since the last update.
 
-        This counts as one backward pass, so that `check_writes` accepts the zeros.
+        Counts the zeros as the gradient of one backward pass, so that `check_writes` raises no error.
         """
         if self.num_backwards == 0:
             self.num_backwards = 1
@@ -4423,15 +4505,15 @@ class ShardedGroup:
         return self.grad[:len(self.shard)]
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> dist.Work | None:
-        """Update this rank's shard with the result of `reduced_grad`, and launch the all-gather of the weight.
+        """Update this rank's shard in place, and launch the all-gather of the weight. Collective.
 
-        Returns the work handle of the all-gather, or None if W = 1. Collective.
+        grad: the result of `reduced_grad`. Returns the Work handle of the all-gather, or None if W = 1.
         """
         self.update_shard(grad, step_cfg)
         return self.comm.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def zero_grad(self) -> None:
-        """Clear main_grad, and set .grad to None."""
+        """Discard the gradient: the next backward pass overwrites main_grad, and weight.grad is set to None."""
         # main_grad need not be zeroed: while a write count is 0, the next write overwrites main_grad.
         self.num_backwards = 0
         self.weight.grad = None
@@ -4447,7 +4529,7 @@ class BankGroup(ShardedGroup):
 
         multiple_micro_batches: whether a step has more than one micro-batch on this rank. If so, main_grad is f32, or
         f64 in an f64 run. Otherwise main_grad has the dtype of the weight. normuon: `normuon_update`, compiled if this
-        run compiles.
+        run uses torch.compile.
         """
         self.cfg = cfg
         self.normuon = normuon
@@ -4467,9 +4549,9 @@ class BankGroup(ShardedGroup):
         self.lr_muls = lr_muls[self.slice, None, None]
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update self.shard, the matrices of this rank, in place.
+        """Apply the NorMuon update to self.shard, the matrices of this rank, in place.
 
-        grad: summed over sequences and ranks, shaped like self.shard, (matrices of this rank, rows, columns).
+        grad: gradient of self.shard, summed over sequences and ranks, (matrices of this rank, rows, columns).
         """
         if len(self.shard) == 0:                          # more ranks than matrices
             return
@@ -4489,30 +4571,33 @@ class HeadGroup(ShardedGroup):
     def __init__(self, cfg: Config, comm: Communicator, spec: ParameterSpec, weight: nn.Parameter, adam: Callable):
         """Shard the head along D, and create the optimizer state of this rank's shard.
 
-        weight (D, V). adam: functools.partial(apply_adam, update_fn, cfg), where update_fn is `adam_update`, compiled
-        if this run compiles.
+        weight (D, V). adam: `apply_adam` with its arguments update_fn and cfg bound, called as adam(spec, p, grad,
+        state, step_cfg).
         """
         self.update_every = cfg.adam_every
         self.adam = adam
-        super().__init__(comm, spec, weight, weight.data, 1, accum_dtype(weight.dtype))
+        super().__init__(comm, spec, weight, sharded_view=weight.data, num_matrices=1,
+                         grad_dtype=accum_dtype(weight.dtype))
 
     def update_shard(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update self.shard, this rank's rows of the head, in place.
+        """Apply the Adam update to self.shard, this rank's slice of the head along D, in place.
 
-        grad: summed over sequences and ranks, shaped like self.shard, (rows of this rank, V).
+        grad: gradient of self.shard, summed over sequences and ranks, (rows of this rank, V).
         """
         self.adam(self.spec, self.shard, grad, self.state[self.spec.label], step_cfg)
 
 class TableGroup:
-    """A dense embedding table, and the base class of RowwiseTableGroup.
+    """A dense embedding table. Adam updates every row of this rank's shard, including rows that were not looked up.
 
-    If the table is dense, Adam updates every row of this rank's shard, including rows that were not looked up.
+    RowwiseTableGroup is the subclass for row-wise tables.
     """
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
         """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
 
-        update_fn: for a dense table, functools.partial(apply_adam, fn, cfg), where fn is `adam_update`, compiled if
-        this run compiles. For a row-wise table, `rowwise_update`, compiled if this run compiles.
+        table: a LocalTable with W = 1, or an ExchangedTable with W > 1. A row-wise table is a RowwiseTable for every W.
+        update_fn: for a dense table, `apply_adam` with its arguments update_fn and cfg bound, called as
+        update_fn(spec, p, grad, state, step_cfg). For a row-wise table, `rowwise_update`, compiled if this run uses
+        torch.compile.
         """
         self.spec = spec
         self.table = table
@@ -4525,21 +4610,28 @@ class TableGroup:
         return self.table.has_grads
 
     def launch_reduce(self) -> None:
-        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective."""
+        """Launch the all-to-all that sends row gradients to the owners of the rows. Collective.
+
+        No-op for a LocalTable.
+        """
         self.table.launch_reduce()
 
     def reduced_grad(self) -> Tensor:
         """Wait for the row gradients, and return the gradient of the rows to update, summed over ranks.
 
-        Call this method once per update, because it releases the received row gradients.
+        For a dense table, these are all rows of this rank's shard. Call this method once per update, because the call
+        frees the received row gradients.
         """
         return self.table.reduced_grads()
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update this rank's shard in place with the result of `reduced_grad`.
+        """Apply the Adam update to this rank's shard of a dense table, in place. RowwiseTableGroup overrides this.
 
-        No all-gather is needed: for the next update cycle, each rank fetches the updated rows that it looks up.
+        grad: the result of `reduced_grad`, shaped like the shard. With W = 1, the table is a LocalTable, and the shard
+        is the whole table. With W > 1, no all-gather is needed: for the next update cycle, each rank fetches the
+        updated rows that it looks up.
         """
+        # For a dense table, update_fn is `apply_adam` with its arguments update_fn and cfg bound.
         self.update_fn(self.spec, self.table.shard, grad, self.state[self.spec.label], step_cfg)
 
     def zero_grad(self) -> None:
@@ -4552,12 +4644,18 @@ class RowwiseTableGroup(TableGroup):
     `state` is empty, because the row store of the table contains the optimizer state of every row.
     """
     def __init__(self, cfg: Config, spec: ParameterSpec, table: RowwiseTable, update_fn: Callable):
-        """Create the group, without optimizer state. update_fn: `rowwise_update`, compiled if this run compiles."""
+        """Create the group, without optimizer state.
+
+        update_fn: `rowwise_update`, compiled if this run uses torch.compile.
+        """
         super().__init__(spec, table, update_fn)
         self.cfg = cfg
 
     def update(self, grad: Tensor, step_cfg: StepConfig) -> None:
-        """Update the plan's rows_to_update with the result of `reduced_grad`, and write them to the row store."""
+        """Apply the row-wise update to the rows that some rank looked up, and write these rows to the row store.
+
+        grad: the result of `reduced_grad`, (u, D), for the u rows_to_update of the row plan of this update cycle.
+        """
         row_state = self.table.row_state
         update_num, step_size, decay = update_scalars(self.cfg, self.spec, step_cfg)
         # Create update_num on the device. Copying it from the host would synchronize.
@@ -4565,6 +4663,7 @@ class RowwiseTableGroup(TableGroup):
         if self.table.comm.compiles(self.cfg):            # do not recompile when the number of rows changes
             for x in (*row_state, grad):
                 torch._dynamo.maybe_mark_dynamic(x, 0)
+        # betas[1] is beta2. A row-wise update has no first moment, and does not use beta1.
         self.update_fn(*row_state, grad, 1 / self.cfg.seqs_per_step, device_update_num, self.spec.betas[1],
                        self.cfg.adam_eps, step_size, decay)
         self.table.store.write_back(self.table.pending_plan, row_state)
@@ -4580,8 +4679,8 @@ class Optimizer:
                  tables: dict[str, LocalTable | ExchangedTable], multiple_micro_batches: bool):
         """Create the parameter groups, their optimizer state, and the orders of reductions and updates.
 
-        Moves the banks and the head into sharded buffers, and sets their attribute main_grad. tables: {label: table}.
-        multiple_micro_batches: whether a step has more than one micro-batch on this rank.
+        Moves the banks and the head into sharded buffers, and sets the attribute main_grad of these parameters. tables:
+        keyed by label. multiple_micro_batches: whether a step has more than one micro-batch on this rank.
         """
         self.comm = comm
         self.model = model
@@ -4616,10 +4715,10 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.groups), "each group once in each"
 
     def add_zero_grads(self) -> None:
-        """Set the missing gradients of banks, head and replicated parameters to zero.
+        """Set the missing gradients of banks, head and replicated parameters to zero. Existing gradients do not change.
 
-        The gradient buffers of tables always exist. `forward_backward(loss_scale=0)` calls this method instead of
-        backward, so that this rank can still take part in the reductions.
+        The gradient buffers of tables always exist. `Engine.forward_backward` calls this method instead of backward if
+        loss_scale is 0, so that this rank can still take part in the reductions.
         """
         for group in self.sharded_groups.values():
             group.add_zero_grads()
@@ -4631,9 +4730,10 @@ class Optimizer:
     def step(self, step_cfg: StepConfig) -> None:
         """Update the parameters that are due in this step, and clear their gradients.
 
-        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. If
-        step_cfg.untie_after, then splits head and embedding into two parameters. Raises RunError if a gradient is
-        missing, or if a backward pass did not write every matrix of a main_grad exactly once. Collective.
+        Reduces the gradients over ranks, updates this rank's shards, and all-gathers the weights. Afterwards, splits
+        head and embedding into two parameters if step_cfg.untie_after is set. Raises RunError, before any weight
+        changes, if a gradient is missing, or if a backward pass did not write every matrix of a main_grad exactly once.
+        Collective.
         """
         # Check before launching any collective, so that an error leaves all weights unchanged.
         due_labels = [label for label in self.update_order
