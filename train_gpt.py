@@ -6480,8 +6480,7 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
                                                    max_name_column_width=60))
 
         # The result is the last line of the log. After that line, only sampling and printing can still fail.
-        result, save_error = finish_run(log, info, engine, validation, train_time_ms=clock.ms, loss=loss,
-                                        num_graphs=num_graphs)
+        result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
         results.append(result)
         first_error = first_error or out_of_data or save_error
 
