@@ -4621,7 +4621,7 @@ EVAL_CHUNK = 8192                        # positions per chunk of validation log
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Losses of one forward_backward call on this rank, without the loss scale.
+    """Losses of one forward_backward call on this rank, not multiplied by the loss scale.
 
     The sums are f32, or f64 in an f64 run. They are on the device, because copying them to the host would synchronize.
     """
@@ -4856,7 +4856,7 @@ class Engine:
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Split a batch into micro-batches of at most self.micro_batch_size sequences."""
+        """Yield the micro-batches of a batch: views of at most self.micro_batch_size sequences each."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
             if self.compiling:                            # do not recompile when the number of documents changes
@@ -5162,7 +5162,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
-        """Write one file to the partial directory, flush the file to the disk, and return its manifest entry."""
+        """Write one file to the partial directory, flush the file to the disk, and return dict(bytes, sha256) of it."""
         path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -5368,11 +5368,12 @@ class Clock:
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time, in ms, at the start of the next cycle. Call this once, at the start of each cycle.
+        """Predict the training time, in ms, at which the next cycle will start.
 
             prediction = training time now + training time since the previous call
 
-        This assumes that the current cycle takes as long as the previous one.
+        Call this method exactly once per cycle, at the start of the cycle. The prediction assumes that the current
+        cycle takes as long as the previous one.
         """
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
@@ -5532,7 +5533,7 @@ class Log:
                 self.comm.print0(f"{line} {summary}")
 
     def check_finite(self, loss: float, what: str) -> None:
-        """Raise RunError unless `loss` is finite. what: description of the loss, for the error message."""
+        """Raise RunError if `loss` is NaN or infinite. what: name of the loss, for the error message."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite loss (last finite validation loss: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
@@ -5741,7 +5742,7 @@ POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                     
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return its result or raise its exception.
+    """Run `call` on a new thread, and return the result of `call` or raise the exception of `call`.
 
     Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
     """
