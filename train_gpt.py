@@ -4805,7 +4805,7 @@ EVAL_CHUNK = 8192                        # positions per chunk of validation log
 RECOMPILE_LIMIT = 64
 
 class StepLoss(NamedTuple):
-    """Losses of one forward_backward call on this rank, without the loss scale.
+    """Losses of one forward_backward call on this rank, not multiplied by the loss scale.
 
     The sums are f32, or f64 in an f64 run. They are on the device, because copying them to the host would synchronize.
     """
@@ -4872,9 +4872,10 @@ class Engine:
 
     @torch.no_grad()
     def reseed(self, seed: int) -> None:
-        """Reset all weights except row-wise tables to their initial values for `seed`.
+        """Reset all weights except row-wise tables in place to their initial values for `seed`.
 
-        Optimizer state does not change.
+        `__init__` calls this method, and so does `train` before every run of --runs after the first. Row-wise tables
+        and optimizer state do not change: they start as zeros, and `train` restores a snapshot of them first.
         """
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
@@ -4882,10 +4883,11 @@ class Engine:
     def local_part(self, name: str, full: Tensor) -> Tensor:
         """Return this rank's part of a full weight or of a full optimizer state tensor.
 
-        name: key in `state_tensors`, "label" for a weight and "label.state name" for optimizer state.
+        full: the full tensor. name: its key in `state_tensors`, "label" for a weight and "label.state name" for
+        optimizer state. The result on rank r:
 
-            tables and their optimizer state         rows r, r + W, ... on rank r, zero-padded to the C rows of a shard
-            optimizer state of banks and head        this rank's slice along dim 0
+            tables and their optimizer state         rows r, r + W, ..., zero-padded to the C rows of a shard
+            optimizer state of banks and head        the slice of rank r along dim 0
             all other tensors                        the full tensor
         """
         label, _, state_name = name.partition(".")
@@ -4901,9 +4903,11 @@ class Engine:
 
             gradients += loss_scale * d(sum of the multi-token losses of the batch) / d(weights)
 
-        Returns the losses without loss_scale. Does not synchronize with the device. loss_scale = 0 skips backward and
-        sets missing gradients to zero, so that even a NaN loss adds nothing to the gradients, and this rank can still
-        take part in the update. Raises RunError if a table has gradients of another update cycle. Collective.
+        Returns the losses of this rank, not multiplied by loss_scale. Does not synchronize with the device.
+
+        With loss_scale = 0, backward is skipped, so that even a NaN loss adds nothing to the gradients. Missing
+        gradients are then zero-initialized, so that this rank can still take part in the update. Raises RunError if a
+        table still has gradients of another update cycle. Collective.
         """
         attn_args_by_kind = self._set_attention(step_cfg, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         # `fetch_rows` has launched the all-to-alls of the rows after the last update. Make the compute stream wait for
@@ -4935,43 +4939,46 @@ class Engine:
         return StepLoss(torch.cat(seq_sums_by_micro_batch), next_sum, batch.tokens.numel())
 
     def optim_step(self, step_cfg: StepConfig) -> None:
-        """Update the parameters that are due in this step, and clear their gradients.
+        """Update the parameters that are due in this step, and clear their gradients. Collective.
 
-        Raises RunError, before any weight changes, if a gradient is missing, or if a backward pass did not write every
-        matrix of a main_grad exactly once. Collective.
+        A parameter is due on the last step of its update cycle. If step_cfg.untie_after, then also splits head and
+        embedding into two parameters. Raises RunError, before any weight changes, if a gradient is missing, or if a
+        backward pass did not write every matrix of a main_grad exactly once.
         """
         self.optimizer.step(step_cfg)
 
     def prefetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Start to copy the rows of host tables that the next step needs to the device.
+        """Start to copy table rows from host memory to the device, for the next step.
 
-        Call this method before `optim_step`, so that the copy overlaps the update. plans: {table label: row plan of the
-        next step}. No-op for tables in device memory.
+        plans: {table label: row plan of the next step}. Call this method before `optim_step`, so that the copies
+        overlap the update. No-op for tables in device memory, and for a plan if its rows are already on the device or
+        being copied.
         """
         for label, plan in plans.items():
             self.tables[label].prefetch(plan)
 
     def fetch_rows(self, plans: dict[str, RowPlan]) -> None:
-        """Launch the all-to-alls that fetch the rows of the next step. Collective.
+        """Launch the all-to-alls that fetch the table rows of the next step into the row caches. Collective.
 
-        Call this method after `optim_step`, so that the rows include the update. plans: {table label: row plan of the
-        next step}. No-op for a plan if its rows are already cached or in flight.
+        plans: {table label: row plan of the next step}. Call this method after `optim_step`, so that the fetched rows
+        include the update. No-op for a plan if its rows are already cached or in flight.
         """
         for label, plan in plans.items():
             self.tables[label].fetch(plan)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], step_cfg: StepConfig) -> float:
-        """Compute the validation loss, in nats per token, averaged over the tokens of all ranks. Collective.
+        """Compute the validation loss: the mean next-token cross-entropy over all ranks, in nats per token. Collective.
 
-        The loss is the cross-entropy of the next token, without fp8. Documents are not truncated to --max_doc_len.
-        step_cfg determines attention windows and RoPE. Synchronizes with the device, and raises RunError if the device
-        does not finish within the timeout.
+        batches: this rank's validation batches, whose documents are not truncated to --max_doc_len. step_cfg: provides
+        the attention windows and RoPE. The head computes in the dtype of the weights, without fp8. Synchronizes with
+        the device, and raises RunError if the device does not finish within the timeout of `Communicator.synchronize`.
         """
         # Sum on the device, to avoid a synchronization per batch. Sum in f64, because there are millions of losses.
         total_loss = torch.zeros((), dtype=torch.float64, device=self.comm.device)
         num_tokens = 0
         for batch in batches:
+            # row_buffers is {table label: (rows, None)}, because evaluation has no gradient buffers.
             attn_args_by_kind, row_buffers = self._eval_inputs(batch, step_cfg)
             for micro_batch in self._micro_batches(batch):
                 hidden = self.model_hidden(micro_batch, attn_args_by_kind, row_buffers).flatten(0, 1)
@@ -4987,8 +4994,9 @@ class Engine:
     def next_logits(self, tokens: list[int], step_cfg: StepConfig) -> Tensor:
         """Compute the softcapped logits (V,) of the token that follows `tokens`. Collective.
 
-        V is the padded vocabulary size. The logits are f32, or f64 in an f64 run. `tokens` must not be empty. The
-        context is the end of `tokens`, at most as long as a validation sequence.
+        V is the padded vocabulary size. The logits are f32, or f64 in an f64 run. step_cfg: provides the attention
+        windows and RoPE. tokens: at least one token id. If `tokens` is longer than a validation sequence of T tokens,
+        only the last T tokens are used as context.
         """
         # Sequence lengths must be multiples of SEQ_MULTIPLE. Attention is causal, so padding after the context does not
         # affect the logits at the last position of the context.
@@ -4997,17 +5005,19 @@ class Engine:
         padded = np.zeros(seq_len + 1, np.uint16)
         padded[:len(context)] = context
         seq = PackedSeq(padded, np.asarray([0, seq_len], np.int32))
-        batch, = build_batches(self.cfg, self.comm, None, "sample", [step_cfg], [[seq]])
+        batch, = build_batches(self.cfg, self.comm, process_group=None, purpose="sample", cycle=[step_cfg],
+                               seqs_by_step=[[seq]])
         batch = batch.to(self.comm.device)
         hidden_states = self.model.hidden_states(batch, *self._eval_inputs(batch, step_cfg))
         return softcap((hidden_states[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def _eval_inputs(self, batch: Batch,
                      step_cfg: StepConfig) -> tuple[AttentionArgsByKind, dict[str, tuple[Tensor, None]]]:
-        """Return (AttentionArgs by kind of layer, {table label: (rows, None)}) for an evaluation batch. Collective.
+        """Prepare the remaining arguments of `GPT.hidden_states` for an evaluation batch. Collective.
 
-        Fetches the rows from their owners, and updates the RoPE buffers if the stage has changed. None means that there
-        is no gradient buffer. Evaluation does not truncate documents, so a document may be as long as a sequence.
+        Returns (attn_args_by_kind, row_buffers): AttentionArgs, keyed by (Layer.attention, Layer.window), and
+        {table label: (rows (n, D), None)}, where None means that there is no gradient buffer. Fetches the rows from
+        their owners, and recomputes the RoPE buffers if step_cfg.rotary has changed.
         """
         row_buffers = {}
         for label, table in self.tables.items():
@@ -5015,13 +5025,14 @@ class Engine:
             if self.compiling and label in batch.plans:   # do not recompile when the number of rows changes
                 torch._dynamo.maybe_mark_dynamic(rows, 0)
             row_buffers[label] = rows, None
-        return self._set_attention(step_cfg, batch.tokens.shape[1]), row_buffers
+        # Evaluation does not truncate documents, so a document may be as long as a sequence.
+        return self._set_attention(step_cfg, max_doc_len=batch.tokens.shape[1]), row_buffers
 
     def _set_attention(self, step_cfg: StepConfig, max_doc_len: int) -> AttentionArgsByKind:
-        """Update the RoPE buffers, and return {(Layer.attention, Layer.window): AttentionArgs} for this step.
+        """Build the AttentionArgs of a step, and update the model's RoPE buffers if necessary.
 
-        Recomputes the buffers only if step_cfg.rotary has changed, or after a snapshot was restored. max_doc_len: upper
-        bound of the document length, in tokens.
+        Returns the AttentionArgs, keyed by (Layer.attention, Layer.window). max_doc_len: upper bound of the document
+        length, in tokens. The buffers are recomputed if step_cfg.rotary has changed, or if a snapshot was restored.
         """
         if step_cfg.rotary != self.rotary:
             self.model.set_rotary(step_cfg.rotary.frequencies)
@@ -5029,7 +5040,7 @@ class Engine:
         return attention_args(step_cfg.short_window, step_cfg.long_window, max_doc_len, step_cfg.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterable[Batch]:
-        """Split a batch into micro-batches of at most self.micro_batch_size sequences."""
+        """Yield the micro-batches of a batch: views of at most self.micro_batch_size sequences each."""
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             micro_batch = batch.map(operator.itemgetter(slice(start, start + self.micro_batch_size)))
             if self.compiling:                            # do not recompile when the number of documents changes
@@ -5041,8 +5052,8 @@ class Engine:
     def state_tensors(self) -> dict[str, Tensor]:
         """Return {name: tensor} of this rank's weights and optimizer state, except row-wise tables.
 
-        The tensors are not copies. The name of a weight is its label, for example "attn". The name of optimizer state
-        is "label.state name", for example "attn.momentum".
+        The tensors are not copies: they share memory with the model and the optimizer. The name of a weight is its
+        label, for example "attn". The name of optimizer state is "label.state name", for example "attn.momentum".
         """
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
@@ -5050,10 +5061,10 @@ class Engine:
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy the training state to host memory, and return a function that restores it in place, bit for bit.
+        """Copy the training state to host memory, and return a function that restores this state in place, bit for bit.
 
-        The state is: weights, optimizer state, touched rows of row-wise tables, and the CPU random state. The returned
-        function also discards all gradients.
+        The state consists of weights, optimizer state, the rows of row-wise tables that an update has modified, and the
+        state of torch's CPU random number generator. The returned function also discards all gradients.
         """
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched_by_store = [(table.store, list(table.store.touched_state()))
@@ -5077,7 +5088,10 @@ class Engine:
         return restore
 
     def discard_grads(self) -> None:
-        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables."""
+        """Clear all gradients, invalidate cached and prefetched table rows, and zero the byte counts of tables.
+
+        Waits for pending all-to-alls. Weights and optimizer state do not change.
+        """
         for label, group in self.optimizer.groups.items():
             if label in self.tables:
                 self.tables[label].reset()
@@ -5085,7 +5099,9 @@ class Engine:
                 group.zero_grad()
 
     def _gather_full(self, name: str, x: Tensor) -> Tensor | None:
-        """Gather the full tensor of one entry (name, x) of `state_tensors` on the CPU of rank 0. Collective.
+        """Gather one weight or optimizer state tensor from all ranks into a CPU tensor on rank 0. Collective.
+
+        name, x: an entry of `state_tensors`.
 
             tables and their optimizer state         sharded by row: rank 0 returns all rows in global order
             optimizer state of banks and head        sharded along dim 0: rank 0 returns the full tensor
@@ -5111,15 +5127,15 @@ class Engine:
         return torch.stack(shards, dim=1).flatten(0, 1)[:num_rows]
 
     def full_state(self, step_cfg: StepConfig, with_moments: bool) -> dict[str, Tensor | None]:
-        """Gather all full weights except row-wise tables, {name: tensor}, on the CPU of rank 0. Collective.
+        """Gather all weights except row-wise tables into full CPU tensors on rank 0. Collective.
 
-        step_cfg: config of the next step to train. If step_cfg.tied, `embed` in the result is the transposed lm_head.
-        with_moments: also gather the optimizer state.
+        step_cfg: config of the next step to train. with_moments: also gather the optimizer state.
 
-        On other ranks, sharded entries are None: tables (but not a tied `embed`), and the optimizer state of tables,
-        banks and head. All other entries are CPU copies on every rank. The result does not depend on W, because table
-        rows are in global order. Call this method only between cycles of the run, because the result contains no
-        accumulated gradients.
+        Returns {name: tensor}, with the names of `state_tensors`. If step_cfg.tied, the entry `embed` is the transposed
+        lm_head. On ranks other than 0, the entries of sharded tensors are None: tables (but not a tied `embed`), and
+        the optimizer state of tables, banks and head. All other entries are CPU copies on every rank. The result does
+        not depend on W, because table rows are in global order. Call this method only between cycles of the run,
+        because the result contains no accumulated gradients.
         """
         # Only the names of optimizer state contain a dot.
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
@@ -5132,21 +5148,23 @@ class Engine:
     def load_state(self, full_tensors: dict[str, Tensor]) -> None:
         """Copy this rank's part of full weights and optimizer state into the engine, and clear all gradients.
 
-        full_tensors: {name: tensor} with the names of `state_tensors`, validated by `check_tensors`. Row-wise tables do
-        not change.
+        full_tensors: {name: full tensor}, with the names of `state_tensors`. The caller validates these tensors with
+        `check_tensors`. Row-wise tables do not change.
         """
         for name, x in self.state_tensors().items():
             x.copy_(self.local_part(name, full_tensors[name]))
         self.discard_grads()
 
     def traffic_totals(self) -> dict[str, Counter[str]]:
-        """Return {table label: Counter of the bytes that training has copied}, summed over ranks. Collective.
+        """Return {table label: byte counts of training}, summed over all ranks. Collective.
 
-        bytes_sent       sent to other ranks
-        bytes_received   received from other ranks
-        bytes_dense      for comparison: what ranks would send if they exchanged whole tables
-        bytes_up         only for row-wise tables: copied from host to device
-        bytes_down       only for row-wise tables: copied from device to host
+        The byte counts of a table are a Counter with these keys:
+
+            bytes_sent       bytes that ranks sent to other ranks
+            bytes_received   bytes that ranks received from other ranks
+            bytes_dense      for comparison with bytes_sent: bytes that ranks would send if they exchanged whole tables
+            bytes_up         bytes copied from host to device, only for row-wise tables
+            bytes_down       bytes copied from device to host, only for row-wise tables
         """
         bytes_by_table = {}
         for label, table in self.tables.items():
@@ -5160,23 +5178,24 @@ class Engine:
 # ---- Memory, estimated before the model is built
 USABLE_MEMORY = 0.9                      # fraction of the memory; the rest is for driver, NCCL, allocator and compiler
 HOST_TABLES = "tables on the host"       # category of `estimate_memory`; a row is allocated when it is first updated
-# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements,
-# and the MLP_SAVED hidden vectors of its MLP. With these, 183 vectors of D elements were counted in 11 layers, and the
-# mean is rounded up to 17, to cover statistics in f32. Logits and their gradient take LOGIT_COPIES times the memory of
-# the logits. tests/dry_run.py counts both numbers for compiled steps. The constants *_EAGER are for plain PyTorch.
+# Activations per token at the peak of a step, which is in the head. A layer saves SAVED_VECTORS vectors of D elements
+# for backward, and its MLP saves MLP_SAVED hidden vectors of MLP_RATIO * D elements. The total was counted: 183 vectors
+# of D elements in 11 layers, 16.6 per layer. This is rounded up to 17, to cover statistics in f32. Logits and their
+# gradient take LOGIT_COPIES times the memory of the logits. tests/dry_run.py counts the saved vectors and the memory of
+# the logits in compiled steps. The constants *_EAGER are for plain PyTorch.
 SAVED_VECTORS = 13
 SAVED_VECTORS_EAGER = 22
 LOGIT_COPIES = 1.5                       # bf16 logits, and their fp8 gradient
 LOGIT_COPIES_EAGER = 6                   # f32 or f64 logits, and their gradient
 
 def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_batch_size: int) -> Counter[str]:
-    """Estimate the peak memory of one rank as {category: bytes}. attention: attention function of the run.
+    """Estimate the peak memory of one rank, as {category: bytes}. attention: attention function of the run.
 
-        weights, gradients            computed from the parameter specs
-        moments                       optimizer state, except that of row-wise tables; also from the parameter specs
-        working                       activations, estimated from SAVED_VECTORS and LOGIT_COPIES, or from their *_EAGER
-                                      variants unless `attention` is attention_varlen
-        HOST_TABLES                   host memory of row-wise tables
+        weights, gradients     computed from the parameter specs
+        moments                optimizer state, except that of row-wise tables; computed from the parameter specs
+        working                activations, estimated from SAVED_VECTORS and LOGIT_COPIES if `attention` is
+                               attention_varlen, otherwise from SAVED_VECTORS_EAGER and LOGIT_COPIES_EAGER
+        HOST_TABLES            host memory of row-wise tables
     """
     W = comm.world_size
     dtype = getattr(torch, cfg.dtype)
@@ -5236,8 +5255,9 @@ def choose_micro_batch_size(cfg: Config, comm: Communicator, attention: Callable
     S / W, the sequences of a rank. With --micro_batch_size, min(--micro_batch_size, S / W) is the only candidate.
     Raises RunError if no candidate fits.
     """
-    # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
     local_seqs = cfg.seqs_per_step // comm.world_size
+    # Use the total memory rather than the free memory, so that other processes on the device do not affect the choice.
+    # mem_get_info returns (free bytes, total bytes).
     total_bytes = (torch.cuda.mem_get_info(comm.device)[1] if comm.on_cuda
                    else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     available_bytes = USABLE_MEMORY * min(comm.all_gather(total_bytes))
@@ -5265,14 +5285,14 @@ DISK_ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT)                         # 
 PARTIAL_DIRS: set[Path] = set()          # directories that this process is writing; the exit handler deletes them
 
 def file_sha256(path: Path) -> str:
-    """Return the sha256 of a file's content, as a hex string."""
+    """Compute the SHA-256 hex digest of a file."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 def fsync_path(path: Path) -> None:
     """Flush the content of a file, or the entries of a directory, to the disk with fsync.
 
-    Raises OSError if the flush fails. For a directory, raises OSError only for the errors in DISK_ERRORS.
+    Raises OSError if fsync fails. For a directory, all errors except those in DISK_ERRORS are ignored.
     """
     # Some file systems (network shares, FUSE, CIFS) refuse fsync of a directory, with various error codes. Ignore these
     # errors, because no data is lost.
@@ -5287,13 +5307,15 @@ def fsync_path(path: Path) -> None:
             raise
 
 def partial_path(directory: Path, run_id: str) -> Path:
-    """Return the temporary path under which this run writes `directory`: its path, followed by .<run_id>.part."""
+    """Return the temporary path "<directory>.<run_id>.part", under which this run writes `directory`."""
     return directory.with_name(f"{directory.name}.{run_id}.part")
 
 def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield (file name, content) for every chunk of touched rows in this rank's shards of row-wise tables.
+    """Yield the files that store this rank's shards of the row-wise tables, as (file name, content).
 
-    content: dict of CPU tensors for n <= CHUNK_ROWS rows: `ids` (n,) i64, the global rows, and the fields of RowState.
+    Only touched rows are stored, in chunks of n <= CHUNK_ROWS rows per file. A row is touched if an update has modified
+    it; all other rows are zeros. content: dict(ids, rows, v, last) of CPU tensors: ids (n,) i64 are the global rows,
+    and the other entries are the fields of RowState.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5306,8 +5328,9 @@ def touched_row_files(engine: Engine) -> Iterator[tuple[str, dict[str, Tensor]]]
 def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine: Engine) -> None:
     """Write `files` and the row-wise tables of all ranks to a new directory, atomically. Collective.
 
-    files: {name: bytes, or an object for torch.save}, used only on rank 0. The order of the writes guarantees that the
-    directory is complete if it exists under its final name, even after a crash or power loss:
+    files: {name: content}, used only on rank 0; a content is bytes, or an object for torch.save. The order of the
+    writes guarantees that the directory is complete if it exists under its final name, even after a crash or power
+    loss:
 
         1. Rank 0 creates the partial directory partial_path(directory, run_id).
         2. Every rank writes its files there, and flushes each file with fsync.
@@ -5323,7 +5346,7 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
     contents = itertools.chain(files.items() if comm.rank == 0 else (), touched_row_files(engine))
 
     def write(name: str, content: Any) -> dict[str, int | str]:
-        """Write one file to the partial directory, flush the file to the disk, and return its manifest entry."""
+        """Write one file to the partial directory, flush the file to the disk, and return dict(bytes, sha256) of it."""
         path = partial / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -5355,23 +5378,24 @@ def write_directory(directory: Path, run_id: str, files: dict[str, Any], engine:
             shutil.rmtree(partial, ignore_errors=True)
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> dict[str, Any]:
-    """Load a dict that torch.save wrote, as memory-mapped CPU tensors. Executes no code from the file.
+    """Load a dict written by torch.save, with memory-mapped CPU tensors. Executes no code from the file.
 
-    manifest: {file name: sha256 in hex} of the file's directory. Raises DataError if the file is missing, cannot be
-    parsed, or has another sha256 than manifest[path.name].
+    manifest: {file name: SHA-256 hex digest} of the file's directory. Raises DataError if the file is missing or cannot
+    be parsed, or if its SHA-256 differs from manifest[path.name].
     """
     with read_errors(path):
         check(path.is_file() and file_sha256(path) == manifest.get(path.name), path,
               found=f"missing, or its sha256 differs from {MANIFEST_FILE}", expected="the file as it was written",
               hint="name a directory that --save wrote; if it is one, copy it again", error=DataError)
-        return torch.load(path, "cpu", weights_only=True, mmap=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False) -> None:
     """Check that the tensors loaded from `path` have the names, shapes and dtypes that `cfg` implies.
 
-    found: the loaded {name: tensor}, named as in `Engine.state_tensors`. The expected tensors are the full weights
-    except row-wise tables and, if with_moments, the optimizer state. Raises DataError if a tensor is missing or
-    unexpected, or has another shape or dtype.
+    found: the loaded tensors, {name: tensor}. path: used only in messages. The expected names are those of
+    `Engine.state_tensors`: all weights except row-wise tables, and also their optimizer state if with_moments is true.
+    The expected shapes are those of full tensors. Raises DataError if a tensor is missing or unexpected, or if a shape
+    or dtype differs.
     """
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -5390,11 +5414,11 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
               hint="use the trainer and settings of the run that wrote it", error=DataError)
 
 def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None:
-    """Load this rank's rows of the row-wise tables from a save or checkpoint.
+    """Load this rank's rows of the row-wise tables from a save or checkpoint. All rows not in the files become zeros.
 
-    Sets rows that are in no file to zero. directory: the save or checkpoint, possibly of a run with another world size.
-    manifest: {file name: sha256 in hex} of `directory`. Raises DataError if a file is missing, changed or corrupt, or
-    if its rows do not fit the table.
+    directory: the save or checkpoint, possibly of a run with another world size. manifest: {file name: SHA-256 hex
+    digest} of `directory`. Raises DataError if a file is missing, changed or corrupt, or if its rows do not fit the
+    table.
     """
     comm = engine.comm
     for label, table in engine.tables.items():
@@ -5411,16 +5435,16 @@ def load_rows(directory: Path, manifest: dict[str, str], engine: Engine) -> None
                                                RowState(rows.to(table.shard.dtype), v, last))
 
 def settings_json(cfg: Config) -> bytes:
-    """Serialize a config as JSON for `read_settings`: {field: value as written on the command line}."""
+    """Serialize a config as JSON: {field: value as written on the command line}. `read_settings` reads this format."""
     return json.dumps({name: format_value(value) for name, value in vars(cfg).items()}, indent=1).encode()
 
 def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step_cfg: StepConfig,
                  token_bytes: list[bytes] | None) -> None:
-    """Write a save: a directory with full weights, settings, vocabulary and row-wise tables. Collective.
+    """Write the directory of --save: full weights, settings, vocabulary and row-wise tables. Collective.
 
-    run_id: part of the temporary name of the directory. step_cfg: config of the step after the last trained one.
-    token_bytes: the bytes of each token, indexed by token id, and empty for a token without text; None: write no
-    vocabulary. Raises RunError if a write fails or the directory exists.
+    run_id: part of the temporary name of the directory. step_cfg: config of the step after the last trained step.
+    token_bytes: bytes of each token, indexed by token id, b"" for a token without text; None: write no vocabulary.
+    Raises RunError if a write fails or if the directory already exists.
     """
     # `write_directory` adds the touched rows of the row-wise tables.
     files = {"weights.pt": engine.full_state(step_cfg, with_moments=False), SETTINGS_FILE: settings_json(cfg)}
@@ -5431,11 +5455,11 @@ def save_weights(directory: Path, run_id: str, cfg: Config, engine: Engine, step
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine: Engine,
                      step_cfg: StepConfig) -> None:
-    """Write the checkpoint from which --resume continues with step `step_cfg.step`, and delete old ones. Collective.
+    """Write a checkpoint from which --resume continues at step step_cfg.step, and delete old checkpoints. Collective.
 
-    content: entries of run.pt in addition to the state of the engine. Keeps KEPT_CHECKPOINTS checkpoints, including the
-    new one. Also keeps checkpoints of later steps, because they belong to another run. If the write fails, prints a
-    warning and raises no error.
+    content: entries of the file run.pt in addition to the state of the engine. Keeps the newest KEPT_CHECKPOINTS
+    checkpoints, including the new one. Checkpoints of later steps are not deleted, because they belong to another run.
+    If the write fails, prints a warning and raises no error.
     """
     comm = engine.comm
     checkpoints = run_dir / CHECKPOINT_DIR
@@ -5453,11 +5477,11 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], engine
             shutil.rmtree(directory, ignore_errors=True)
 
 def load_checkpoint(run_dir: Path, engine: Engine) -> dict[str, Any]:
-    """Load into the engine the newest checkpoint in run_dir that is intact on every rank. Collective.
+    """Load the newest intact checkpoint of run_dir into the engine. Collective.
 
-    Returns the entries of run.pt other than the state of the engine: `log`, `train_time_ms`, `cycle_progress` and
-    `fingerprint`, with the types that `train_loop` stores. Raises DataError if no checkpoint is intact, and ConfigError
-    if the ranks see different checkpoints.
+    A checkpoint is intact if every rank can read and validate it. Returns dict(log, train_time_ms, cycle_progress,
+    fingerprint): the values that `train_loop` has passed to `write_checkpoint`. Raises DataError if no checkpoint is
+    intact, and ConfigError if the ranks find different checkpoints in run_dir.
     """
     comm = engine.comm
     newest_first = sorted((run_dir / CHECKPOINT_DIR).glob("step-???????"), reverse=True)
@@ -5502,7 +5526,7 @@ EMPTY_LOG_STATE = dict(tokens=0, steps_done=0, last_val="none", lines={})       
 class Clock:
     """Stopwatch for the training time in ms. Only `start` and `stop` synchronize with the device.
 
-    initial_ms: training time before the first `start`, above 0 if the run continues from a checkpoint.
+    initial_ms: training time before the first `start`; nonzero if the run continues from a checkpoint.
     """
     def __init__(self, comm: Communicator, initial_ms: float = 0.0):
         self.comm = comm
@@ -5528,11 +5552,12 @@ class Clock:
         self.start_s = None
 
     def predict_next_cycle_start_ms(self) -> float:
-        """Predict the training time, in ms, at the start of the next cycle. Call this once, at the start of each cycle.
+        """Predict the training time, in ms, at which the next cycle will start.
 
             prediction = training time now + training time since the previous call
 
-        This assumes that the current cycle takes as long as the previous one.
+        Call this method exactly once per cycle, at the start of the cycle. The prediction assumes that the current
+        cycle takes as long as the previous one.
         """
         now_ms = self.ms
         previous_cycle_ms = now_ms - self.cycle_start_ms
@@ -5540,12 +5565,12 @@ class Clock:
         return now_ms + previous_cycle_ms
 
 class Log:
-    """Log files and console output of a run, both written by rank 0. Every rank checks losses for NaN and infinity.
+    """Log files and console output of a run. Rank 0 writes them, and every rank checks losses for NaN and infinity.
 
-    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. The log reads the
-    loss of a step --adam_every steps later, so that no step waits for the device.
+    log.txt is for people and for existing parsers of speedrun logs. log.jsonl is the source of truth. Losses are logged
+    with a delay of --adam_every steps, so that no step waits for the device.
 
-    files: {name: content} of additional files to write to run_dir. resumed: result of `Log.state` in the checkpoint;
+    files: additional files to write to run_dir, {name: content}. resumed: result of `Log.state` in the checkpoint;
     EMPTY_LOG_STATE for a new run. Raises RunError if run_dir already contains a log, or if a file cannot be written.
     """
     def __init__(self, run_dir: Path, comm: Communicator, schedule: Schedule, files: dict[str, bytes],
@@ -5561,7 +5586,7 @@ class Log:
         #     fields       of the line in log.jsonl
         #     sums         (2,), on the host: multi-token loss and next-token loss, each summed over all ranks
         #     num_tokens   of all ranks
-        #     work         the all-reduce of `sums`; None if W = 1
+        #     work         handle of the all-reduce of `sums`; None if W = 1
         #     copied       CUDA event after the copy of `sums` to the host; None on a CPU
         self.pending: list[tuple[dict[str, Any], Tensor, int, dist.Work | None, torch.cuda.Event | None]] = []
         self.copy_stream = torch.cuda.Stream(comm.device) if comm.on_cuda else None
@@ -5582,19 +5607,20 @@ class Log:
     def state(self) -> dict[str, Any]:
         """Write all pending lines, and return the state of the log for a checkpoint.
 
-        The entry `tokens` is the number of tokens trained so far. The entry `lines` is {file name: text} of the log
-        files on rank 0, and {} on other ranks. Raises RunError if a pending loss is not finite, or if writing fails.
+        Returns dict(tokens, steps_done, last_val, lines). tokens: number of tokens trained so far, on all ranks.
+        last_val: last finite validation loss and its step, as text. lines: content of the log files, {file name: text},
+        on rank 0; {} on other ranks. Raises RunError if a pending loss is not finite, or if writing fails.
         """
         self.flush()
         return dict(tokens=self.tokens, steps_done=self.steps_done, last_val=self.last_val,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Append dict(type=kind, **fields) to log.jsonl, as a line of JSON. Raises RunError if writing fails."""
+        """Append dict(type=kind, **fields) to log.jsonl as a line of JSON. Raises RunError if writing fails."""
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def info(self, line: str) -> None:
-        """Append a line to log.txt, and print the line on the console. Raises RunError if writing log.txt fails."""
+        """Append a line to log.txt, and print the line to stdout. Raises RunError if writing log.txt fails."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         self.show_progress("")           # erase the progress line
         self.comm.print0(line)
@@ -5624,9 +5650,10 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Log the wall time of the body of a `with` statement as phase `name`.
+        """Context manager that logs the wall time of its body as phase `name`.
 
-        timed: whether the clock runs during the body, so that its wall time is part of the training time.
+        timed: whether the training clock runs during the body. The log then marks the phase as part of the training
+        time. If the body raises, the phase is not logged.
         """
         start = time.perf_counter()
         yield
@@ -5635,7 +5662,7 @@ class Log:
         self.info(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def step(self, losses: StepLoss, ms: float) -> None:
-        """Record a training step, and write the log lines of the step --adam_every steps ago. Collective.
+        """Record a training step, and write the log lines of the step --adam_every steps before it. Collective.
 
         losses: losses of this rank. ms: training time after the step was launched; the device may still be computing
         the step. Raises RunError if the loss of an earlier step is not finite.
@@ -5663,14 +5690,15 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def flush(self, keep: int = 0) -> None:
-        """Write the log lines of all pending steps except the last `keep` steps.
+        """Write the log lines of the pending steps, except those of the last `keep` pending steps.
 
         The logged losses are means over the tokens of all ranks. train_loss is the multi-token loss, a sum over the
-        next G tokens, weighted by the MTP weights. train_loss_next is the loss of the next token in nats, like the
-        validation loss. Raises RunError if a loss is not finite.
+        next G tokens, weighted by the MTP weights. train_loss_next is the next-token loss in nats, like the validation
+        loss. Raises RunError if a loss is not finite.
         """
         while len(self.pending) > keep:
             fields, sums, num_tokens, work, copied = self.pending.pop(0)
+            # On a GPU, `copied` is the CUDA event after the copy of `sums` to the host. On a CPU, it is None.
             if copied is None:
                 wait_for_work(work)
             else:
@@ -5681,6 +5709,7 @@ class Log:
             self.event("step", **fields, train_loss=loss, train_loss_next=next_loss)
             line = f"step:{step}/{self.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self._write("log.txt", (line + "\n").encode())
+            # end_step includes --max_steps, and total_steps does not. With --time_budget, end_step may be infinite.
             seconds_left = (min(self.total_steps, self.schedule.end_step) - step) * ms / step / 1000
             summary = f"{seconds_left:.0f} s left, train_loss:{next_loss:.3f}"
             self.show_progress(f"step:{step}/{self.total_steps} {summary}")
@@ -5688,17 +5717,17 @@ class Log:
                 self.comm.print0(f"{line} {summary}")
 
     def check_finite(self, loss: float, what: str) -> None:
-        """Raise RunError unless `loss` is finite. what: description of the loss, for the error message."""
+        """Raise RunError if `loss` is NaN or infinite. what: name of the loss, for the error message."""
         check(math.isfinite(loss), what, found=loss,
               expected=f"a finite loss (last finite validation loss: {self.last_val})",
               hint="lower --adam_lr and --normuon_lr; to test for overflow, run with --dtype=float32 --head=plain",
               error=RunError)
 
     def validation(self, loss: float, ms: float, validation_set: ValidationSet) -> None:
-        """Log the validation loss at step self.steps_done, after writing all pending lines.
+        """Write all pending lines, then log the validation loss at step self.steps_done.
 
-        loss: in nats per token. ms: training time so far. validation_set: converts the loss to bits per byte. Raises
-        RunError if this loss or the loss of a pending step is not finite.
+        loss: validation loss in nats per token. ms: training time so far. validation_set: converts the loss to bits per
+        byte. Raises RunError if `loss` or the loss of a pending step is not finite.
         """
         self.flush()
         self.check_finite(loss, f"validation loss at step {self.steps_done}")
@@ -5709,9 +5738,10 @@ class Log:
                   f"step_avg:{ms / max(self.steps_done, 1):.2f}ms")
 
     def write_aborted(self, cause: str) -> None:
-        """Append `cause`, why the run ended early, to both log files as the last line.
+        """Append a final `aborted` line to both log files.
 
-        Discards all later lines. Never raises. Can be called from any thread.
+        cause: why the run ended early. Anything logged afterwards is discarded. Never raises. Can be called from any
+        thread.
         """
         # The main thread may still be running a step. Clear self.files first, so that `_write` discards its lines.
         open_files, self.files = self.files, {}
@@ -5722,17 +5752,17 @@ class Log:
                 file.write(last_lines[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        """Close the log files, and erase the progress line. Discards all later lines."""
+        """Close the log files, and erase the progress line. Anything logged afterwards is not written to the files."""
         for file in self.files.values():
             file.close()
         self.files = {}
         self.show_progress("")
 
 def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss:
-    """Train on the batch of this step, and launch the fetch of the table rows of the next step. Collective.
+    """Train on the batch of one step, and start to fetch the table rows of the next step. Collective.
 
-    Returns the losses of this rank, which the device may not have computed yet. Raises RunError if a gradient is
-    missing or incomplete.
+    Returns the losses of this rank as device tensors, without waiting for the device to compute them. Raises RunError
+    if a gradient is missing or incomplete, and any error of the loader thread except OutOfData.
     """
     losses = engine.forward_backward(loader.next(step_cfg), step_cfg)
     # On the last step of a cycle, next_plans() waits for the loader thread. The backward pass is launched earlier, so
@@ -5746,7 +5776,8 @@ def train_step(engine: Engine, loader: Loader, step_cfg: StepConfig) -> StepLoss
 def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     """Compile and run every graph of the training loop on synthetic tokens, then restore the engine. Collective.
 
-    The stage with the largest batches runs first, so that an OOM is raised early.
+    The stage with the largest batches runs first, so that an OOM is raised early. Each warm-up cycle is logged as a
+    phase.
     """
     restore = engine.snapshot()
     # Use a longer timeout, because a rank may compile for minutes while the other ranks wait.
@@ -5756,13 +5787,13 @@ def warm_up(cfg: Config, comm: Communicator, engine: Engine, log: Log) -> None:
     max_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     num_tokens = 4 * max_tokens * (1 + 2 * SYNTHETIC_DOC_LEN // cfg.max_doc_len)
     headers = [ShardHeader(WARM_UP_SHARD, num_tokens, cfg.vocab_size, cfg.bos_id)]
-    validation = ValidationSet(cfg, comm, headers, "warm-up")
+    validation = ValidationSet(cfg, comm, headers, purpose="warm-up")
     schedule = Schedule(cfg)
     step_cfgs = [schedule.at(step) for step in schedule.warm_up_steps()]
     cycles = [step_cfgs[first:first + schedule.cycle_steps] for first in range(0, len(step_cfgs), schedule.cycle_steps)]
 
     # Log each cycle as a phase, so that the console shows progress while graphs compile slowly.
-    loader = Loader(cfg, comm, headers, "warm-up")
+    loader = Loader(cfg, comm, headers, purpose="warm-up")
     loader.start(cycles[0])
     for number, (cycle, next_cycle) in enumerate(zip(cycles, [*cycles[1:], []]), 1):
         loader.advance(next_cycle)
@@ -5781,12 +5812,12 @@ def schedule_cycle(first_step: int, schedule: Schedule, clock: Clock) -> list[St
     """Return the step configs of the cycle that starts at step `first_step`, or [] at the end of training. Collective.
 
     The loader builds batches one cycle ahead, so call this function at the start of the previous cycle. With
-    --time_budget, it also appends the progress of the cycle to schedule.cycle_progress, unless a checkpoint has
-    restored this progress already:
+    --time_budget, this function also appends the progress of the cycle to schedule.cycle_progress, unless a checkpoint
+    has restored this progress already:
 
-        progress = max(previous progress, planned_steps * predicted training time at the start of this cycle / budget)
+        progress = max(progress of previous cycle, planned_steps * predicted training time at start of cycle / budget)
 
-    The prediction is that of rank 0's clock.
+    All ranks use the prediction of rank 0's clock.
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     if budget_ms and len(schedule.cycle_progress) <= first_step // schedule.cycle_steps:
@@ -5808,9 +5839,12 @@ def train_loop(info: RunInfo, loader: Loader, engine: Engine, validation: Valida
                profiler: torch.profiler.profile | None = None) -> tuple[float, OutOfData | None]:
     """Train until the schedule or the data ends, then validate. Collective.
 
-    Returns (final validation loss in nats per token, OutOfData if the data ended before the schedule, else None). The
-    clock includes reading and packing of data, row plans, training steps and logging. The clock excludes checkpoints
-    and validations. Raises RunError if a loss is not finite.
+    Returns (loss, out_of_data): the final validation loss in nats per token, and the OutOfData error if the data ended
+    before the schedule, else None. Training starts at step log.steps_done. Also validates every --val_every steps and
+    writes a checkpoint every --checkpoint_every steps.
+
+    The clock includes reading and packing of data, row plans, training steps and logging. The clock excludes
+    checkpoints and validations. Raises RunError if a loss is not finite.
     """
     schedule = log.schedule
     first_step = log.steps_done
@@ -5857,9 +5891,9 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
              prompt: list[int] | tuple[int, ...] = ()) -> str:
     """Sample a continuation of the prompt, and return the continuation as text. Collective.
 
-    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. prompt: token ids; a BOS is inserted before
-    them. step_cfg: determines the attention windows. token_bytes: the bytes of each token, indexed by token id; None:
-    return the sampled token ids as text. Raises RunError if the logits are not finite.
+    Sampling ends after cfg.sample_tokens tokens, or when BOS is sampled. step_cfg: provides the attention windows and
+    RoPE. token_bytes: the bytes of each token, indexed by token id; None: return the sampled token ids as text.
+    prompt: token ids without BOS; this function prepends BOS. Raises RunError if the logits are not finite.
     """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.bos_id, *prompt]
@@ -5883,27 +5917,27 @@ def generate(cfg: Config, engine: Engine, step_cfg: StepConfig, token_bytes: lis
 
 # ====== Section 11: Main ==============================================================================================
 EXIT_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-STORE_TIMEOUT_S = 2.0                    # of the TCPStore in `agree_on_cause`
+STORE_TIMEOUT_S = 2.0                    # timeout of the TCPStore in `agree_on_cause`
 BUSY_CORES_WARN = 0.3                    # warn if other processes use more cores than this during set-up
-ALL_RANKS_TIMEOUT_S = 1.0                # maximum wait for all ranks to receive the same signal
+ALL_RANKS_TIMEOUT_S = 1.0                # maximum wait in `agree_on_cause` until all ranks exit
 EXIT_TIMEOUT_S = 5.0                     # the process exits after this time even if the exit handler hangs
 LOST_CONNECTION_RE = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 POCKET_TOKEN_RE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")                       # same as in data/pocket.py
 FALLBACK_SAVE_DIR = "save"               # in the run directory, for the weights if --save cannot be written
 
 def call_with_timeout(seconds: float, call: Callable[[], Any]) -> Any:
-    """Run `call` on a new thread, and return its result or raise its exception.
+    """Run `call` on a new thread, and return the result of `call` or raise the exception of `call`.
 
     Raises TimeoutError if `call` has not returned after `seconds`. The thread then keeps running.
     """
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 def read_launch_env(cfg: Config) -> tuple[int, int, int, int]:
-    """Read rank, local rank, world size and local world size from the environment variables that torchrun sets.
+    """Read (rank, local rank, world size, local world size) from the environment variables that torchrun sets.
 
-    Without these variables, the process is rank 0 of 1. Raises ConfigError if a variable is invalid, if RANK,
-    MASTER_ADDR or MASTER_PORT is missing and WORLD_SIZE > 1, if WORLD_SIZE is missing in a Slurm job of several tasks,
-    or if the world size does not divide --seqs_per_step.
+    Without these variables, the process is rank 0 of 1. Raises ConfigError if a variable is invalid, if WORLD_SIZE > 1
+    and RANK, MASTER_ADDR or MASTER_PORT is missing, if WORLD_SIZE is missing in a Slurm job of several tasks, or if the
+    world size does not divide --seqs_per_step.
     """
     # Without these checks, a rank that lacks a variable would train separately from the others.
     env = os.environ
@@ -5932,7 +5966,7 @@ def init_distributed(cfg: Config) -> Communicator:
     """Select the device, initialize the process group from torchrun's environment variables, and return a Communicator.
 
     A single process needs no environment variables and no process group. Raises ConfigError if the launch environment,
-    the world size or the device is invalid, or if a rank is missing. Collective.
+    the world size or the device is invalid, or if the ranks do not all connect within --comm_timeout. Collective.
     """
     rank, local_rank, world_size, local_world_size = read_launch_env(cfg)
     # Select the device: one GPU per rank, or the CPU for all ranks.
@@ -5980,10 +6014,10 @@ def describe_hardware(comm: Communicator) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def resolve_head_precision(cfg: Config, comm: Communicator) -> str:
-    """Return the precision of the head for this device: "plain", "fp8" or "emulated".
+    """Return the precision of the head's training matmuls on this device: "plain", "fp8" or "emulated".
 
     --head=auto becomes "fp8" if the device, the dtype and the matrix sizes support fp8, and "plain" otherwise. Raises
-    ConfigError if they do not support --head=fp8.
+    ConfigError if --head=fp8 is given but not supported.
     """
     settings_fit_fp8 = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_MULTIPLE == cfg.padded_vocab % FP8_MULTIPLE == 0
     supports_fp8 = settings_fit_fp8 and comm.on_cuda and torch.cuda.get_device_capability(comm.device) >= (8, 9)
@@ -6011,9 +6045,9 @@ CHECK_TIMEOUT = 60.0                     # s for a kernel to return, after its c
 def check_attention(cfg: Config, comm: Communicator, name: str) -> None:
     """Check that outputs and gradients of the active attention kernel match those of the reference, up to rounding.
 
-    The kernel computes in cfg.dtype, and the reference in f32. name: the active kernel, for messages. Raises
+    The kernel computes in cfg.dtype, and the reference in f32. name: name of the active kernel, for messages. Raises
     AssertionError if the results differ by more than rounding, RunError if the kernel does not return within
-    CHECK_TIMEOUT, or any exception of the kernel.
+    CHECK_TIMEOUT seconds, and any exception that the kernel raises.
     """
     dtype = getattr(torch, cfg.dtype)
     device = comm.device
@@ -6053,10 +6087,10 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     """Choose the first attention kernel that matches the reference on all ranks. Collective.
 
     Returns (attention function, name of the kernel). The name includes package and version, for example
-    "FA3 (flash-attn-3 3.0.0)". With --attention=auto on a GPU, the candidates are the kernels of
-    ATTENTION_BY_CAPABILITY, in order. The reference is the fallback of --attention=auto, except in the presets
-    `record*`. Raises ConfigError if no kernel works and there is no fallback, and RunError if a kernel does not return
-    within CHECK_TIMEOUT.
+    "FA3 (flash-attn-3 3.0.0)". With --attention=auto, the candidates on a GPU are the kernels of
+    ATTENTION_BY_CAPABILITY, in order. If none of them works, --attention=auto falls back to the reference, except in
+    presets whose name starts with `record`. On a CPU, --attention=auto is the reference. Raises ConfigError if no
+    kernel works and there is no fallback, and RunError if a kernel does not return within CHECK_TIMEOUT seconds.
     """
     if cfg.attention == "reference" or (cfg.attention == "auto" and not comm.on_cuda):
         return attention_reference, "reference"
@@ -6096,8 +6130,8 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
     """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
 
-    attention_name: result of `choose_attention`. All kernels before varlen in ATTENTION_BY_CAPABILITY count as equally
-    fast.
+    attention_name: name of the chosen kernel, as returned by `choose_attention`. All kernels that
+    ATTENTION_BY_CAPABILITY lists before varlen count as equally fast.
     """
     if not comm.on_cuda:
         return ""
@@ -6193,10 +6227,15 @@ def open_data(raw_cfg: Config, comm: Communicator,
               source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], dict[str, str]]:
     """Validate all data shards, and fill in the config sizes that depend on the shard headers. Collective.
 
-    source: content of this file. Returns (config with all sizes, headers of the training shards, headers of the
-    validation shards, fingerprint). The fingerprint maps names to texts: the settings that affect results, the version
-    of torch, and the sha256 of data and source. Raises DataError if the data is missing, invalid or too small. Raises
-    ConfigError if a flag contradicts the shard headers, or if settings, data or source differ between ranks.
+    raw_cfg: config before these sizes are filled in. source: content of this file.
+
+    Returns (cfg, train_headers, val_headers, fingerprint). cfg: config with all sizes. train_headers, val_headers:
+    headers of the training and the validation shards. fingerprint, {name: text}: the settings that affect results, the
+    version of torch, and the SHA-256 of data and source.
+
+    Prints how much of the data the run reads, and a warning if training and validation shards overlap. Raises DataError
+    if the data is missing, invalid or too small. Raises ConfigError if a flag contradicts the shard headers, or if
+    settings, data or source differ between ranks.
     """
     train_headers = read_shard_headers(raw_cfg.train_files)
     val_headers = read_shard_headers(raw_cfg.val_files)
@@ -6248,9 +6287,9 @@ def check_compilers(cfg: Config, comm: Communicator) -> None:
 def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator) -> None:
     """Check the run directories, --save and the compilers before the run starts. Collective.
 
-    run_dirs: one directory per run. Raises, on every rank, RunError if a run directory already contains a log, and
-    ConfigError if the path of --save exists or cannot be created, if a compiler is missing, or if its cache cannot be
-    written.
+    run_id: part of the names of temporary directories. run_dirs: one directory per run. On every rank, raises RunError
+    if a run directory already contains a log, and ConfigError if a compiler is missing, if the path of --save exists or
+    cannot be created, or if TORCHINDUCTOR_CACHE_DIR is set but cannot be written.
     """
     with comm.raise_together():
         check_compilers(cfg, comm)
@@ -6274,12 +6313,14 @@ def preflight(cfg: Config, run_id: str, run_dirs: list[Path], comm: Communicator
 
 def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str, str],
                  end_step: float) -> dict[str, Any]:
-    """Check that this run can continue from a checkpoint. Returns dict(step, source, differs) for the log.
+    """Check that this run can continue from a checkpoint, and return facts about the earlier run for the log.
 
-    checkpoint: result of `load_checkpoint`. fingerprint, end_step: those of this run. In the result,
-        step      is the number of steps trained before the checkpoint
-        source    is the directory of --resume
-        differs   is {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
+    checkpoint: result of `load_checkpoint`. fingerprint: result of `open_data` in this run. end_step: the step at which
+    this run ends. Returns a dict with the entries
+
+        step      number of steps trained before the checkpoint
+        source    directory of --resume
+        differs   {name: (value in the checkpoint, value now)} for all entries of the fingerprint that differ
 
     Raises DataError if the data has changed, and ConfigError if this run ends before the step of the checkpoint.
     """
@@ -6299,11 +6340,11 @@ def check_resume(cfg: Config, checkpoint: dict[str, Any], fingerprint: dict[str,
 
 def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSet, train_time_ms: float, loss: float,
                num_graphs: int) -> tuple[dict[str, Any], RunError | None]:
-    """Log the result of a run, save the weights, and close the log. Collective.
+    """Log the result of a run, save the weights if --save is given, and close the log. Collective.
 
-    loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop.
-    Returns (result, save_error): the fields of the log event "result", and the RunError if --save cannot be written,
-    else None.
+    loss: final validation loss in nats per token. num_graphs: number of graphs compiled before the training loop. If
+    --save cannot be written, the weights are written to FALLBACK_SAVE_DIR in the run directory instead. Returns
+    (result, save_error): the fields of the log event "result", and the RunError if --save cannot be written, else None.
     """
     cfg = log.schedule.cfg
     comm = log.comm
@@ -6359,16 +6400,18 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
     return result, save_error
 
 def report_results(log: Log, engine: Engine, validation: ValidationSet, results: list[dict[str, Any]]) -> None:
-    """Print a sample, then the means over all runs as a JSON object in the last line of stdout. Collective.
+    """Print a sample, then the mean loss and mean training time of all runs as JSON on the last line. Collective.
 
-    log: log of the last run. results: the result of `finish_run` for each run. The sample uses the weights of the last
-    run. Raises RunError if the logits of the sample are not finite, or if printing fails.
+    log: log of the last run. results: for each run, the first result of `finish_run`. The sample uses the weights of
+    the last run, and is omitted if --sample_tokens is 0. Everything is printed to stdout. Raises RunError if the logits
+    of the sample are not finite, or if printing the JSON object fails.
     """
     cfg = log.schedule.cfg
     if cfg.sample_tokens:
         sample = generate(cfg, engine, log.schedule.at(log.steps_done), validation.token_bytes)
         engine.comm.print0(f"{' sample ':-^100}\n{sample}\n{'-' * 100}")
-    loss, train_time_ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results], 0).tolist()
+    loss, train_time_ms = np.mean([(result["val_loss"], result["train_time_ms"]) for result in results],
+                                  axis=0).tolist()
     summary = dict(type="result", val_loss=loss, train_time_ms=train_time_ms,
                    run_dirs=[result["run_dir"] for result in results])
     if engine.comm.rank == 0:
@@ -6395,8 +6438,8 @@ def make_profiler(cfg: Config, first_step: int, end_step: float) -> torch.profil
 def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, message) for the error or signal that ended the run.
 
-    OOM, I/O errors and lost connections are converted to a TrainerError with a hint. Any other exception is a bug, and
-    its message is the traceback.
+    OOM, I/O errors and lost connections are first converted to a TrainerError with a hint. The message of a
+    TrainerError is its text. Any other exception is a bug, and its message is the traceback.
     """
     if isinstance(error, signal.Signals):
         return 128 + error, "interrupted" if error == signal.SIGINT else f"terminated by {error.name}"
@@ -6415,15 +6458,16 @@ def describe_exit(error: BaseException | signal.Signals) -> tuple[int, str]:
     return 1, "".join(traceback.format_exception(error))
 
 def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
-    """Return (cause of the exit that all ranks report, whether this rank prints the cause).
+    """Agree with the other ranks on the cause of the exit that all ranks report.
 
-    Every rank writes a cause to a TCPStore. All ranks report the first cause in the store, and the rank that wrote it
-    prints it. This rank writes
-        cause                if all ranks exit within ALL_RANKS_TIMEOUT_S, for example after Ctrl-C
+    Returns (agreed cause, whether this rank prints the agreed cause). Every rank writes a cause to a TCPStore. The
+    first cause in the store is the agreed one, and only the rank that wrote it prints it. The calling rank writes
+
+        cause                if all ranks exit within ALL_RANKS_TIMEOUT_S seconds, for example after Ctrl-C
         partial_exit_cause   if only some ranks exit, because a rank was lost
 
-    If both are equal, as for an error, this rank writes its cause without waiting for the other ranks. Raises an error
-    of torch.distributed if the store does not respond within STORE_TIMEOUT_S.
+    If the two arguments are equal, as after an error, the calling rank writes its cause without waiting for the other
+    ranks. Raises an error of torch.distributed if the store does not respond within STORE_TIMEOUT_S seconds.
     """
     # The store outlives a restart by torchrun, so the keys contain the number of restarts.
     env = os.environ
@@ -6432,7 +6476,7 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended() -> bool:
-        """Wait up to ALL_RANKS_TIMEOUT_S until every rank has called agree_on_cause. Return whether all have."""
+        """Wait up to ALL_RANKS_TIMEOUT_S seconds for every rank to call agree_on_cause, and return whether all have."""
         deadline = time.monotonic() + ALL_RANKS_TIMEOUT_S
         # add(key, 0) returns the value of the key.
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
@@ -6452,14 +6496,18 @@ def agree_on_cause(cause: str, partial_exit_cause: str) -> tuple[str, bool]:
     return first_cause.partition("\n")[2], first_cause == my_cause
 
 def describe_progress(log: Log) -> str:
-    """Describe how far a run is, and how to continue the run from its last checkpoint."""
+    """Return a message with the steps done, and the command that resumes the run from its last checkpoint.
+
+    Without a checkpoint, the message contains a hint to set --checkpoint_every instead of the command.
+    """
     # If a resumed run has no checkpoint yet, use the last one of the earlier run.
     last_checkpoints = [path for run_dir in filter(None, (str(log.run_dir), log.schedule.cfg.resume))
                         for path in sorted(Path(run_dir, CHECKPOINT_DIR).glob("step-???????"))[-1:]]
     if not last_checkpoints:
         return (f"after step {log.steps_done} of {log.total_steps}, without a checkpoint to continue from; "
                 "--checkpoint_every=100 writes one every 100 steps")
-    # run.sh changes to the directory of this file, so print the path relative to this directory.
+    # A checkpoint is at <run directory>/checkpoints/step-0000000, so parents[1] is the run directory. run.sh changes to
+    # the directory of this file, so print the path relative to the directory of this file.
     resume = os.path.relpath(last_checkpoints[0].parents[1], Path(__file__).parent)
     return (f"after step {log.steps_done} of {log.total_steps}; last checkpoint: {last_checkpoints[0].name}; "
             f"to continue: ./run.sh --resume={shlex.quote(resume)}")
@@ -6467,7 +6515,8 @@ def describe_progress(log: Log) -> str:
 class ExitHandler:
     """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.
 
-    A background thread handles signals, so that a signal ends the process even if the main thread is blocked in C code.
+    The constructor installs handlers for EXIT_SIGNALS. A background thread handles signals, so that a signal ends the
+    process even if the main thread is blocked in C code.
     """
     def __init__(self):
         self.log: Log | None = None                                           # log of the current run
@@ -6478,13 +6527,16 @@ class ExitHandler:
         for signum in EXIT_SIGNALS:
             if signal.getsignal(signum) != signal.SIG_IGN:                    # keep SIG_IGN, for example under nohup
                 signal.signal(signum, lambda *_: None)                        # the background thread handles the signal
+        # For every signal, Python writes one byte to wakeup_send: the signal number.
         threading.Thread(target=lambda: self.end(signal.Signals(self.wakeup_recv.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException | signal.Signals) -> None:
-        """End the process, with the exit status and the message of `describe_exit`. Does not return.
+        """End the process with the exit status that `describe_exit` returns for `error`. Does not return.
 
-        One rank prints the cause of the exit. Rank 0 writes the cause to the log, if a log is open. Every rank deletes
-        its PARTIAL_DIRS.
+        error: the exception or the signal that ends the run. The ranks agree on one cause of the exit, and only one
+        rank prints the cause. The cause is a message of `describe_exit`, or that of a lost rank if a signal has reached
+        only some ranks. If a log is open, rank 0 also writes the cause to the log. Every rank deletes the directories
+        that it has not finished writing.
         """
         self.exiting.acquire()           # a second call waits here until the process has ended
         exit_status, cause = describe_exit(error)
@@ -6515,15 +6567,17 @@ class ExitHandler:
 def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source: bytes) -> None:
     """Run the trainer from set-up to result: load data, build the model, warm up, then train once per seed. Collective.
 
-    raw_cfg: config before the shard headers fill in the sizes. exit_handler: receives the log of the current run in its
-    attribute `log`. source: content of this file, for the logs. Raises a TrainerError if the run fails. If the training
-    data ends early or --save cannot be written, the error is raised after the last run.
+    raw_cfg: config before the shard headers fill in the sizes. exit_handler: its attribute `log` is set to the log of
+    the current run, so that the exit handler can write to the log. source: content of this file, for the logs. Raises a
+    TrainerError if a run fails. If the training data ends early or --save cannot be written, the error is raised after
+    the last run.
     """
     # Fail fast: `preflight` checks what would otherwise fail hours into the run.
     start = time.perf_counter()
     other_cpu_before = other_cpu_seconds(comm)
+    # All ranks use the run id and the run directory of rank 0. The default name of the directory contains the time, and
+    # the clocks of ranks may differ.
     run_id = comm.all_gather(os.urandom(4).hex())[0]
-    # All ranks use the run directory of rank 0. The default name contains the time, and clocks of ranks may differ.
     default_dir = f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{raw_cfg.preset}-{run_id}"
     root = Path(comm.all_gather(raw_cfg.run_dir or default_dir)[0])
     seeds = range(raw_cfg.seed, raw_cfg.seed + raw_cfg.runs)
@@ -6607,7 +6661,8 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
             trace_path = run_dir / f"trace_rank{comm.rank}.json.gz"
             with write_errors(trace_path):
                 profiler.export_chrome_trace(str(trace_path))
-            log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", 12, max_name_column_width=60))
+            log.info(profiler.key_averages().table(f"self_{comm.device.type}_time_total", row_limit=12,
+                                                   max_name_column_width=60))
 
         # The result is the last line of the log. After that line, only sampling and printing can still fail.
         result, save_error = finish_run(log, info, engine, validation, clock.ms, loss, num_graphs)
@@ -6620,11 +6675,12 @@ def train(raw_cfg: Config, comm: Communicator, exit_handler: ExitHandler, source
         raise first_error
 
 def sample_from_save(flags: Config) -> None:
-    """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR. Runs on any device.
+    """Print a continuation of --prompt, sampled with the weights saved in --sample=DIR.
 
-    flags: command-line flags; the settings of the model are read from DIR. Raises DataError if a file in DIR is
-    missing, corrupt or changed, or if the prompt cannot be encoded. Raises ConfigError if the settings or the launch
-    environment are invalid, and RunError if the logits are not finite or printing fails.
+    Runs in a single process, on a GPU or a CPU. flags: the command-line flags; the settings of the model are read from
+    DIR. Raises DataError if a file in DIR is missing, corrupt or changed, or if the prompt cannot be encoded. Raises
+    ConfigError if the settings or the launch environment are invalid, and RunError if the logits are not finite or
+    printing fails.
     """
     # Read the settings first, because they determine the names and shapes of the tensors.
     directory = Path(flags.sample)
