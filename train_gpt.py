@@ -6128,19 +6128,19 @@ def choose_attention(cfg: Config, comm: Communicator) -> tuple[Callable, str]:
     return attention_reference, "reference"
 
 def slow_attention_warning(attention_name: str, comm: Communicator) -> str:
-    """Return a warning if this GPU supports faster attention kernels than the chosen one, else "".
+    """Return a warning if the chosen kernel is varlen although this GPU supports faster attention kernels, else "".
 
     attention_name: name of the chosen kernel, as returned by `choose_attention`. All kernels that
-    ATTENTION_BY_CAPABILITY lists before varlen count as equally fast.
+    ATTENTION_BY_CAPABILITY lists before varlen count as equally fast. There is no warning for the reference: it is
+    chosen by a flag or by a preset, or `choose_attention` has printed a warning.
     """
-    if not comm.on_cuda:
+    if not attention_name.startswith("varlen"):
         return ""
     major, minor = torch.cuda.get_device_capability(comm.device)
-    *faster, _varlen = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
-    kernel = attention_name.partition(" ")[0]
-    if not faster or kernel in faster:
+    *faster, varlen = ATTENTION_BY_CAPABILITY.get(major, ("varlen",))
+    if not faster:
         return ""
-    return (f"attention kernel {kernel} is slower than {' or '.join(faster)}, which GPUs of compute capability "
+    return (f"attention kernel {varlen} is slower than {' or '.join(faster)}, which GPUs of compute capability "
             f"{major}.{minor} can run; requirements-gpu.txt lists the packages")
 
 def other_cpu_seconds(comm: Communicator) -> float:

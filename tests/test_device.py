@@ -224,13 +224,12 @@ def test_choose_attention__a_kernel_that_never_returns_ends_the_run(monkeypatch,
 
 @pytest.mark.parametrize("capability, title, printed", [
     (9, "varlen (torch 2.13.0)", "varlen is slower than FA3 or FA4, which GPUs of compute capability 9.0 can run"),
-    (10, "varlen (torch 2.13.0)", "varlen is slower than FA4"), (9, "reference", "reference is slower than FA3 or FA4"),
+    (10, "varlen (torch 2.13.0)", "varlen is slower than FA4"), (9, "reference", ""),
     (9, "FA4 (flash-attn-4 4.0.0)", ""), (9, "FA3 (flash-attn-3 3.0.0)", ""), (8, "varlen (torch 2.13.0)", "")])
 def test_slow_attention_warning__where_a_faster_kernel_runs(monkeypatch, capability, title, printed) -> None:
     FakeKernels(monkeypatch, capability)
     found = tg.slow_attention_warning(title, FakeCudaComm())
     assert printed in found and bool(found) == bool(printed)
-    assert tg.slow_attention_warning(title, make_comm()) == ""
 
 @pytest.mark.parametrize("name, requested, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", INACCURATE)])
 def test_choose_attention__a_requested_kernel_that_does_not_work(monkeypatch, name, requested, why) -> None:

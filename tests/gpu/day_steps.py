@@ -41,7 +41,8 @@ GROUPS = {
     r"nccl": ("communication", "exposed communication"),
     r"(flash|fmha|attn|attention).*(bwd|backward)": ("attention backward", "attention"),
     r"flash|fmha|attn|attention": ("attention forward", "attention"), r"relu_sq_kernel": ("relu_sq", "products"),
-    r"add_rows_kernel": ("add_rows", "memory-bound kernels"), r"memcpy|memset": ("copies", "memory-bound kernels"),
+    r"add_rows_kernel": ("add_rows", "memory-bound kernels"),
+    r"memcpy|memset": ("copies", "memory-bound kernels"),
     r"gemm|nvjet|cutlass|cublas|xmma|splitk|gemv": ("matmuls", "products"),
     r"triton.*(exp2|log2)": ("loss", "memory-bound kernels"), r"triton.*sigmoid": ("gates", "memory-bound kernels"),
     r"": ("other", "memory-bound kernels")}
