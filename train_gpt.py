@@ -117,7 +117,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
@@ -176,7 +176,8 @@ def check(ok: object, what: object, *, found: object, expected: object, hint: st
 
 # {errno of an OSError: (`expected`, `hint`) of the TrainerError that reports it}
 IO_REMEDIES = {
-    errno.EEXIST: ("a path that does not exist", "choose another path; another run may be writing to this one"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTEMPTY), (
+        "a path that does not exist", "choose another path; another run may be writing to this one")),
     errno.ENOENT: ("an existing path", "check the spelling, and whether another program has removed the path"),
     errno.EIO: ("a disk that works", "check the disk (dmesg shows its errors), or use another disk"),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), ("free disk space", "free disk space, or use another disk")),
@@ -715,7 +716,7 @@ def read_settings(directory: Path) -> Config:
     hint = ("give a run directory, or a directory written by --save; a prompt is an argument of its own: --sample=DIR "
             "'a prompt'; for a run of an older version, use the train_gpt.py in its run directory")
     check(directory.is_dir(), f"settings file {path}",
-          found=f"the directory does not exist (working directory {os.getcwd()})",
+          found=f"no directory of this name (working directory {os.getcwd()})",
           expected="a directory with the settings of a run or a save", hint=hint, error=DataError)
     try:
         # Another version of this trainer, with other flags, may have written the file.
@@ -1399,15 +1400,16 @@ def check_manifest(path: Path, content: bytes) -> None:
 def load_shard(header: ShardHeader) -> TokenShard:
     """Load a data shard from its file, or generate a synthetic one, and validate every token.
 
-    Raises DataError if the shard has fewer tokens than its header says, a token id outside the vocabulary, or no BOS
-    token.
+    Raises DataError if the file cannot be read, or if the shard has fewer tokens than its header says, a token id
+    outside the vocabulary, or no BOS token.
     """
     name = header.name
     if name.startswith(SYNTHETIC_PREFIX):
         tokens = synthetic_tokens(int(name.rpartition("#")[2]), header.num_tokens, *header.vocab_and_bos,
                                   repeat_ngrams=name == WARM_UP_SHARD)
     else:
-        tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
+        with read_errors(Path(name)):
+            tokens = np.fromfile(name, "<u2", header.num_tokens, offset=HEADER_BYTES)
     shard = TokenShard(tokens, header.bos_id)
     max_token = tokens.max(initial=0)
     check(len(tokens) == header.num_tokens and max_token < header.vocab_size and len(shard.doc_starts),
@@ -3506,10 +3508,11 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     return [batch.map(comm.pinned) for batch in batches]
 
 class OutOfData(DataError):
-    """Error at the end of the training data: the remaining shards have too few tokens for the next step.
+    """Error if the next step cannot be packed: the shards have too few tokens left, or a shard cannot be read any more.
 
-    All ranks raise this error in the same cycle of the run. `train_loop` catches the error. The run then validates,
-    logs and saves the steps already trained.
+    Before training, `count_packed_tokens` raises this error if the data is too small for the schedule. During training,
+    all ranks raise it in the same cycle of the run. `train_loop` then catches it, unless it is raised in the first
+    cycle, and the run validates, logs and saves the steps already trained.
     """
 
 class Packer:
@@ -3518,11 +3521,18 @@ class Packer:
     The first epoch uses `pack_batch`, as modded-nanogpt does, and drops the rest of every cut document and the end of
     every shard. Later epochs use `pack_pieces`, and drop no tokens: the end of a shard is joined to the next shard.
     """
-    def __init__(self, cfg: Config, shards: Iterator[TokenShard], shards_per_epoch: int) -> None:
-        """Create the packer without reading data. shards: iterator over the shards of all epochs, in training order."""
+    def __init__(self, cfg: Config, headers: list[ShardHeader],
+                 load: Callable[[Iterator[ShardHeader]], Iterator[TokenShard]]) -> None:
+        """Create the packer without reading data.
+
+        headers: headers of the shards of one epoch, in reading order. load: generator function that yields the shard of
+        each header.
+        """
         self.cfg = cfg
-        self.shards = enumerate(shards)
-        self.shards_per_epoch = shards_per_epoch
+        # Do not build a list of all epochs, because --epochs may be large.
+        epochs = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
+        self.shards = enumerate(load(itertools.chain.from_iterable(epochs)))
+        self.shards_per_epoch = len(headers)
         self.epoch = 0                   # epoch of the current shard, counted from 0
         self.shard = TokenShard(np.empty(0, np.uint16), cfg.bos_id)       # an empty placeholder
         # Start of the next step in the shard: a document index in the first epoch, a token index in later epochs.
@@ -3533,7 +3543,7 @@ class Packer:
 
         Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence
         is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining shards have too few tokens, or if a shard
-        file has changed since the start of the run.
+        file has changed since the start of the run or cannot be read any more.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3550,8 +3560,9 @@ class Packer:
                                 expected=f"{self.cfg.seqs_per_step} x {step_cfg.seq_len + 1} more tokens, at most "
                                          f"{self.cfg.max_doc_len} of each document in the first epoch",
                                 hint="--epochs=0 repeats the data; or add shards (FineWeb: python "
-                                     f"data/cached_fineweb10B.py N); or --max_steps={step_cfg.step}") from None
-            except DataError as error:   # the shard file has changed since the start of the run
+                                     "data/cached_fineweb10B.py N)"
+                                     + f"; or --max_steps={step_cfg.step}" * bool(step_cfg.step)) from None
+            except DataError as error:   # the shard file was valid when the run started
                 raise OutOfData(*error.args) from None
             self.epoch = shard_idx // self.shards_per_epoch
             if len(rest):
@@ -3564,7 +3575,7 @@ def count_packed_tokens(cfg: Config, schedule: Schedule, headers: list[ShardHead
     Packs every step without building batches. headers: headers of the training shards, in reading order. Raises
     OutOfData if the data ends before the schedule does.
     """
-    packer = Packer(cfg, map(load_shard, headers * cfg.epochs or itertools.cycle(headers)), len(headers))
+    packer = Packer(cfg, headers, functools.partial(map, load_shard))
     counts = [0, 0]
     for step_cfg in map(schedule.at, range(schedule.end_step)):
         packer.next(step_cfg)
@@ -3587,11 +3598,10 @@ class Loader:
         """
         self.cfg = cfg
         self.comm = comm
-        self.headers = headers
         self.purpose = purpose
         self.worker = ThreadPoolExecutor(1, "loader", initializer=comm.set_thread_device)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        self.packer = Packer(cfg, self._prefetch_shards(), len(headers))
+        self.packer = Packer(cfg, headers, self._prefetch_shards)
         self.ready: list[Batch] = []                      # remaining batches of the current cycle, in order
         self.next_cycle: Future[list[Batch]] | None = None                    # batches of the next cycle, one per step
 
@@ -3663,18 +3673,18 @@ class Loader:
                 seqs_by_step.append([pack_sequence(shard, starts, ends) for starts, ends in my_seqs])
         return build_batches(self.cfg, self.comm, self.comm.loader_group, self.purpose, cycle, seqs_by_step)
 
-    def _prefetch_shards(self) -> Iterator[TokenShard]:
-        """Yield the data shards of all epochs, in training order. With --epochs=0, repeats the shards forever.
+    def _prefetch_shards(self, headers: Iterator[ShardHeader]) -> Iterator[TokenShard]:
+        """Yield the shard of each header. The reader thread loads the next shard while the caller uses the current one.
 
-        The reader thread loads the next shard while the caller uses the current shard. Raises any error of
-        `load_shard`, or RunError if reading a shard takes longer than --comm_timeout.
+        Raises any error of `load_shard`, or RunError if reading a shard takes longer than --comm_timeout.
         """
-        next_future = None
-        for header in self.headers * self.cfg.epochs or itertools.cycle(self.headers):
-            current_future, next_future = next_future, self.reader.submit(load_shard, header)
-            if current_future is not None:
-                yield result_with_timeout(current_future, self.cfg.comm_timeout, "reading a shard")
-        yield result_with_timeout(next_future, self.cfg.comm_timeout, "reading a shard")
+        # Remove a future before yielding its shard, so that this generator does not keep the shard in memory.
+        futures: deque[Future[TokenShard]] = deque()
+        for header in headers:
+            futures.append(self.reader.submit(load_shard, header))
+            if len(futures) > 1:
+                yield result_with_timeout(futures.popleft(), self.cfg.comm_timeout, "reading a shard")
+        yield result_with_timeout(futures.popleft(), self.cfg.comm_timeout, "reading a shard")
 
 class ValidationSet:
     """The validation sequences, in host memory, and the token statistics that convert a loss to bits per byte."""
@@ -4760,9 +4770,9 @@ class Optimizer:
             if label in due_labels:
                 self.groups[label].launch_reduce()
         # All reductions are in progress, and no weight has changed yet. To use all gradients at once, for example to
-        # clip them by their global norm, call reduced_grad() of every group here. This waits for all reductions, so
-        # that they no longer overlap the updates. Ranks own disjoint shards, but all of them have the gradients of the
-        # group REPLICATED. Gradients are sums over sequences.
+        # clip them by their global norm, call reduced_grad() of every group here, once, and pass the results to
+        # update() below. This waits for all reductions, so that they no longer overlap the updates. Ranks own disjoint
+        # shards, but all of them have the gradients of the group REPLICATED. Gradients are sums over sequences.
         gather_works = []
         for label in due_labels:
             gather_works.append(self.groups[label].update(self.groups[label].reduced_grad(), step_cfg))
@@ -5117,7 +5127,8 @@ class Engine:
         # up to CHUNK_ROWS rows. Shards may differ in size between ranks, but the number of chunks must not.
         num_rows = self.model.specs[label].shape[0]
         num_chunks = num_rows // (CHUNK_ROWS * self.comm.world_size) + 1
-        chunks = [self.comm.all_gather(chunk.cpu()) for chunk in x.tensor_split(num_chunks)]
+        # all_gather pickles the whole storage of a tensor, so copy the chunk also on a CPU.
+        chunks = [self.comm.all_gather(chunk.to("cpu", copy=True)) for chunk in x.tensor_split(num_chunks)]
         if self.comm.rank != 0:
             return None
         shards = [torch.cat(chunks_of_rank) for chunks_of_rank in zip(*chunks)]
@@ -5132,15 +5143,15 @@ class Engine:
         step_cfg: config of the next step to train. with_moments: also gather the optimizer state.
 
         Returns {name: tensor}, with the names of `state_tensors`. If step_cfg.tied, the entry `embed` is the transposed
-        lm_head. On ranks other than 0, the entries of sharded tensors are None: tables (but not a tied `embed`), and
-        the optimizer state of tables, banks and head. All other entries are CPU copies on every rank. The result does
-        not depend on W, because table rows are in global order. Call this method only between cycles of the run,
-        because the result contains no accumulated gradients.
+        lm_head. On ranks other than 0, the entries of sharded tensors are None: tables, and the optimizer state of
+        tables, banks and head. All other entries are CPU copies on every rank. The result does not depend on W, because
+        table rows are in global order. Call this method only between cycles of the run, because the result contains no
+        accumulated gradients.
         """
         # Only the names of optimizer state contain a dot.
         tensors = {name: self._gather_full(name, x) for name, x in self.state_tensors().items()
                    if with_moments or "." not in name}
-        if step_cfg.tied:
+        if step_cfg.tied and self.comm.rank == 0:
             tensors["embed"] = tensors["lm_head"].t().contiguous()
         return tensors
 
@@ -5646,7 +5657,7 @@ class Log:
         if file is not None:
             with write_errors(self.run_dir / name):
                 if file.write(data) < len(data):
-                    raise OSError("the disk is full: only a part of the line was written")
+                    raise OSError(errno.ENOSPC, "No space left on device: only a part of the line was written")
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -6248,9 +6259,9 @@ def open_data(raw_cfg: Config, comm: Communicator,
     if not cfg.time_budget:                               # with a time budget, the number of steps is not known
         first_epoch, later_epochs = count_packed_tokens(cfg, schedule, train_headers)
         total = sum(header.num_tokens for header in train_headers)
-        unread = max(0, 1 - later_epochs / total) * (total - first_epoch)
-        comm.print0(f"the run reads {1 - unread / total:.1%} of the {total:,} training tokens: {first_epoch:,} tokens "
-                    f"in the first epoch, {later_epochs:,} in later ones")
+        # Later epochs read the data from its start, without gaps.
+        comm.print0(f"the run reads {first_epoch / total:.1%} of the {total:,} training tokens in the first epoch"
+                    + f"; later epochs read all of them {later_epochs / total:.2f} times" * bool(later_epochs))
     # Resolve symbolic links, because two paths may refer to the same file.
     val_paths = {os.path.realpath(header.name) for header in val_headers}
     in_both = val_paths.intersection(os.path.realpath(header.name) for header in train_headers)
@@ -6359,10 +6370,10 @@ def finish_run(log: Log, info: RunInfo, engine: Engine, validation: ValidationSe
         log.info(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; this is "
                  f"{loss / validation.unigram_nats:.4f} of the unigram entropy, {validation.unigram_nats:.4f} nats")
 
-    # Log what makes the training time misleading: recompiles, a slow attention kernel, profiling, an early end of data,
-    # a missed time budget.
+    # Log what makes the training time misleading: recompiles, slow attention, profiling, missing data, a missed budget.
     recompiled = sum(comm.all_gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - num_graphs))
-    void = "profiled" if cfg.profile else "the data ended early" if log.steps_done < log.schedule.end_step else ""
+    ended_early = "the data ended early or changed" * (log.steps_done < log.schedule.end_step)
+    void = "profiled" if cfg.profile else ended_early
     # If the machine has a constant speed, a run ends within one cycle of its time budget.
     late_s = train_time_ms / 1000 - cfg.time_budget
     cycle_s = train_time_ms / 1000 / max(log.steps_done, 1) * log.schedule.cycle_steps
@@ -6504,13 +6515,14 @@ def describe_progress(log: Log) -> str:
     last_checkpoints = [path for run_dir in filter(None, (str(log.run_dir), log.schedule.cfg.resume))
                         for path in sorted(Path(run_dir, CHECKPOINT_DIR).glob("step-???????"))[-1:]]
     if not last_checkpoints:
+        steps = log.schedule.cfg.checkpoint_every or 100
         return (f"after step {log.steps_done} of {log.total_steps}, without a checkpoint to continue from; "
-                "--checkpoint_every=100 writes one every 100 steps")
+                f"--checkpoint_every={steps} writes one every {steps} steps")
     # A checkpoint is at <run directory>/checkpoints/step-0000000, so parents[1] is the run directory. run.sh changes to
     # the directory of this file, so print the path relative to the directory of this file.
     resume = os.path.relpath(last_checkpoints[0].parents[1], Path(__file__).parent)
     return (f"after step {log.steps_done} of {log.total_steps}; last checkpoint: {last_checkpoints[0].name}; "
-            f"to continue: ./run.sh --resume={shlex.quote(resume)}")
+            f"to continue: ./run.sh --resume={shlex.quote(resume).translate(ESCAPED_CONTROLS)}")
 
 class ExitHandler:
     """Handler that ends this process within EXIT_TIMEOUT_S of the first error or signal.

@@ -4,6 +4,7 @@ Each rank is built without the others and exchanges no requests. The exchange it
 """
 import base64
 import contextlib
+import functools
 import itertools
 import math
 import random
@@ -208,7 +209,7 @@ def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
     expected = read_all(tmp_path)
     for steps_done in (2, 6, 10):
         with start_loader(tmp_path) as (unused, step_cfgs):
-            loader = tg.Loader(unused.cfg, make_comm(), unused.headers)
+            loader = tg.Loader(unused.cfg, make_comm(), tg.read_shard_headers(unused.cfg.train_files))
             with contextlib.closing(loader):
                 for step_cfg in step_cfgs[:steps_done]:
                     loader.packer.next(step_cfg)
@@ -217,6 +218,21 @@ def test_Packer__a_resumed_run_continues_the_stream(tmp_path) -> None:
                 for batch, expected_batch in zip(batches, expected[steps_done:], strict=True):
                     assert batch.step == expected_batch.step and batch.tokens.equal(expected_batch.tokens)
                     assert batch.cu_seqlens.equal(expected_batch.cu_seqlens)
+
+def test_Packer__many_epochs_are_not_listed(tmp_path) -> None:
+    """A packer for a billion epochs starts at once, and packs as one for two epochs does."""
+    write_shards(tmp_path, 1500, 300)
+    headers = tg.read_shard_headers(f"{tmp_path}/*.bin")
+    cfg = preset(vocab_size=50, bos_id=3)
+    step_cfg = tg.Schedule(cfg).at(0)
+    load = functools.partial(map, tg.load_shard)
+    two, many = (tg.Packer(replace(cfg, epochs=epochs), headers, load) for epochs in (2, 10**9))
+    while two.epoch == 0:
+        (shard, seqs), (other_shard, other_seqs) = two.next(step_cfg), many.next(step_cfg)
+        assert np.array_equal(shard.tokens, other_shard.tokens)
+        for pieces, other_pieces in zip(seqs, other_seqs, strict=True):
+            assert np.array_equal(pieces, other_pieces)
+    assert many.epoch == 1
 
 def too_short(streams: list[list[int]], step_cfgs: list[tg.StepConfig]) -> bool:
     with contextlib.suppress(IndexError):

@@ -225,6 +225,10 @@ def test_count_packed_tokens__the_data_end_before_the_schedule(tmp_path) -> None
     with expect_error(tg.OutOfData, "training data ended", f"ends before step {whole_steps},", "--epochs=0",
                       f"--max_steps={whole_steps}", "at most 10 of each document", "cached_fineweb10B.py"):
         tg.count_packed_tokens(cfg, tg.Schedule(cfg), headers)
+    empty = replace(cfg, max_doc_len=2)                       # not even one step: --max_steps=0 means no limit
+    with expect_error(tg.OutOfData, "ends before step 0,", "data/cached_fineweb10B.py N)") as caught:
+        tg.count_packed_tokens(empty, tg.Schedule(empty), headers)
+    assert "max_steps" not in str(caught.value)
     short = replace(cfg, max_steps=whole_steps)
     assert tg.count_packed_tokens(short, tg.Schedule(short), headers) == (whole_steps * step_tokens, 0)
     repeated = replace(cfg, epochs=0)
@@ -258,7 +262,7 @@ def test_Packer__three_epochs_read_every_token(preset_name, name) -> None:
         num_tokens += sum(lengths)
     schedule = tg.Schedule(cfg)
     counts_by_epoch = np.zeros((4, num_tokens), int)
-    packer = tg.Packer(cfg, iter(4 * shards), len(shards))
+    packer = tg.Packer(replace(cfg, epochs=4), shards, iter)
     with contextlib.suppress(tg.OutOfData):
         while True:
             step_cfg = schedule.at(schedule.end_step - 1)                     # the longest sequences

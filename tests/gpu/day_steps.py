@@ -263,7 +263,8 @@ def match(day: Day, figures: Facts) -> list[str]:
     folders = [day.figures.get("stages", {}).get("run_dir") or day.train("match-fast", *flags)]
     folders.append(day.train("match-float32", *flags, "--dtype=float32", "--head=plain", "--attention=reference",
                              "--compile=0"))
-    fast, plain = ([event["train_loss_next"] for event in events_of(Path(folder), "step")][:steps] for folder in folders)
+    logs = [events_of(Path(folder), "step")[:steps] for folder in folders]
+    fast, plain = ([event["train_loss_next"] for event in log] for log in logs)
     differences = [a - b for a, b in zip(fast, plain, strict=True)]
     figures |= dict(fast=fast, float32=plain, differences=differences)
     if not all(abs(difference) < MAX_LOSS_DIFFERENCE for difference in differences):  # False for NaN

@@ -76,9 +76,10 @@ def fill_with_nan(x: Tensor) -> None:
 def fill_free_memory(device: torch.device) -> bool:
     """Fill the memory that the allocator will return next. Return whether new tensors contain NaN."""
     torch.cuda.empty_cache()
-    # Segments with live tensors remain. The allocator returns the smallest free block that fits, so requests of the sizes
-    # of all free blocks, from the largest to the smallest, fill each block. Requests of up to SMALL_BYTES have segments of
-    # their own: there, fill a block that is larger in parts. In other segments, nothing uses a block that is smaller.
+    # Segments with live tensors remain. The allocator returns the smallest free block that fits, so requests of the
+    # sizes of all free blocks, from the largest to the smallest, fill each block. Requests of up to SMALL_BYTES have
+    # segments of their own. In these segments, fill a larger block in parts. In the other segments, no request uses a
+    # block of at most SMALL_BYTES.
     sizes = []
     for segment in torch.cuda.memory_snapshot():
         free_sizes = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
