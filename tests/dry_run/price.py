@@ -320,7 +320,7 @@ def format_cell(value: Any) -> str:
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 def format_prediction(prediction: dict[str, Any]) -> str:
-    pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: no GPU has trained."]
+    pages = [f"Prediction for {prediction['card']}, from the dry run and the table of rates: not measured."]
     for world_size, by_attention in prediction["worlds"].items():
         first, *_ = by_attention
         columns = " | ".join([*by_attention[first]["stages"], "s per run"])

@@ -109,7 +109,7 @@ def test_load__compressed_or_not(tmp_path) -> None:
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(json.dumps(example).encode()))
     assert price.load(tmp_path / "made.json") == price.load(tmp_path / "made.json.gz") == example
     published = price.load(RECORDS / "2026-11-22_04_Rehearsal/ledgers/rehearsal.json")
-    assert "no GPU has trained" in price.format_prediction(price.price(published, price.load(price.RATES)))
+    assert "not measured" in price.format_prediction(price.price(published, price.load(price.RATES)))
     (tmp_path / "made.json.gz").write_bytes(gzip.compress(b"[1"))
     for path in (tmp_path / "made.json", tmp_path / "none.json"):
         with pytest.raises(price.PriceError, match="a JSON file"):
@@ -142,7 +142,7 @@ def test_format_measured_run__next_to_the_prediction(tmp_path, capsys) -> None:
     write_log(tmp_path, config | dict(stages=[{}, {}, {}]), [1.0] * 120)
     with pytest.raises(price.PriceError, match="3 in 120 steps\n.*2, as in the dry run"):
         price.format_measured_run(tmp_path, example, prediction)
-    assert price.main([]) == 0 and "no GPU has trained" in capsys.readouterr().out
+    assert price.main([]) == 0 and "not measured" in capsys.readouterr().out
 
 def test_format_measured_run__of_a_short_run(tmp_path) -> None:
     """The header determines where stages begin: 16 steps of 20 ms, 16 of 40 ms, 8 of the extension.
