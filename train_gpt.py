@@ -2036,11 +2036,11 @@ class LinearFunction(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, scale (None without a scale) and matrix, and None for grad_target.
+        """Compute the gradients of x, scale and matrix. With main_grad, accumulate the gradient of matrix there.
 
-        grad_out (..., I): gradient of the output. The result for matrix is that of grad_target.add_gradient: without
-        main_grad, the gradient (I, J); with main_grad, None, or zeros (I, J) for the hooks of the parameter. The result
-        is None if the parameter is frozen, or if the gradient is deferred without main_grad.
+        grad_out (..., I): gradient of the output. Returns (grad_x, grad_scale, grad_matrix, None). grad_scale is None
+        without a scale. grad_matrix is the return value of grad_target.add_gradient: the gradient (I, J) if there is no
+        main_grad, otherwise None or zeros (see `WeightMatrix.add_gradient`).
         """
         x, scale, matrix = ctx.saved_tensors
         grad_x = grad_out @ (matrix if scale is None else scale * matrix)
@@ -2182,12 +2182,11 @@ class ReluSqMLP(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, up_matrix and down_matrix, and None for up and down.
+        """Compute the gradients of x, up_matrix and down_matrix. With main_grad, accumulate the weight gradients there.
 
-        grad_out (..., D): gradient of the output. The results for up_matrix and down_matrix are those of
-        up.add_gradient and down.add_gradient: without main_grad, the gradient (F, D); with main_grad, None, or zeros
-        (F, D) for the hooks of the parameter. The result is None if the parameter is frozen, or if the gradient is
-        deferred without main_grad.
+        grad_out (..., D): gradient of the output. Returns (grad_x, grad_up, grad_down, None, None). grad_up and
+        grad_down are the return values of up.add_gradient and down.add_gradient: the gradient (F, D) if there is no
+        main_grad, otherwise None or zeros (see `WeightMatrix.add_gradient`).
         """
         x, squares, up_matrix, down_matrix = ctx.saved_tensors
         flat_grad_out = grad_out.flatten(0, -2)
@@ -2410,12 +2409,12 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, grad_losses: Tensor, _grad_next: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of y (N, D) and w, and None for the other six inputs.
+        """Compute the gradients of y and w. With main_grad, accumulate the gradient of w there.
 
-        grad_losses (N,): upstream gradient of the multi-token losses. The next-token losses are not differentiable. The
-        result for w is that of grad_target.add_gradient: without main_grad, the gradient (D, V); with main_grad, None,
-        or zeros (D, V) for the hooks of the parameter. The result is None if the parameter is frozen, or if the
-        gradient is deferred without main_grad.
+        grad_losses (N,): upstream gradient of the multi-token losses. The next-token losses are not differentiable.
+        Returns (grad_y (N, D), grad_w), and None for the other six inputs. grad_w is the return value of
+        grad_target.add_gradient: the gradient (D, V) if there is no main_grad, otherwise None or zeros (see
+        `WeightMatrix.add_gradient`).
         """
         # `grad` (N, V) is the gradient of the logits from forward. With precision "plain", y and w have their original
         # dtype, and `grad` is LOGIT_WIDTH * dloss/dlogits, so divide by LOGIT_WIDTH here. With "fp8" and "emulated", y
@@ -3465,7 +3464,8 @@ def build_batches(cfg: Config, comm: Communicator, process_group: dist.ProcessGr
     The batches are on the host, in pinned memory if the device is a GPU.
 
     process_group   gloo group that exchanges the row requests; None: the default process group
-    purpose         recorded in the tag of each row plan; traffic is counted only for "train"
+    purpose         what the batches are for, part of the tag of each row plan. Tables count the bytes that ranks
+                    exchange only if it is "train"
     cycle           configs of the steps. The last cycle of a run may be truncated; evaluation passes a single step.
     seqs_by_step    for each step, the sequences of this rank
 
@@ -3541,9 +3541,10 @@ class Packer:
     def next(self, step_cfg: StepConfig) -> tuple[TokenShard, list[tuple[np.ndarray, np.ndarray]]]:
         """Pack the S sequences of the next step, for all ranks.
 
-        Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence
-        is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining shards have too few tokens, or if a shard
-        file has changed since the start of the run or cannot be read any more.
+        Returns (shard, sequences). Each sequence is (starts, ends), two arrays (num_docs,): document i of the sequence,
+        or in later epochs piece i of a document, is shard.tokens[starts[i]:ends[i]]. Raises OutOfData if the remaining
+        shards have too few tokens, or if a shard file has changed since the start of the run or cannot be read any
+        more.
         """
         while True:
             pack = pack_pieces if self.epoch else pack_batch
@@ -3593,8 +3594,8 @@ class Loader:
     def __init__(self, cfg: Config, comm: Communicator, headers: list[ShardHeader], purpose: str = "train"):
         """Create the loader without reading data.
 
-        headers: headers of the training shards, in reading order. purpose: recorded in the tag of each row plan;
-        traffic is counted only for "train".
+        headers: headers of the training shards, in reading order. purpose: what the batches are for, part of the tag
+        of each row plan. Tables count the bytes that ranks exchange only if it is "train".
         """
         self.cfg = cfg
         self.comm = comm
@@ -3970,11 +3971,13 @@ class GPT(nn.Module):
                head_precision: str, row_buffers: RowBuffers) -> tuple[Tensor, Tensor]:
         """Compute the multi-token and the next-token loss of every position (RECIPE 2.8).
 
-        Returns (multi-token losses, next-token losses), both (B, T), for B sequences of T tokens. The losses are f32,
-        or f64 in an f64 run, without loss_scale. The next-token losses are not differentiable.
+        Returns (multi-token losses, next-token losses), both (B, T), for B sequences of T tokens. The losses are not
+        multiplied by loss_scale. Their dtype is f32, or f64 in an f64 run. The next-token losses are not
+        differentiable.
 
         mtp_weights         (G,): loss weight of each of the next G tokens
-        loss_scale          (): the upstream gradient that backward will receive for every loss
+        loss_scale          (): upstream gradient that backward will receive for every loss. In fp8, backward needs this
+                            value as a factor of its dequantization scale
         attn_args_by_kind   AttentionArgs, keyed by (Layer.attention, Layer.window)
         head_precision      precision of the head's matmuls: "plain" (dtype of the weights), "fp8", or "emulated" (fp8
                             values, matmuls in f32 or f64)
@@ -4604,10 +4607,10 @@ class TableGroup:
     def __init__(self, spec: ParameterSpec, table: LocalTable | ExchangedTable, update_fn: Callable):
         """Create the Adam state of this rank's shard of a dense table. A row-wise table has its state in a row store.
 
-        table: a LocalTable with W = 1, or an ExchangedTable with W > 1. A row-wise table is a RowwiseTable for every W.
-        update_fn: for a dense table, `apply_adam` with its arguments update_fn and cfg bound, called as
-        update_fn(spec, p, grad, state, step_cfg). For a row-wise table, `rowwise_update`, compiled if this run uses
-        torch.compile.
+        table: for a dense table, a LocalTable if W = 1, otherwise an ExchangedTable. For a row-wise table, a
+        RowwiseTable, which is a subclass of ExchangedTable. update_fn: for a dense table, a partial of `apply_adam`,
+        called as update_fn(spec, p, grad, state, step_cfg). For a row-wise table, `rowwise_update`, compiled if this
+        run uses torch.compile.
         """
         self.spec = spec
         self.table = table
@@ -4801,7 +4804,7 @@ class Optimizer:
             padding = self.sharded_groups["lm_head"].shard_size - len(head_moment)
             padded = F.pad(head_moment, (0, W * C - head.shape[1], 0, padding))
             sent = padded.t().view(C, W, -1).transpose(0, 1).contiguous()     # (owner of the rows, C, D / W rounded up)
-            received = sent.clone()
+            received = sent.clone()                       # with W = 1, `launch` is a no-op, and this is the result
             wait_for_work(self.comm.launch(dist.all_to_all_single, received, sent))
             embed_moment.copy_(received.transpose(0, 1).reshape(C, -1)[:, :D])
         rows = head.t()[self.comm.rank::W]
@@ -4885,7 +4888,8 @@ class Engine:
         """Reset all weights except row-wise tables in place to their initial values for `seed`.
 
         `__init__` calls this method, and so does `train` before every run of --runs after the first. Row-wise tables
-        and optimizer state do not change: they start as zeros, and `train` restores a snapshot of them first.
+        and optimizer state do not change: `__init__` creates them as zeros, and `train` restores them from a snapshot
+        before it calls this method.
         """
         for label, weight in initial_weights(self.cfg, seed):
             self.model.get_parameter(label).copy_(self.local_part(label, weight))
@@ -5216,7 +5220,7 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
     estimate: Counter[str] = Counter()
     for spec in parameter_specs(cfg):
         table = spec.table
-        num_elements = math.prod(spec.shape)              # elements with a gradient on this rank
+        num_elements = math.prod(spec.shape)              # with a gradient on this rank; adjusted for tables below
         grad_bytes = accum_bytes                          # bytes of gradients per element
         if table:
             # A table takes memory for its shard, and for a row cache with the maximum number of rows in an update
@@ -5250,7 +5254,8 @@ def estimate_memory(cfg: Config, comm: Communicator, attention: Callable, micro_
             estimate["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Estimate the activations of a step with the largest batch. Evaluation takes less memory, because it computes the
-    # logits in chunks. Row-wise updates take less memory, too, unless steps have many short sequences.
+    # logits in chunks. Row-wise updates take less memory, too, unless a micro-batch is a small part of a step: the
+    # temporaries of an update grow with the tokens of the whole step.
     eager = attention is not attention_varlen
     saved_vectors = MLP_SAVED * MLP_RATIO + (SAVED_VECTORS_EAGER if eager else SAVED_VECTORS)
     logit_bytes = LOGIT_COPIES_EAGER * accum_bytes if eager else LOGIT_COPIES * item_bytes
