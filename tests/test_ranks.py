@@ -459,7 +459,11 @@ def train_by_hand(rank: Rank, dtype: str = "float64", nan_padding: bool = False,
     rng = np.random.default_rng(order)
     padding = 0
     found = {}
+    polar_express = tg.polar_express
     with few_layers(), MonkeyPatch.context() as patch:
+        # A rank has fewer matrices than a single process, and on a CPU the rounding of a batched bf16 matmul depends on
+        # the number of matrices. Orthogonalize each matrix by itself, so that only the distribution is tested.
+        patch.setattr(tg, "polar_express", lambda x: torch.cat([polar_express(matrix) for matrix in x.split(1)]))
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             labels = list(getattr(tg, name))
             orders = (labels, labels[::-1])
