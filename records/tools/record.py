@@ -1,8 +1,8 @@
 """Verbs `new`, `check` and `table`: a record is logs, and pages that are generated from them.
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
-without .gz. Records of other tools (predictions, and the ablation 03) are sealed: `check` compares their files, numbers
-and page with stored hashes.
+without .gz. Records of other tools (predictions, and the ablation 03) are sealed: this module has the sha256 of their
+result.json, which has those of their other files and of the generated part of their page.
 
 Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
@@ -48,6 +48,11 @@ POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 LINK_OUT = "a link out of the record"
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
+SEALED = {                             # sealed records, and the sha256 of their result.json
+    "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
+    "2026-11-22_04_Rehearsal": "734993d1980eeae90f4d40acfc85c4bcfc2e15c2f0d291810715a834cd7a4154",
+    "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
+}
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
@@ -457,11 +462,10 @@ def new(args: argparse.Namespace, root: Path) -> int:
     """
     if args.update:
         folder = inside(root, find(root, args.update).name)
-        result = load(folder)
-        if "sealed" in result:
+        if folder.name in SEALED:
             raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
                             hint="do not update it")
-        write(folder, result["stated"])
+        write(folder, load(folder)["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -601,7 +605,10 @@ def check(args: argparse.Namespace, root: Path) -> int:
     found = [f"{one_line(folder.name)}: {finding}" for folder in chosen for finding in findings(folder)]
     counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
-    say("\n".join(found) if found else f"{counted(len(chosen), 'record')}: all numbers follow from their files")
+    num_sealed = sum(folder.name in SEALED for folder in chosen)
+    kinds = {"record": "all numbers follow from their files", "sealed record": "all files have the stored hashes"}
+    totals = {"record": len(chosen) - num_sealed, "sealed record": num_sealed}
+    say("\n".join(found or [f"{counted(totals[kind], kind)}: {words}" for kind, words in kinds.items() if totals[kind]]))
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
@@ -616,10 +623,11 @@ def findings(folder: Path) -> Iterator[str]:
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
         yield from map(in_words, date_doubts(stated["date"]))
-        known = result["files"] | result.get("sealed", {})
+        known = result["files"]
         present = hashes(folder)
-        if "sealed" in result:
-            present |= sealed(folder, result)
+        if folder.name in SEALED:
+            known = known | result["sealed"] | {RESULT: SEALED[folder.name]}
+            present |= sealed(folder)
         else:
             yield from log_contradictions(folder, result)
         for name, (noted, found) in changes(known, present).items():
@@ -630,11 +638,9 @@ def findings(folder: Path) -> Iterator[str]:
     except FOREIGN_ERRORS as error:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
-def sealed(folder: Path, result: Facts) -> dict[str, str]:
-    """Return the sha256 of the generated parts of a sealed record: numbers, generated parts of the page, diff."""
-    made = {key: item for key, item in result.items() if key != "sealed"}
-    parts = {RESULT: json.dumps(made, sort_keys=True)}
-    parts[DIFF] = text(folder / DIFF)
+def sealed(folder: Path) -> dict[str, str]:
+    """Return the sha256 of result.json, of the generated part of the page and of the diff of a sealed record."""
+    parts = {name: text(folder / name) for name in (RESULT, DIFF)}
     parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
     return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in parts.items()}
 

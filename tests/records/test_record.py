@@ -422,19 +422,34 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert check(root) == "" and not (tmp_path / "ran").exists()
 
-def test_findings__a_sealed_record(root) -> None:
-    result = result_of(root / FIRST)
-    result.pop("picture_sha256", None)
-    result["files"] = record.hashes(root / FIRST)
-    result["sealed"] = record.sealed(root / FIRST, result)
-    (root / FIRST / "result.json").write_text(json.dumps(result))
-    assert check(root, "01") == ""
+def seal(folder: Path) -> str:
+    """Add the hashes of a sealed record to result.json, and return the sha256 of this file."""
+    result = result_of(folder) | {"files": record.hashes(folder), "sealed": record.sealed(folder)}
+    (folder / "result.json").write_text(json.dumps(result))
+    return sha256(json.dumps(result))
+
+def test_findings__no_record_can_seal_itself(root) -> None:
+    """Earlier, every record with a key `sealed` passed, whatever its numbers were and without its logs."""
+    edit(root / FIRST / "result.json", '"mean": 2.159', '"mean": 1.9')
+    seal(root / FIRST)
+    found = check(root, "01")
+    assert """result.json: found '    "mean": 1.9,', expected '    "mean": 2.159,'""" in found, found
+    remove(root / FIRST / "logs")
+    seal(root / FIRST)
+    assert f"log {root / FIRST}/logs/seed0/log.jsonl" in check(root, "01")
+
+def test_findings__a_sealed_record(root, monkeypatch) -> None:
+    monkeypatch.setitem(record.SEALED, FIRST, seal(root / FIRST))
+    status, out, _ = call("check", "--records", root)
+    assert (status, out) == (0, "1 record: all numbers follow from their files\n"
+                                "1 sealed record: all files have the stored hashes\n")
+    assert call("check", "--records", root, "01")[1] == "1 sealed record: all files have the stored hashes\n"
     assert "found:    sealed" in call("new", "--records", root, "--update=01")[2]
     for name, old, other in (("README.md", "2.159", "2.151"), ("logs/seed1/log.txt", "2.1440", "2.1340"),
                              ("result.json", '"class": "plain"', '"class": "table"')):
         path = root / FIRST / name
         edit(path, old, other)
-        assert f"{path.name}: edited" in check(root, "01")
+        assert f"{path.name}: edited" in call("check", "--records", root, "01")[1]
         edit(path, other, old)
 
 @pytest.mark.parametrize("settings, expected", [
