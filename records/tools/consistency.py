@@ -24,6 +24,9 @@ STEP_LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms 
 PHASE_LINE = re.compile(r"^phase (.+): (\d+\.\d\d) s( \(on the clock\))?$", re.M)
 UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+( \(\d+ of \d+\))?|validation))?|reset|"
                             r"checkpoint|evaluation")
+# A setting and a fact of these names may differ: "auto" and what it was, a default and the values of all tables, and
+# directories of logs that were moved.
+OTHER_MEANING = {"attention", "table_home", "run_dir"}
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 CLOCK_S = 60.0                         # largest difference between the clocks of a bench and of rank 0
 # Half of the last digit that log.txt has, and rounding errors.
@@ -108,6 +111,10 @@ def in_log(run: Run) -> Iterator[Problem]:
     if not np.array_equal(run.steps[:, 0], np.arange(1, final.step + 1)):
         yield "training lines", f"{len(run.steps)} lines", f"one line for each step, 1 to {final.step}"
     settings = run.facts["config"]
+    for where, facts, known in (("result", run.result, settings | run.facts), ("settings", settings, run.facts)):
+        for key in sorted((facts.keys() & known.keys()) - OTHER_MEANING):
+            if facts[key] != known[key]:
+                yield f"{key} of the {where}", facts[key], f"{known[key]}, as the header has it"
     every = settings.get("val_every")
     validated = [point.step for point in run.val]
     planned = [final.step]

@@ -45,6 +45,8 @@ MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "gi
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
+RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
+OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts of a run, and their keys in `result`
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 LINK_OUT = "a link out of the record"
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
@@ -188,12 +190,16 @@ def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
     return changes(old, new)
 
 def value(run: Run, key: str) -> Any:
-    """Return a fact of a run from its settings, header or result; None if the log does not state it."""
-    stated = run.facts["config"] | run.facts | run.result
-    threads = THREADS.search(str(stated.get("hardware")))
-    if threads:
-        stated["threads"] = int(threads[1]) * stated["world_size"]
-    return stated.get("tokens" if key == "tokens_trained" else key)
+    """Return a fact of a run; None if the log does not state it.
+
+    Results are taken from the line `result`, threads from `hardware`, and all other facts from the header or settings.
+    """
+    threads = THREADS.search(str(run.facts.get("hardware")))
+    if key == "threads":
+        return threads and int(threads[1]) * run.facts["world_size"]
+    if key in OF_RESULT:
+        return run.result.get(OF_RESULT[key])
+    return (run.facts.get("config", {}) | run.facts).get(key)
 
 def read_log(path: Path) -> Run:
     """Read the log of one run. Raises ToolError."""

@@ -17,7 +17,7 @@ import pytest
 
 from common import ROOT, full_disk, run
 
-from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
+from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
                            events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
                            write_text, write_text_log)
 
@@ -704,6 +704,13 @@ def set_events(folder: Path, which: str, kind: str, facts: Mapping, with_text: b
         return events
     rewrite(folder, which, change, with_text)
 
+def add_to_events(folder: Path, kind: str, facts: Mapping, header: Mapping = {}) -> None:
+    """Add facts to the events of one type of all runs, and others to their headers."""
+    def change(events: list[dict]) -> list[dict]:
+        events[0] |= header
+        return [event | facts if event["type"] == kind else event for event in events]
+    rewrite(folder, EVERY, change)
+
 def set_config(folder: Path, which: str, settings: Mapping) -> None:
     def change(config: dict) -> dict:
         return config | settings
@@ -820,6 +827,7 @@ def relabel(folder: Path) -> None:
 def edit_file(folder: Path, name: str, old: str, new: str) -> None:
     edit(folder / name, old, new)
 
+FEW_TOKENS = CONFIG | CHAIN_CONFIG | dict(val_tokens=1024)
 FASTER = dict(train_time_ms=shortened)
 FINAL_TIME, FINAL_LOSS = "train_s of manifest.jsonl", "val_loss of manifest.jsonl"
 EDITS = {                                    # as numbered in the closing note: the finding, and how record 02 is edited
@@ -862,6 +870,16 @@ EDITS = {                                    # as numbered in the closing note: 
     "33 parent": ("parent\n  found:    None", restate, None, "parent"),
     "36 a training loss": ("002_B/log.jsonl: edited", set_events, "002_B", "step", dict(train_loss=4.0)),
     "38 page": ("README.md: found", edit_file, "README.md", "2.1", "2.0"),
+    "42 data in the result": ("data_sha256 of the result: found b191a7b9", add_to_events, "result",
+                              dict(data_sha256=record.POCKET_DATA), dict(data_sha256="e" * 64)),
+    "43 ranks in the result": ("world_size of the result: found 1, expected 8", add_to_events, "result",
+                               dict(world_size=1), dict(world_size=8)),
+    "44 validation tokens in the result": ("002_B, val_tokens: found 1024, expected 65536", add_to_events, "result",
+                                           dict(val_tokens=65_536), dict(config=FEW_TOKENS)),
+    "45 validation tokens in the header": ("val_tokens of the settings: found 65536, expected 1024", add_to_events,
+                                           "header", dict(val_tokens=1024)),
+    "46 threads in the result": ("002_B, threads: found None, expected 2", add_to_events, "result", dict(threads=2),
+                                 dict(hardware="a CPU")),
     "41 run folder": ("training losses of 002_B", clone),
 }
 
