@@ -42,6 +42,7 @@ TWO_DAYS_S = 2 * 86_400.0
 COPIED_STEPS = 10                      # training losses by which a copied run is recognized
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+STATED = "date", "number", "name", "kind", "track", "parent", "groups", "entry", "idea", "base", "main"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
@@ -417,10 +418,11 @@ def build(draft: Draft) -> Facts:
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     base = sides.get(stated["base"])
-    result: Facts = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
+    known = {key: fact for key, fact in stated.items() if key in STATED}
+    result: Facts = {"stated": known, "target": target, "class": class_of(first.facts["config"])}
     result["machine"] = {key: value(first, key) for key in MACHINE}
     result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
-    result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
+    result |= {"groups": {}, "runs": {}, "verdicts": {}}
     for name, side in sides.items():
         source = value(side.runs[0], "source_sha256")
         result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
@@ -429,8 +431,6 @@ def build(draft: Draft) -> Facts:
         if base and side is not base:
             found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    for name in stated["bench"]:                                             # an earlier format of records
-        result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
     result["config"] = config(first, as_logged=True)
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
@@ -481,7 +481,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
                             expected="YYYY-MM-DD_nn_NAME, a NAME of at most 60 characters, and at least one run",
                             hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
-        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
+        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}}
         stated |= {"entry": {}} | ({"idea": args.idea} if args.idea is not None else {})
         with unfinished(root) as staged:
             gather(args.runs, staged, stated)

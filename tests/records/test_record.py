@@ -139,6 +139,19 @@ def test_settings__one_row_per_setting(tmp_path) -> None:
     assert rows == ["| stages[0] lr_mul | 1.0 | 2.0 |", "| stages[2] batch_tokens | | 7 |"]
     assert "**Changes from 01 Parent:** 2 settings" in text
 
+def test_check__no_bench_whose_numbers_are_only_stated(root) -> None:
+    """Earlier, the page copied the numbers of a bench from a verdict.json, and nothing computed them from logs."""
+    folder = root / FIRST
+    (folder / "bench").mkdir()
+    found = dict(verdict="faster", reason="", time=None, loss=dict(mean=0.0, p=None), pairs=9, memory=None)
+    found["share"] = dict(mean=-0.5, low=-0.6, high=-0.4)
+    (folder / "bench/verdict.json").write_text(json.dumps(found))
+    restate(folder, ["bench"], "bench")
+    assert "result.json: found" in check(root, "01")
+    new(root, "--update=01")
+    assert check(root) == "" and "0.5" not in (folder / "README.md").read_text().splitlines()[0]
+    assert "bench" not in {*result_of(folder), *result_of(folder)["stated"]}
+
 def test_new__update_keeps_what_is_written_by_hand(root) -> None:
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
     before = (root / FIRST / "README.md").read_text()
@@ -222,7 +235,7 @@ def test_new__a_manifest_whose_side_is_a_path(root, tmp_path) -> None:
 
 @pytest.mark.parametrize("which, value, keys", [
     (FIRST, ["../../../runs/seed0", "seed1", "seed2"], ("groups", "")), (FIRST, ["../seed0"], ("groups", "")),
-    (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")), (FIRST, ["../.."], ("bench",)),
+    (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")),
     (SECOND, "../elsewhere", ("parent",)), (SECOND, "/tmp", ("parent",)), (FIRST, "../../x", ("name",))])
 def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, value, keys) -> None:
     """Neither `check` nor `new --update` opens a file outside of the records."""
