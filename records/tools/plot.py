@@ -67,19 +67,26 @@ def line(points: Sequence[tuple[float, float]], color: str = INK, width: float =
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" {more}/>'
 
-def save(drawn: Sequence[str], height: float, path: Path) -> None:
+def picture(drawn: Sequence[str], height: float) -> str:
+    """Return the text of an SVG file."""
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+            f'font-family="sans-serif" font-size="{FONT}" role="img">')
+    frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
+    return "\n".join([head, f'<clipPath id="frame">{frame}</clipPath>', *drawn, "</svg>\n"])
+
+def save(svg: str, path: Path) -> None:
     """Write an SVG file. A link at `path` is replaced, not followed. Raises ToolError for a name that is not *.svg."""
     if path.suffix != ".svg":
         raise ToolError("file of a plot", found=path, expected="a name that ends in .svg",
                         hint=path.with_suffix(".svg"))
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
-            f'font-family="sans-serif" font-size="{FONT}" role="img">')
-    frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
-    body = "\n".join([head, f'<clipPath id="frame">{frame}</clipPath>', *drawn, "</svg>"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, f"{body}\n".encode())
+    files.write_bytes(path, svg.encode())
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
+    """Write the plot of `curves_svg` to a file."""
+    save(curves_svg(groups, target), path)
+
+def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str:
     """Plot the validation losses of each group (points, mean and range) and its training loss (mean, smoothed).
 
     The x axis is the training time, or the step if a run has no time that counts. Later groups are drawn over earlier
@@ -119,7 +126,7 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         drawn.append(line(points, color, 4, f'{CLIP} stroke-dasharray="{dashes}"'))
         drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}" {CLIP}/>' for x, y in points]
     legend, height = key(groups, list(dict.fromkeys(kinds.values())))
-    save([*drawn, *legend], height, path)
+    return picture([*drawn, *legend], height)
 
 def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str, str],
          target: float | None) -> tuple[Axis, Axis]:
@@ -232,7 +239,7 @@ def chain(results: Sequence[Facts], path: Path) -> None:
         drawn.append(text(WIDTH - 10, row, numbers, color, "end"))
         drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
         drawn.append(line([(low, bar), (high, bar)], INK, 5))
-    save(drawn, foot + 1.2 * LINE, path)
+    save(picture(drawn, foot + 1.2 * LINE), path)
 
 def validations(runs: Sequence[Run], column: int) -> Curve:
     """Return the x values (P,) and the losses (runs, P) of the validations after training began.

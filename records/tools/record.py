@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -49,7 +50,9 @@ POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
 OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts of a run, and their keys in `result`
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
-LINK_OUT = "a link out of the record"
+NO_LINE_END = "\n\\ No newline at end of file\n"
+LINE_OF_DIFF = re.compile(r"[-+ @].*\n(?:\\.*\n)?")
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))?")                             # first line and number of lines of the old source
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 SEALED = {                             # sealed records, and the sha256 of their result.json
     "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
@@ -140,10 +143,32 @@ def logs_below(folder: Path) -> list[Path]:
     """Return the log.jsonl of each run, compressed or not."""
     return sorted([*folder.rglob(LOG), *folder.rglob(LOG + compressed.SUFFIX)])
 
-def diff_of(old: Path, new: Path) -> str:
-    """Return a diff that `git apply` accepts; "" for equal files."""
-    before, after = (text(path).splitlines(True) for path in (old, new))
-    return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
+def diff_of(old: str, new: str) -> str:
+    """Return a diff of two sources that `git apply` accepts; "" for equal ones."""
+    return "".join(difflib.unified_diff(lines_of(old), lines_of(new), f"a/{SOURCE}", f"b/{SOURCE}"))
+
+def lines_of(source: str) -> list[str]:
+    """Return the lines of a source with their ends, as git has them: a last line without one has a remark."""
+    lines = io.StringIO(source).readlines()
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += NO_LINE_END
+    return lines
+
+def patched(source: str, diff: str) -> str:
+    """Apply a diff, as `diff_of` writes it, to a source."""
+    old = lines_of(source)
+    new: list[str] = []
+    taken = 0                                                               # lines of `old`
+    for line in LINE_OF_DIFF.findall(diff)[2:]:
+        hunk = HUNK.match(line)
+        if hunk:
+            first = int(hunk[1]) - (hunk[2] != "0")
+            new += old[taken:first]
+            taken = first
+        else:
+            taken += line[0] != "+"
+            new += [line[1:]] * (line[0] != "-")
+    return "".join(new + old[taken:]).removesuffix(NO_LINE_END)
 
 def rounded(facts: Any) -> Any:
     """Convert and round facts as result.json has them."""
@@ -215,15 +240,14 @@ def log_of(folder: Path, name: str) -> Path:
 
     Raises ToolError if it is outside of the record.
     """
-    log = compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
-    return inside(folder, log.relative_to(folder).as_posix())
+    return compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
 
-def links_out(folder: Path) -> list[str]:
-    """Return the names of the links in a record that lead out of it."""
-    links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
-    real = os.path.realpath(folder)
-    outside = [path for path in links if not Path(os.path.realpath(path)).is_relative_to(real)]
-    return [path.relative_to(folder).as_posix() for path in outside]
+def refuse_links_out(folder: Path) -> None:
+    """Raise ToolError if a link in a record leads out of it."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise ToolError(f"{path.relative_to(folder).as_posix()}: a link out of the record", found=os.readlink(path),
+                            expected="a regular file", hint="copy the file into the record")
 
 def read_group(folder: Path, stated: Facts, name: str) -> Side:
     """Read the logs of a group of a record."""
@@ -255,8 +279,6 @@ def date_doubts(date: str) -> Iterator[Problem]:
 def doubts(draft: Draft) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     folder, stated, sides, _ = draft
-    for name in links_out(folder):
-        yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
     taken = {line.get("side") for run_dir, line in ended if run_dir.exists()}    # others may be of other records
     for run_dir, line in ended:
@@ -285,6 +307,7 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     yield from mixed_facts(runs)
     if not all(side.runs for side in sides.values()):
         return                                                              # the other rules need runs that count
+    yield from other_sources(draft)
     strangers = [*unlike_opponents(draft)]
     yield from strangers
     for name, side in sides.items():
@@ -292,6 +315,24 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
         yield from track_violations(draft)
+
+def other_sources(draft: Draft) -> Iterator[Problem]:
+    """Yield the groups whose source is not the one that their logs state.
+
+    It is the source of the main group, changed by the diff of the group if it has one.
+    """
+    main = text(draft.folder / SOURCE)
+    for name, side in draft.sides.items():
+        stated = f"sources/{name}.diff"
+        diff = text(inside(draft.folder, stated))
+        source = patched(main, diff)
+        if diff != diff_of(main, source):
+            yield stated, "lines that are not those of the sources", "the diff that `new` writes"
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        logged = {run.facts["source_sha256"] for run in side.runs}
+        if logged != {digest}:
+            found = f"{digest[:8]}, not the source of group {name or 'all'}"
+            yield stated if diff else SOURCE, found, f"{as_text(sorted(logged))}, as in its logs"
 
 def copies(runs: list[Run]) -> Iterator[Problem]:
     """Yield the runs that repeat another run.
@@ -461,6 +502,14 @@ def page_of(draft: Draft, result: Facts) -> str:
     parent = load(draft.parent) if draft.parent else {}
     return page.generate(result, draft.sides, parent, text(draft.folder / DIFF) if parent else "")
 
+def picture_of(draft: Draft, result: Facts) -> str:
+    """Plot the losses of all groups, as the text of an SVG file."""
+    return plot.curves_svg({page.label(result, name): side.runs for name, side in draft.sides.items()}, result["target"])
+
+def parent_diff(draft: Draft) -> str:
+    """Return the diff of the parent's source and that of the main group."""
+    return diff_of(text(draft.parent / SOURCE), text(draft.folder / SOURCE))
+
 def new(args: argparse.Namespace, root: Path) -> int:
     """Create a record from runs, or generate the pages of an existing one again; return the exit status.
 
@@ -526,7 +575,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             stated["main"] = next(name for name in groups if name != stated["base"])
     write_bytes(staged / SOURCE, files.read_bytes(sources[stated["main"]]))
     for name, source in sources.items():
-        diff = diff_of(staged / SOURCE, source)
+        diff = diff_of(text(staged / SOURCE), text(source))
         if diff:
             path = inside(staged, f"sources/{name}.diff")                    # a foreign manifest may contain the name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -576,6 +625,7 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
 
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
+    refuse_links_out(folder)
     draft = read_draft(folder, stated)
     problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(draft))]
     if problems:
@@ -583,10 +633,9 @@ def write(folder: Path, stated: Facts) -> None:
                         expected="runs that no rule contradicts",
                         hint="group the runs differently, or add or remove some; rules: records/README.md")
     if draft.parent:
-        write_bytes(folder / DIFF, diff_of(draft.parent / SOURCE, folder / SOURCE).encode())
+        write_bytes(folder / DIFF, parent_diff(draft).encode())
     result = build(draft)
-    pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
-    plot.curves(pools, folder / PLOT, result["target"])
+    plot.save(picture_of(draft, result), folder / PLOT)
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
@@ -619,11 +668,8 @@ def check(args: argparse.Namespace, root: Path) -> int:
 
 def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
-    outside = links_out(folder)
-    if outside:                                                             # do not read any file through them
-        yield from (f"{name}: {LINK_OUT}" for name in outside)
-        return
     try:
+        refuse_links_out(folder)                                            # before any file is read
         result = load(folder)
         stated = result["stated"]
         if folder.name != folder_name(result):
@@ -657,16 +703,15 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     follows = build(draft) | {"files": result["files"]}                     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = page.split(text(folder / PAGE))[0], page_of(draft, result)
+    made[PLOT] = text(folder / PLOT), picture_of(draft, follows)
     if draft.parent:
-        made[DIFF] = text(folder / DIFF), diff_of(draft.parent / SOURCE, folder / SOURCE)
+        made[DIFF] = text(folder / DIFF), parent_diff(draft)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
             yield f"{name}: and {counted(len(unlike) - SHOWN_LINES, 'more such line')}"
-    if compressed.sha256(folder / SOURCE) != main_pool(follows)["source_sha256"]:
-        yield f"{SOURCE}: not the source that the logs of {draft.stated['main']!r} state"
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""

@@ -90,7 +90,7 @@ def test_save__svg_only(tmp_path, monkeypatch) -> None:
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 2 and f"{tmp_path}/x.svg" in error and not (tmp_path / "x.png").exists()
     with pytest.raises(ToolError, match="ends in .svg"):
-        plot.save([], 10, tmp_path / "y.png")
+        plot.save("", tmp_path / "y.png")
 
 @pytest.mark.parametrize("low, high, is_log, ticks", [
     (0, 60, False, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, False, [2.5, 3]),

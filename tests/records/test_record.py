@@ -348,6 +348,41 @@ def test_check__damage_is_named(root, name) -> None:
     act(root / FIRST / where, *given)
     assert said in check(root)
 
+OLD = "".join(f"{n}\n" for n in range(30))
+SOURCES = {"equal": (OLD, OLD), "changed": (OLD, OLD.replace("7\n", "8\n")), "emptied": (OLD, ""), "filled": ("", OLD),
+           "first and last line": (OLD, "x\n" + OLD[2:] + "y\n"), "no line end": (OLD, OLD[:-1]),
+           "a line end": (OLD[:-1], OLD), "neither has one": (OLD[:-1], OLD[2:-1]), "deleted": (OLD, OLD[:20] + OLD[40:]),
+           "other line ends": (OLD, OLD.replace("5\n", "5\r\n6\f\u2028\r7\n")), "markers": (OLD, "--- a\n+++ b\n@@ -1 @@\n")}
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_patched__inverts_diff_of_as_git_does(tmp_path, name) -> None:
+    old, new = SOURCES[name]
+    diff = record.diff_of(old, new)
+    assert record.patched(old, diff) == new
+    if diff:
+        (tmp_path / "train_gpt.py").write_bytes(old.encode())
+        done = subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, capture_output=True, timeout=60)
+        assert done.returncode == 0 and (tmp_path / "train_gpt.py").read_bytes() == new.encode(), done.stderr
+
+def reword(folder: Path, name: str, old: str, new: str) -> None:
+    """Edit a file of a record, and its hash in result.json."""
+    edit(folder / name, old, new)
+    result = result_of(folder)
+    result["files"][name] = compressed.sha256(folder / name)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+@pytest.mark.parametrize("name, old, new, said", [
+    ("sources/B.diff", "+line_7 = 8", "+line_7 = 9", "not the source of group B, expected [\"f1fb174a\"]"),
+    ("sources/B.diff", "-line_7 = 7", "-line_7 = 0", "sources/B.diff: found lines that are not those of the sources"),
+    ("loss.svg", "polyline", "polygon", "loss.svg: found")])
+def test_check__a_source_and_a_picture_whose_hashes_are_edited(root, name, old, new, said) -> None:
+    """Earlier, nothing compared the source of another group with its logs, or the picture with a new one."""
+    reword(root / SECOND, name, old, new)
+    found = check(root, "02")
+    assert said in found and "edited" not in found, found
+    status, _, error = call("new", "--records", root, "--update=02")
+    assert (status, said in error) == ((0, False) if name == "loss.svg" else (2, True))
+
 @pytest.mark.parametrize("said, where, act, given", [
     ("B.diff: edited", "sources/B.diff", edit, ("+line_7 = 8", "+line_7 = 9")),
     ("B.diff: missing", "sources", remove, ()), ("006_B", "logs/runs/006_B", remove, ()),
