@@ -88,7 +88,7 @@ def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, 
     folder = f"runs/{number:03}_{side}"
     started = BENCH_START + number * RUN_S
     make_run(bench / folder / "logs/x", pair, loss, seconds, started + 2, source, **settings)
-    results = dict(val_loss=loss, train_s=1000 * seconds / 1000)
+    results = dict(val_loss=loss, train_s=1000 * seconds / 1000, wall_s=seconds + 12)
     return manifest_lines(number, pair, side, folder, source, outcome="done", **results)
 
 def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:

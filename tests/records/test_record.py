@@ -860,6 +860,13 @@ def without_starts(events: list[dict]) -> list[dict]:
 def replanned(events: list[dict]) -> list[dict]:
     return [events[0] | dict(pairs=10), *events[1:]]
 
+def set_lines(folder: Path, run: int, facts: Mapping) -> None:
+    """Change facts of the lines of one run in the manifest that have them."""
+    def change(events: list[dict]) -> list[dict]:
+        return [event | {key: facts[key] for key in facts.keys() & event.keys() if event.get("run") == run}
+                for event in events]
+    rewrite_manifest(folder, change)
+
 def shortened(ms: float) -> float:
     return 0.8 * ms
 
@@ -928,6 +935,12 @@ EDITS = {                                    # as numbered in the closing note: 
                                            "header", dict(val_tokens=1024)),
     "46 threads in the result": ("002_B, threads: found None, expected 2", add_to_events, "result", dict(threads=2),
                                  dict(hardware="a CPU")),
+    "47 wall time": ("wall_s of manifest.jsonl: found 5.0, expected 88", set_lines, 2, dict(wall_s=5.0)),
+    "48 time outside of the phases": ("wall_s of manifest.jsonl: found 130.0, expected 88", set_lines, 2,
+                                      dict(wall_s=130.0)),
+    "49 overlapping runs": ("run 3: found start 2025-11-09T12:08:00, expected a time after", set_lines, 3,
+                            dict(time="2025-11-09T12:08:00")),
+    "50 no start": ("run 3: found start None", set_lines, 3, dict(time=None)),
     "41 run folder": ("training losses of 002_B", clone),
 }
 
@@ -971,7 +984,7 @@ def test_new__a_run_that_is_called_failed_but_has_a_result(chain, tmp_path) -> N
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     bench = Path(shutil.copytree(chain / "third_with_parent", tmp_path / "third_with_parent"))
-    edit(bench / "manifest.jsonl", '"wall_s": 120.0, "outcome": "done"', '"wall_s": 120.0, "outcome": "failed"')
+    edit(bench / "manifest.jsonl", '"outcome": "done"', '"outcome": "failed"')
     status, _, error = call("new", "--records", root, "X", bench, chain / "third_with_base", "--track=pocket_time",
                             "--idea=x", "--parent=02", "--date=2026-01-03")
     assert status == 2 and "failed, although its log has a result" in error, error
