@@ -29,7 +29,6 @@ LOG_RATIO = 3                          # the x axis is logarithmic if the groups
 CLIP = 'clip-path="url(#frame)"'
 SHOWN_FROM = 0.15                      # the plot ignores the losses of this first fraction of a run; they are very high
 TINY = 1e-9
-ROUND = [float(f"{digit}e{power}") for power in range(-6, 9) for digit in (1, 2, 5)]
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}              # time of the base over itself
 
 Curve = tuple[np.ndarray, np.ndarray]                         # x values (P,), losses (runs, P)
@@ -52,11 +51,17 @@ class Axis(NamedTuple):
     def ticks(self) -> list[float]:
         """Return up to seven round values on a linear axis; on a logarithmic one 1, 2, 5, 10, 20, ... as they fit."""
         if self.is_log:
-            return [step for step in ROUND if self.low <= step <= self.high]
-        step = next(step for step in ROUND if (self.high - self.low) / step <= 6)
+            return [step for step in round_values(max(self.low, TINY), self.high) if self.low <= step <= self.high]
+        coarsest = (self.high - self.low) / 6
+        step = next(step for step in round_values(coarsest, 10 * coarsest) if step >= coarsest)
         first = math.ceil(self.low / step)
         last = math.floor(self.high / step)
         return [number * step for number in range(first, last + 1)]
+
+def round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten from the one at or below `low` to the one at or below `high`."""
+    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    return [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
 
 def text(x: float, y: float, words: str, color: str = INK, anchor: str = "start") -> str:
     """Return an SVG text."""
@@ -144,9 +149,9 @@ def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str
             xs, losses = trained[name]
             if kinds[name] != WEIGHTED:
                 limits += losses.mean(0)[xs >= SHOWN_FROM * xs[-1]].tolist()
-        ends.append(float(max([*times, *xs], default=1.0)))
+        ends.append(float(max([*times, *xs], default=0.0)) or 1.0)
     limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
-    margin = 0.06 * (max(limits) - min(limits)) + 1e-6
+    margin = 0.06 * (max(limits) - min(limits)) + max(1e-6, TINY * abs(max(limits)))
     down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
     is_log = max(ends) > LOG_RATIO * min(ends)
     low = SHOWN_FROM * min(ends) * is_log

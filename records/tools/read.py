@@ -27,16 +27,17 @@ from tools import compressed
 from tools.files import FOREIGN_ERRORS, ToolError, counted
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
-EXTRA = rb"(?: [a-z_]+:\S+)*?"
+# Patterns match a line of length n in O(n) time, so that a hostile log cannot stop the tools.
+EXTRA = rb"(?: [a-z_]+:\S+){0,20}?"
 COUNT = rb"(\d{1,15})"                 # a step or a seed
 LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
                   % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
-TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s*?$",
+TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*)\swith world_size (\d+))?\s*?$",
                    re.M)
 SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
 DRIVER = re.compile(rb"Driver Version: (\S+)")
-GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
+GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # date in the name of a run directory
@@ -398,7 +399,7 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
         if source:
             facts["source_sha256"] = hashlib.sha256(source).hexdigest()
     if torch and torch[4]:
-        facts |= {"hardware": torch[3].decode(), "world_size": int(torch[4])}
+        facts |= {"hardware": torch[3].decode().strip(), "world_size": int(torch[4])}
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:

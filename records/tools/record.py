@@ -35,7 +35,7 @@ from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, r
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w{1,60})")          # date, number and name
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
@@ -48,11 +48,11 @@ ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
-OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts of a run, and their keys in `result`
+OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts, and their keys in a line `result`
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
 NO_LINE_END = "\n\\ No newline at end of file\n"
 LINE_OF_DIFF = re.compile(r"[-+ @].*\n(?:\\.*\n)?")
-HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))?")                             # first line and number of lines of the old source
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))?")             # first line and number of lines in the old source
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
 SEALED = {                             # sealed records, and the sha256 of their result.json
     "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
@@ -182,7 +182,12 @@ def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
 def entries_of(root: Path, track: str | None = None) -> list[Facts]:
     """Return the result.json of all entries, or of those of one track, oldest first."""
     found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
-    return [result for result in found if track in (None, result["stated"]["track"])]
+    chosen = [result for result in found if track in (None, result["stated"]["track"])]
+    return sorted(chosen, key=number_of)
+
+def number_of(result: Facts) -> int:
+    """Return the number of a record."""
+    return int(result["stated"]["number"])
 
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
@@ -191,7 +196,7 @@ def required_opponents(root: Path, stated: Facts) -> Facts:
     """
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
-    before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
+    before = [entry for entry in entries_of(root, stated["track"]) if number_of(entry) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
     if before and stated["parent"] not in named:
         raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
@@ -504,7 +509,8 @@ def page_of(draft: Draft, result: Facts) -> str:
 
 def picture_of(draft: Draft, result: Facts) -> str:
     """Plot the losses of all groups, as the text of an SVG file."""
-    return plot.curves_svg({page.label(result, name): side.runs for name, side in draft.sides.items()}, result["target"])
+    pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
+    return plot.curves_svg(pools, result["target"])
 
 def parent_diff(draft: Draft) -> str:
     """Return the diff of the parent's source and that of the main group."""
@@ -658,12 +664,15 @@ def check(args: argparse.Namespace, root: Path) -> int:
         raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
                         hint="name their directory with --records")
     found = [f"{one_line(folder.name)}: {finding}" for folder in chosen for finding in findings(folder)]
-    counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
-    found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
+    counts = Counter(int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
+    found += [f"number {number:02}: several records have it" for number, count in counts.items() if count > 1]
     num_sealed = sum(folder.name in SEALED for folder in chosen)
-    kinds = {"record": "all numbers follow from their files", "sealed record": "all files have the stored hashes"}
-    totals = {"record": len(chosen) - num_sealed, "sealed record": num_sealed}
-    say("\n".join(found or [f"{counted(totals[kind], kind)}: {words}" for kind, words in kinds.items() if totals[kind]]))
+    if not found and len(chosen) > num_sealed:
+        say(f"{counted(len(chosen) - num_sealed, 'record')}: all numbers follow from their files")
+    if not found and num_sealed:
+        say(f"{counted(num_sealed, 'sealed record')}: all files have the stored hashes")
+    for finding in found:
+        say(finding)
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:

@@ -17,9 +17,9 @@ import pytest
 
 from common import ROOT, full_disk, run
 
-from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
-                           events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
-                           write_text, write_text_log)
+from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call,
+                           edit, events_of, make_bench_run, make_peer, make_run, manifest_lines, sha256, text_of,
+                           write_events, write_text, write_text_log)
 
 from tools import compressed, files, page, record                         # noqa: E402
 
@@ -189,6 +189,24 @@ def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path) -> None:
     assert check(root) == "" and (root / f"{datetime.date.today()}_03_X/result.json").exists()
     assert sorted(path.name for path in root.glob(".*")) == [".unfinished", ".unfinished-01234567"]
 
+def test_new__the_hundredth_record(root, tmp_path) -> None:
+    """Earlier, `new` refused it, and numbers were compared as text."""
+    restate(root / SECOND, "99", "number")
+    rename(root / SECOND, "2026-01-02_99_Second")
+    runs = make_runs(tmp_path / "runs")
+    flags = ["--track=pocket", "--date=2026-01-02"]
+    names = [new(root, name, runs, *flags).name for name in ("Third", "Fourth")]
+    assert names == ["2026-01-02_100_Third", "2026-01-02_101_Fourth"]
+    assert check(root, "100") == "" == check(root, "101")
+    assert [result["stated"]["number"] for result in record.entries_of(root)] == ["01", "100", "101"]
+    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03")
+    for number in ("98", "99", "100"):
+        folder = tmp_path / f"chain/2026-01-03_{number}_X"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"stated": entry | {"number": number}}))
+    found = record.required_opponents(tmp_path / "chain", entry | dict(number="100", parent="2026-01-03_99_X"))
+    assert {role: result["stated"]["number"] for role, result in found.items()} == dict(parent="99", base="98")
+
 OUTSIDE = ("../x", "runs/../../x", "..", "", ".", "/tmp/x", "/", "//x", "link", "link/x", "runs/link/x", None, 7, ["x"],
            "a\0b")
 
@@ -351,8 +369,9 @@ def test_check__damage_is_named(root, name) -> None:
 OLD = "".join(f"{n}\n" for n in range(30))
 SOURCES = {"equal": (OLD, OLD), "changed": (OLD, OLD.replace("7\n", "8\n")), "emptied": (OLD, ""), "filled": ("", OLD),
            "first and last line": (OLD, "x\n" + OLD[2:] + "y\n"), "no line end": (OLD, OLD[:-1]),
-           "a line end": (OLD[:-1], OLD), "neither has one": (OLD[:-1], OLD[2:-1]), "deleted": (OLD, OLD[:20] + OLD[40:]),
-           "other line ends": (OLD, OLD.replace("5\n", "5\r\n6\f\u2028\r7\n")), "markers": (OLD, "--- a\n+++ b\n@@ -1 @@\n")}
+           "a line end": (OLD[:-1], OLD), "neither has one": (OLD[:-1], OLD[2:-1]),
+           "deleted": (OLD, OLD[:20] + OLD[40:]), "other line ends": (OLD, OLD.replace("5\n", "5\r\n6\f\u2028\r7\n")),
+           "markers": (OLD, "--- a\n+++ b\n@@ -1 @@\n")}
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_patched__inverts_diff_of_as_git_does(tmp_path, name) -> None:
@@ -562,6 +581,18 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
     assert check(root) == ""
 
+def test_consistency__a_last_step_that_is_too_large(root, tmp_path) -> None:
+    """Earlier, `check` built a list of all steps, and ended with a MemoryError."""
+    for settings in ({}, {"val_every": 1}):
+        run = make_run(tmp_path / f"large{len(settings)}", 0, 2.2, 90.0, config=settings, **CPU)
+        events = events_of(run / "log.jsonl")
+        events[-2]["step"] = events[-1]["steps"] = 10**13
+        events[0]["config"]["num_scheduled_steps"] = 10**13
+        write_events(run / "log.jsonl", events)
+        status, _, error = call("new", "--records", root, "X", run, "--kind=comparison")
+        assert status == 2 and "training lines: found 10 lines, expected one line for each step" in error, error
+        assert ("steps of its validations" in error) == bool(settings), error
+
 ALONE = "nats per token; for comparison: no record has"
 
 @pytest.mark.parametrize("losses, facts, words", [
@@ -597,6 +628,13 @@ def test_stand__any_text_has_models_that_count(root, tmp_path, entropy, trained,
                for key, pattern in patterns.items()), "--train_tokens=3000", "--val_tokens=300"]
     numbers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     assert said.format(**numbers) in out, out + error
+
+def test_stand__a_text_log(root, tmp_path) -> None:
+    """Earlier: KeyError 'config'."""
+    log = make_peer(tmp_path / "peer.txt", 3.279, 80.0)
+    status, out, error = call("stand", "--records", root, log)
+    assert status == 0 and out.startswith("3.279 nats per token; for comparison: no record has"), out + error
+    assert (tmp_path / "loss.svg").exists()
 
 def test_stand__a_run_that_is_not_finished(root, tmp_path) -> None:
     run = make_run(tmp_path / "run", 0, 2.2, 9.0)
