@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tools import compressed, page
+from tools import files, page
 from tools.read import Facts, Point, Run, seconds_of
 from tools.report import MANIFEST, manifest_lines, manifest_of
 
@@ -183,8 +183,8 @@ def in_text_log(run: Run) -> Iterator[Problem]:
     """Yield the contradictions between log.jsonl and log.txt, in which numbers are rounded."""
     path = run.path.with_name(TEXT_LOG)
     text = ""
-    if compressed.stored(path).is_file():
-        text = compressed.read_bytes(path).decode("utf-8")
+    if files.stored(path).is_file():
+        text = files.read_bytes(path).decode("utf-8")
     text = text[max(0, text.find("\nRunning PyTorch ")):]                    # the source is above this line
     first_lines = text.partition("\nstep:")[0]
     machine = str(run.facts.get("hardware")).partition(", then ")[0]         # hardware before a resume

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import compressed
+from tools import files
 from tools.files import FOREIGN_ERRORS, ToolError, counted
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
@@ -167,7 +167,7 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     """
     runs: list[Run] = []
     unread = []
-    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in files(path)):
+    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
         found, reason = read_or_reason(path, by_name)
         runs += found
         if reason is not None:
@@ -176,9 +176,9 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
     return Reading([run for run in runs if id(run) in run_ids], unread)
 
-def files(path: Path) -> Iterator[tuple[Path, bool]]:
+def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
-    path = compressed.stored(path)
+    path = files.stored(path)
     if not path.is_dir():
         if not path.exists():
             raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
@@ -188,7 +188,7 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         inner.sort()
         if {"log.jsonl", "log.jsonl.gz"}.intersection(names):                  # a run directory
             inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
-            names = [name for name in names if name.removesuffix(compressed.SUFFIX) not in BESIDE_A_LOG]
+            names = [name for name in names if name.removesuffix(files.SUFFIX) not in BESIDE_A_LOG]
         for name in sorted(names):
             yield Path(folder, name), False
 
@@ -196,7 +196,7 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """Return the runs of one file, or the reason why there are none."""
     if not path.is_file():
         return [], "not a regular file"
-    if not by_name and compressed.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
+    if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
         return [], "not a log by its name"
     try:
         return read_file(path), None
@@ -207,9 +207,9 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
-    path = compressed.stored(path)
-    data = compressed.read_bytes(path)
-    suffix = compressed.uncompressed(path).suffix
+    path = files.stored(path)
+    data = files.read_bytes(path)
+    suffix = files.uncompressed(path).suffix
     if not data.strip() or b"\0" in data:
         raise NotALog("binary" if data.strip() else "empty")
     if suffix == ".jsonl":

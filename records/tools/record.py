@@ -26,7 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, consistency, files, page, plot, report, statistics
+from tools import consistency, files, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
 from tools.files import write_bytes
@@ -132,16 +132,16 @@ def hashes(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path in made:
             continue
-        name = compressed.uncompressed(path).relative_to(folder).as_posix()
+        name = files.uncompressed(path).relative_to(folder).as_posix()
         if name in found or folder / name in made:
             raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
                             expected="one of the two", hint="remove one of them")
-        found[name] = compressed.sha256(path)
+        found[name] = files.sha256(path)
     return dict(sorted(found.items()))
 
 def logs_below(folder: Path) -> list[Path]:
     """Return the log.jsonl of each run, compressed or not."""
-    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + compressed.SUFFIX)])
+    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + files.SUFFIX)])
 
 def diff_of(old: str, new: str) -> str:
     """Return a diff of two sources that `git apply` accepts; "" for equal ones."""
@@ -245,7 +245,7 @@ def log_of(folder: Path, name: str) -> Path:
 
     Raises ToolError if it is outside of the record.
     """
-    return compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
+    return files.stored(inside(folder, f"logs/{name}/{LOG}"))
 
 def refuse_links_out(folder: Path) -> None:
     """Raise ToolError if a link in a record leads out of it."""
@@ -618,12 +618,12 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
         bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
         write_bytes(bench_dir / MANIFEST, files.read_bytes(manifest))
     for log in (LOG, TEXT_LOG):
-        if compressed.stored(run.path.with_name(log)).exists():
-            compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
+        if files.stored(run.path.with_name(log)).exists():
+            files.write_bytes(copy / f"{log}.gz", files.read_bytes(run.path.with_name(log)))
     stated["groups"].setdefault(label, []).append(name)
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
-        if source.is_file() and compressed.sha256(source) == run.facts["source_sha256"]:
+        if source.is_file() and files.sha256(source) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",

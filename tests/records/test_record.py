@@ -21,7 +21,7 @@ from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OT
                            edit, events_of, make_bench_run, make_peer, make_run, manifest_lines, sha256, text_of,
                            write_events, write_text, write_text_log)
 
-from tools import compressed, files, page, record                         # noqa: E402
+from tools import files, page, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -264,7 +264,7 @@ def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, va
             record.log_of(root / FIRST, "out/seed0")
     restate(root / which, value, *keys)
     opened = []
-    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(files, "read_bytes", noted_paths(files.read_bytes, opened))
     monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
     assert check(root, which)
     call("new", "--records", root, f"--update={which}")
@@ -277,7 +277,7 @@ def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch
     path.rename(root.parent / "elsewhere")
     path.symlink_to(root.parent / "elsewhere")
     opened = []
-    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(files, "read_bytes", noted_paths(files.read_bytes, opened))
     monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
     assert f"{name}: a link out of the record" in check(root, FIRST)
     status, _, error = call("new", "--records", root, "--update=01")
@@ -327,7 +327,7 @@ def test_write_bytes__a_failure_leaves_the_old_file(tmp_path, monkeypatch) -> No
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 def remove(path: Path) -> None:
-    path = compressed.stored(path)
+    path = files.stored(path)
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -387,7 +387,7 @@ def reword(folder: Path, name: str, old: str, new: str) -> None:
     """Edit a file of a record, and its hash in result.json."""
     edit(folder / name, old, new)
     result = result_of(folder)
-    result["files"][name] = compressed.sha256(folder / name)
+    result["files"][name] = files.sha256(folder / name)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
 
 @pytest.mark.parametrize("name, old, new, said", [
