@@ -4,9 +4,9 @@ Foreign files are logs, manifests, a result.json, patches and trainers. Paths th
 directory, only regular files of a bounded size are read, their text is escaped before it is printed, and no write
 follows a link.
 
-Files may be compressed: reading NAME returns the contents of NAME, or of NAME.gz if only that exists. Hashes in a record
-are of contents, so compressing or decompressing a file changes neither its name nor its hash. This module imports the
-standard library only, as `tests/dry_run/price.py` does.
+Files may be compressed: reading NAME returns the contents of NAME, or of NAME.gz if only that exists. Hashes in a
+record are of contents, so compressing or decompressing a file changes neither its name nor its hash. This module
+imports the standard library only, as `tests/dry_run/price.py` does.
 """
 from __future__ import annotations
 
