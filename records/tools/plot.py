@@ -51,7 +51,8 @@ class Axis(NamedTuple):
     def ticks(self) -> list[float]:
         """Return up to seven round values on a linear axis; on a logarithmic one 1, 2, 5, 10, 20, ... as they fit."""
         if self.is_log:
-            return [step for step in round_values(max(self.low, TINY), self.high) if self.low <= step <= self.high]
+            values = round_values(max(self.low, TINY), self.high)
+            return [value for value in values if self.low <= value <= self.high]
         coarsest = (self.high - self.low) / 6
         step = next(step for step in round_values(coarsest, 10 * coarsest) if step >= coarsest)
         first = math.ceil(self.low / step)
@@ -60,7 +61,8 @@ class Axis(NamedTuple):
 
 def round_values(low: float, high: float) -> list[float]:
     """Return 1, 2 and 5 times the powers of ten from the one at or below `low` to the one at or below `high`."""
-    powers = range(math.floor(math.log10(low)), math.floor(math.log10(high)) + 1)
+    first, last = (math.floor(math.log10(value)) for value in (low, high))
+    powers = range(first, last + 1)
     return [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
 
 def text(x: float, y: float, words: str, color: str = INK, anchor: str = "start") -> str:

@@ -901,8 +901,10 @@ def replanned(events: list[dict]) -> list[dict]:
 def set_lines(folder: Path, run: int, facts: Mapping) -> None:
     """Change facts of the lines of one run in the manifest that have them."""
     def change(events: list[dict]) -> list[dict]:
-        return [event | {key: facts[key] for key in facts.keys() & event.keys() if event.get("run") == run}
-                for event in events]
+        for event in events:
+            if event.get("run") == run:
+                event |= {key: fact for key, fact in facts.items() if key in event}
+        return events
     rewrite_manifest(folder, change)
 
 def shortened(ms: float) -> float:
