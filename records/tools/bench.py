@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, files, page, plot, record, report
+from tools import files, page, plot, record, report
 from tools.files import counted, inside, one_line, say
 from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, PAIRED, Side, manifest_lines, side_of, test_in_words
@@ -54,7 +54,7 @@ class Trainer(NamedTuple):
 
     def plan(self) -> Facts:
         """Return what the manifest states of this side."""
-        return {"flags": self.flags, "source_sha256": compressed.sha256(self.script)}
+        return {"flags": self.flags, "source_sha256": files.sha256(self.script)}
 
 def make_trainer(script: Path, flags: list[str]) -> Trainer:
     """Build a side; add --seed={seed} if the script has a seed flag and `flags` do not set it. Raises ToolError."""

@@ -15,17 +15,26 @@ from typing import Any
 
 import numpy as np
 
-from tools import compressed
+from tools import files, page
 from tools.read import Facts, Point, Run, seconds_of
 from tools.report import MANIFEST, manifest_lines, manifest_of
 
 LOG, TEXT_LOG = "log.jsonl", "log.txt"
 STEP_LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms ", re.M)
 PHASE_LINE = re.compile(r"^phase (.+): (\d+\.\d\d) s( \(on the clock\))?$", re.M)
+TIME = "%Y-%m-%dT%H:%M:%S"             # format of times in a manifest
 UNTIMED_PHASES = re.compile(r"set-up|validation data|warm-up( of (stage \d+( \(\d+ of \d+\))?|validation))?|reset|"
                             r"checkpoint|evaluation")
+# A setting and a fact of these names may differ: "auto" and what it was, a default and the values of all tables, and
+# directories of logs that were moved.
+OTHER_MEANING = {"attention", "table_home", "run_dir"}
 SEED_FLAG = re.compile(r"--seed=(\S+)")
 CLOCK_S = 60.0                         # largest difference between the clocks of a bench and of rank 0
+# Wall time of a run in a bench, less its training time and untimed phases: start, end, and the validations before the
+# final one, which no phase states. In records 09 to 27 it is 2 to 15 s, of which validations are up to 10 s.
+MOST_OTHER_S = 30.0
+# The starts in a manifest are in whole s. In records 09 to 27, a run starts up to 0.9 s before the end of the last one.
+OVERLAP_S = 2.0
 # Half of the last digit that log.txt has, and rounding errors.
 LOSS_DIGIT, MS_DIGIT, PHASE_DIGIT_S = 5.1e-5, 0.502, 0.00501
 MOST_VOCABULARIES = {"embed": 1, "value_embed": 10}    # most rows, over the vocabulary, of tables without a setting
@@ -45,6 +54,7 @@ def in_manifest(manifest: Path) -> Iterator[Problem]:
         changed = [key for key in start if key not in ("time", "type") and end.get(key) != start[key]]
         if changed:
             yield f"{MANIFEST}, run {number}", f"start and end lines differ in {changed}", "equal facts"
+    yield from overlaps(starts, ends)
     sides = plans[0]["sides"] if plans else {}
     unfinished: set[int] = set()
     for line in ends:
@@ -58,6 +68,16 @@ def in_manifest(manifest: Path) -> Iterator[Problem]:
             yield name, f"side {line['side']}", f"one of the planned sides {[*sides]}"
         else:
             yield from unplanned(name, line, sides[line["side"]])
+
+def overlaps(starts: list[Facts], ends: list[Facts]) -> Iterator[Problem]:
+    """Yield the runs of a bench that start before the run before them has ended, and those without a time."""
+    free_s = -math.inf
+    for start, end in zip(starts, ends):
+        started_s = seconds_of(str(start.get("time")), TIME)
+        if started_s is None or started_s < free_s - OVERLAP_S:
+            found = f"start {start.get('time')}"
+            yield f"{MANIFEST}, run {start['run']}", found, "a time after the run before it ended"
+        free_s = (started_s or free_s) + end.get("wall_s", 0.0)
 
 def unplanned(name: str, line: Facts, plan: Facts) -> Iterator[Problem]:
     """Yield the differences between the line of a run and the plan of its side."""
@@ -89,11 +109,21 @@ def in_manifest_of(run: Run) -> Iterator[Problem]:
     for key, value in logged.items():
         if end.get(key) != value:
             yield f"{key} of {MANIFEST}", end.get(key), f"{value}, as {LOG} has it"
+    clocked_s = run.final.seconds
+    evaluation_s = 0.0
+    for phase in run.phases:
+        if not phase["timed"] and not phase["name"].startswith(page.PART):
+            clocked_s += phase["ms"] / 1000
+        if phase["name"] == "evaluation":
+            evaluation_s = phase["ms"] / 1000
+    most_s = clocked_s + MOST_OTHER_S + (len(run.val) - 1) * evaluation_s
+    if not clocked_s <= end.get("wall_s", math.nan) <= most_s:
+        yield f"wall_s of {MANIFEST}", end.get("wall_s"), f"{clocked_s:.1f} to {most_s:.1f} s, by the phases in {LOG}"
     seeds = SEED_FLAG.findall(end.get("command", ""))
     if seeds and seeds[-1] != str(run.seed):
         yield "seed", run.seed, f"{seeds[-1]}, as in the command in {MANIFEST}"
     times = [line.get("time") for line in manifest_lines(manifest, "start") if line["run"] == end["run"]]
-    launched = seconds_of(str(*times[:1]), "%Y-%m-%dT%H:%M:%S")
+    launched = seconds_of(str(*times[:1]), TIME)
     if launched is None or run.started is None:
         return
     if not launched - CLOCK_S <= run.started <= launched + end.get("wall_s", math.inf) + CLOCK_S:
@@ -105,16 +135,20 @@ def in_log(run: Run) -> Iterator[Problem]:
     for key, known in (("train_time_ms", 1000 * final.seconds), ("steps", final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
             yield f"{key} of the result", run.result[key], f"{known}, as the last validation has it"
-    if not np.array_equal(run.steps[:, 0], np.arange(1, final.step + 1)):
+    # A last step may be any number, so a list of its steps is built only if the log has as many lines.
+    if len(run.steps) != final.step or not np.array_equal(run.steps[:, 0], np.arange(1, final.step + 1)):
         yield "training lines", f"{len(run.steps)} lines", f"one line for each step, 1 to {final.step}"
     settings = run.facts["config"]
+    for where, facts in (("settings", settings), ("result", run.result)):
+        header = run.facts if where == "settings" else settings | run.facts
+        for key in sorted(facts.keys() & header.keys() - OTHER_MEANING):
+            if facts[key] != header[key]:
+                yield f"{key} of the {where}", facts[key], f"{header[key]}, as the header has it"
     every = settings.get("val_every")
     validated = [point.step for point in run.val]
-    planned = [final.step]
-    if every:
-        planned = [*range(0, final.step, every), final.step]
-    if every is not None and validated != planned:
-        yield "steps of its validations", validated, f"{planned}, as val_every is {every}"
+    planned = range(0, final.step if every else 0, every or 1)
+    if every is not None and (len(validated) != len(planned) + 1 or validated != [*planned, final.step]):
+        yield "steps of its validations", validated, f"{[*planned[:3]]}... {final.step}, as val_every is {every}"
     names = {phase["name"] for phase in run.phases}
     for phase in run.phases:
         if not phase["timed"] and not UNTIMED_PHASES.fullmatch(phase["name"]):
@@ -154,8 +188,8 @@ def in_text_log(run: Run) -> Iterator[Problem]:
     """Yield the contradictions between log.jsonl and log.txt, in which numbers are rounded."""
     path = run.path.with_name(TEXT_LOG)
     text = ""
-    if compressed.stored(path).is_file():
-        text = compressed.read_bytes(path).decode("utf-8")
+    if files.stored(path).is_file():
+        text = files.read_bytes(path).decode("utf-8")
     text = text[max(0, text.find("\nRunning PyTorch ")):]                    # the source is above this line
     first_lines = text.partition("\nstep:")[0]
     machine = str(run.facts.get("hardware")).partition(", then ")[0]         # hardware before a resume

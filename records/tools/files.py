@@ -2,21 +2,29 @@
 
 Foreign files are logs, manifests, a result.json, patches and trainers. Paths that they contain stay below their
 directory, only regular files of a bounded size are read, their text is escaped before it is printed, and no write
-follows a link. This module imports the standard library only.
+follows a link.
+
+Files may be compressed: reading NAME returns the contents of NAME, or of NAME.gz if only that exists. Hashes in a
+record are of contents, so compressing or decompressing a file changes neither its name nor its hash. This module
+imports the standard library only, as `tests/dry_run/price.py` does.
 """
 from __future__ import annotations
 
 import contextlib
 import errno
 import fcntl
+import gzip
+import hashlib
 import os
 import secrets
 import stat
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
+SUFFIX = ".gz"
 UNFINISHED = ".unfinished"             # name prefix of files and directories that are renamed when they are complete
 
 LOCK_WAIT_S = 3.0                      # a run needs a moment to end after its tool was killed
@@ -65,12 +73,26 @@ def unfinished_name(folder: Path) -> Path:
     """Return a random path in `folder` for a file or directory that is renamed when it is complete."""
     return folder / f"{UNFINISHED}-{secrets.token_hex(4)}"
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a temporary file in the same directory, and rename it to `path`.
+def stored(path: Path) -> Path:
+    """Return the path of a file as it is stored: `path`, or its compressed form if only that exists."""
+    compressed = path.with_name(path.name + SUFFIX)
+    return compressed if compressed.exists() and not path.exists() else path
 
-    A link at `path` is replaced, and its target does not change. Raises ToolError if `path` is a directory, a pipe or a
-    device.
+def uncompressed(path: Path) -> Path:
+    """Return the path without .gz, the name under which hashes and tools list the file."""
+    return path.with_suffix("") if path.suffix == SUFFIX else path
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write a temporary file in the same directory, and rename it to `path`; compress it if its name ends in .gz.
+
+    Equal data give equal bytes, because the gzip header has no time and no file name. A link at `path` is replaced, and
+    its target does not change. Raises ToolError if `path` is a directory, a pipe or a device, and OSError for more data
+    to compress than `read_bytes` accepts.
     """
+    if path.suffix == SUFFIX:
+        if len(data) > LIMIT_MIB << 20:
+            raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB to compress", str(path))
+        data = gzip.compress(data, 9, mtime=0)
     if path.exists() and not path.is_file():
         raise ToolError(f"file {path}", found="a directory, a pipe or a device", expected="a file, or no file",
                         hint="choose another name")
@@ -102,12 +124,36 @@ def opened(path: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         raise OSError(error.errno or errno.EIO, error.strerror or str(error), str(path)) from None
 
-def read_bytes(path: Path, limit_mib: int = LIMIT_MIB) -> bytes:
-    """Return the contents of a regular file. Raises OSError for another kind of file, and for one above the limit."""
+def read_bytes(path: Path) -> bytes:
+    """Return the contents of a file, compressed or not.
+
+    Raises OSError, also if the file is not a regular one, is damaged, or has more than LIMIT_MIB before or after it is
+    decompressed: a foreign file of a few KB can expand to several GB.
+    """
+    path = stored(path)
     with opened(path) as file:
-        if os.fstat(file.fileno()).st_size > limit_mib << 20:
-            raise OSError(errno.EFBIG, f"more than {limit_mib} MiB")
-        return file.read()
+        if os.fstat(file.fileno()).st_size > LIMIT_MIB << 20:
+            raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB")
+        if path.suffix != SUFFIX:
+            return file.read()
+        try:
+            data = gzip.GzipFile(fileobj=file).read((LIMIT_MIB << 20) + 1)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise OSError(errno.EINVAL, f"not a whole gzip file ({error})") from None
+        if len(data) > LIMIT_MIB << 20:
+            raise OSError(errno.EFBIG, f"more than {LIMIT_MIB} MiB when decompressed")
+        return data
+
+def sha256(path: Path) -> str:
+    """Return the sha256 of the contents of a file, compressed or not; a file of any size needs little memory.
+
+    Raises OSError as `read_bytes` does, but has no limit for files that are not compressed.
+    """
+    path = stored(path)
+    if path.suffix == SUFFIX:
+        return hashlib.sha256(read_bytes(path)).hexdigest()
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 def open_no_link(name: str, flags: int) -> int:
     """Open a file without following a link, and without blocking if it is a named pipe; an `opener` for open()."""

@@ -122,13 +122,12 @@ def answer(result: Facts) -> str:
             parts.append(ratio_of(ratios["parent"]).replace(" (", f" of {number}'s (", 1))
         return ", ".join(parts)
 
-    named = [(name, stated["base"], found) for name, found in result["verdicts"].items()]
-    named += [(f"B of {name}", "A", found) for name, found in other_benches(result).items()]
-    candidates = [(found["verdict"] != "faster", found["loss"]["mean"], index)
-                  for index, (_, _, found) in enumerate(named) if found["loss"]]
+    base = stated["base"]
+    candidates = [(found["verdict"] != "faster", found["loss"]["mean"], name)
+                  for name, found in result["verdicts"].items() if found["loss"]]
     if candidates:
-        _, _, index = min(candidates)
-        name, base, best = named[index]
+        *_, name = min(candidates)
+        best = result["verdicts"][name]
         if best["share"] and not best["verdict"].endswith(" loss"):
             return f"{name} takes {ratio_of(best)} of {base}'s time"
         few = f" (lowest loss of {len(candidates)})" * (len(candidates) > 1)
@@ -142,11 +141,6 @@ def answer(result: Facts) -> str:
         loss += f" ({mean - half:.3f} to {mean + half:.3f})"
     return f"{loss} in {group['time']['mean']:.1f} s"
 
-def other_benches(result: Facts) -> Facts:
-    """Return the benches of an earlier form of records that have other numbers than the comparisons of the groups."""
-    known = [found["share"] for found in result["verdicts"].values()]
-    return {name: found for name, found in result["bench"].items() if found["share"] not in known}
-
 def compared(result: Facts) -> list[list[Any]]:
     """Return a row per comparison: of an entry of a chain with its opponents, or of groups with the base group.
 
@@ -158,10 +152,9 @@ def compared(result: Facts) -> list[list[Any]]:
         rows.append([name, ratio_of(ratio), ratio["pairs"], loss_of(ratio), ratio["word"]])
     base = result["stated"]["base"]
     by_loss = sorted(result["verdicts"], key=lambda name: result["groups"][name]["loss"]["mean"] or math.inf)
-    named = [(f"{name} with {base}", result["verdicts"][name]) for name in by_loss]
-    named += [(f"[{name}]({name})", found) for name, found in other_benches(result).items()]
-    for name, found in named:
-        rows.append([name, ratio_of(found), found["pairs"] or None, loss_of(found), found["verdict"]])
+    for name in by_loss:
+        found = result["verdicts"][name]
+        rows.append([f"{name} with {base}", ratio_of(found), found["pairs"] or None, loss_of(found), found["verdict"]])
     return rows
 
 def runs_of(result: Facts, name: str) -> list[Facts]:

@@ -29,7 +29,6 @@ LOG_RATIO = 3                          # the x axis is logarithmic if the groups
 CLIP = 'clip-path="url(#frame)"'
 SHOWN_FROM = 0.15                      # the plot ignores the losses of this first fraction of a run; they are very high
 TINY = 1e-9
-ROUND = [float(f"{digit}e{power}") for power in range(-6, 9) for digit in (1, 2, 5)]
 ITSELF = {"ratio": 1.0, "low": 1.0, "high": 1.0}              # time of the base over itself
 
 Curve = tuple[np.ndarray, np.ndarray]                         # x values (P,), losses (runs, P)
@@ -52,11 +51,19 @@ class Axis(NamedTuple):
     def ticks(self) -> list[float]:
         """Return up to seven round values on a linear axis; on a logarithmic one 1, 2, 5, 10, 20, ... as they fit."""
         if self.is_log:
-            return [step for step in ROUND if self.low <= step <= self.high]
-        step = next(step for step in ROUND if (self.high - self.low) / step <= 6)
+            values = round_values(max(self.low, TINY), self.high)
+            return [value for value in values if self.low <= value <= self.high]
+        coarsest = (self.high - self.low) / 6
+        step = next(step for step in round_values(coarsest, 10 * coarsest) if step >= coarsest)
         first = math.ceil(self.low / step)
         last = math.floor(self.high / step)
         return [number * step for number in range(first, last + 1)]
+
+def round_values(low: float, high: float) -> list[float]:
+    """Return 1, 2 and 5 times the powers of ten from the one at or below `low` to the one at or below `high`."""
+    first, last = (math.floor(math.log10(value)) for value in (low, high))
+    powers = range(first, last + 1)
+    return [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
 
 def text(x: float, y: float, words: str, color: str = INK, anchor: str = "start") -> str:
     """Return an SVG text."""
@@ -67,19 +74,26 @@ def line(points: Sequence[tuple[float, float]], color: str = INK, width: float =
     path = " ".join(f"{x:g},{y:g}" for x, y in points)
     return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width}" {more}/>'
 
-def save(drawn: Sequence[str], height: float, path: Path) -> None:
+def picture(drawn: Sequence[str], height: float) -> str:
+    """Return the text of an SVG file."""
+    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
+            f'font-family="sans-serif" font-size="{FONT}" role="img">')
+    frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
+    return "\n".join([head, f'<clipPath id="frame">{frame}</clipPath>', *drawn, "</svg>\n"])
+
+def save(svg: str, path: Path) -> None:
     """Write an SVG file. A link at `path` is replaced, not followed. Raises ToolError for a name that is not *.svg."""
     if path.suffix != ".svg":
         raise ToolError("file of a plot", found=path, expected="a name that ends in .svg",
                         hint=path.with_suffix(".svg"))
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" '
-            f'font-family="sans-serif" font-size="{FONT}" role="img">')
-    frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
-    body = "\n".join([head, f'<clipPath id="frame">{frame}</clipPath>', *drawn, "</svg>"])
     path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_bytes(path, f"{body}\n".encode())
+    files.write_bytes(path, svg.encode())
 
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
+    """Write the plot of `curves_svg` to a file."""
+    save(curves_svg(groups, target), path)
+
+def curves_svg(groups: dict[str, list[Run]], target: float | None = None) -> str:
     """Plot the validation losses of each group (points, mean and range) and its training loss (mean, smoothed).
 
     The x axis is the training time, or the step if a run has no time that counts. Later groups are drawn over earlier
@@ -119,7 +133,7 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         drawn.append(line(points, color, 4, f'{CLIP} stroke-dasharray="{dashes}"'))
         drawn += [f'<circle cx="{x:g}" cy="{y:g}" r="6" fill="{color}" {CLIP}/>' for x, y in points]
     legend, height = key(groups, list(dict.fromkeys(kinds.values())))
-    save([*drawn, *legend], height, path)
+    return picture([*drawn, *legend], height)
 
 def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str, str],
          target: float | None) -> tuple[Axis, Axis]:
@@ -137,9 +151,9 @@ def axes(validated: dict[str, Curve], trained: dict[str, Curve], kinds: dict[str
             xs, losses = trained[name]
             if kinds[name] != WEIGHTED:
                 limits += losses.mean(0)[xs >= SHOWN_FROM * xs[-1]].tolist()
-        ends.append(float(max([*times, *xs], default=1.0)))
+        ends.append(float(max([*times, *xs], default=0.0)) or 1.0)
     limits = [loss for loss in limits if math.isfinite(loss)] or [0.0]
-    margin = 0.06 * (max(limits) - min(limits)) + 1e-6
+    margin = 0.06 * (max(limits) - min(limits)) + max(1e-6, TINY * abs(max(limits)))
     down = Axis(min(limits) - margin, max(limits) + margin, BOTTOM, TOP)
     is_log = max(ends) > LOG_RATIO * min(ends)
     low = SHOWN_FROM * min(ends) * is_log
@@ -232,7 +246,7 @@ def chain(results: Sequence[Facts], path: Path) -> None:
         drawn.append(text(WIDTH - 10, row, numbers, color, "end"))
         drawn.append(line([(10, bar), (end, bar)], color, 18, 'opacity="0.6"'))
         drawn.append(line([(low, bar), (high, bar)], INK, 5))
-    save(drawn, foot + 1.2 * LINE, path)
+    save(picture(drawn, foot + 1.2 * LINE), path)
 
 def validations(runs: Sequence[Run], column: int) -> Curve:
     """Return the x values (P,) and the losses (runs, P) of the validations after training began.

@@ -23,20 +23,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import compressed
+from tools import files
 from tools.files import FOREIGN_ERRORS, ToolError, counted
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
-EXTRA = rb"(?: [a-z_]+:\S+)*?"
+# Patterns match a line of length n in O(n) time, so that a hostile log cannot stop the tools.
+EXTRA = rb"(?: [a-z_]+:\S+){0,20}?"
 COUNT = rb"(\d{1,15})"                 # a step or a seed
 LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
                   % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
-TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s*?$",
+TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*)\swith world_size (\d+))?\s*?$",
                    re.M)
 SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
 DRIVER = re.compile(rb"Driver Version: (\S+)")
-GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
+GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (\S+(?: \S+)*)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # date in the name of a run directory
@@ -166,7 +167,7 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     """
     runs: list[Run] = []
     unread = []
-    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in files(path)):
+    for path, by_name in dict.fromkeys(file for path in map(Path, paths) for file in log_files(path)):
         found, reason = read_or_reason(path, by_name)
         runs += found
         if reason is not None:
@@ -175,9 +176,9 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
     return Reading([run for run in runs if id(run) in run_ids], unread)
 
-def files(path: Path) -> Iterator[tuple[Path, bool]]:
+def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
-    path = compressed.stored(path)
+    path = files.stored(path)
     if not path.is_dir():
         if not path.exists():
             raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
@@ -187,7 +188,7 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         inner.sort()
         if {"log.jsonl", "log.jsonl.gz"}.intersection(names):                  # a run directory
             inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
-            names = [name for name in names if name.removesuffix(compressed.SUFFIX) not in BESIDE_A_LOG]
+            names = [name for name in names if name.removesuffix(files.SUFFIX) not in BESIDE_A_LOG]
         for name in sorted(names):
             yield Path(folder, name), False
 
@@ -195,7 +196,7 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
     """Return the runs of one file, or the reason why there are none."""
     if not path.is_file():
         return [], "not a regular file"
-    if not by_name and compressed.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
+    if not by_name and files.uncompressed(path).suffix.lower() not in LOG_SUFFIXES:
         return [], "not a log by its name"
     try:
         return read_file(path), None
@@ -206,9 +207,9 @@ def read_or_reason(path: Path, by_name: bool) -> tuple[list[Run], str | None]:
 
 def read_file(path: Path) -> list[Run]:
     """Read the runs of one file. Raises NotALog with the reason if it contains none."""
-    path = compressed.stored(path)
-    data = compressed.read_bytes(path)
-    suffix = compressed.uncompressed(path).suffix
+    path = files.stored(path)
+    data = files.read_bytes(path)
+    suffix = files.uncompressed(path).suffix
     if not data.strip() or b"\0" in data:
         raise NotALog("binary" if data.strip() else "empty")
     if suffix == ".jsonl":
@@ -398,7 +399,7 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
         if source:
             facts["source_sha256"] = hashlib.sha256(source).hexdigest()
     if torch and torch[4]:
-        facts |= {"hardware": torch[3].decode(), "world_size": int(torch[4])}
+        facts |= {"hardware": torch[3].decode().strip(), "world_size": int(torch[4])}
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:

@@ -1,8 +1,8 @@
 """Verbs `new`, `check` and `table`: a record is logs, and pages that are generated from them.
 
 `check` generates the pages again and compares them. Logs are stored compressed; hashes are of contents, under the name
-without .gz. Records of other tools (predictions, and the ablation 03) are sealed: `check` compares their files, numbers
-and page with stored hashes.
+without .gz. Records of other tools (predictions, and the ablation 03) are sealed: this module has the sha256 of their
+result.json, which has those of their other files and of the generated part of their page.
 
 Exit status: 0 success; 1 `check` found a difference; 2 invalid input, or runs that do not form a record.
 """
@@ -13,6 +13,7 @@ import contextlib
 import datetime
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import compressed, consistency, files, page, plot, report, statistics
+from tools import consistency, files, page, plot, report, statistics
 from tools.consistency import LOG, TEXT_LOG, Problem, configured_rows
 from tools.files import FOREIGN_ERRORS, UNFINISHED, counted, inside, locked, one_line, say, unfinished_name
 from tools.files import write_bytes
@@ -34,7 +35,7 @@ from tools.read import Facts, NotALog, Reading, Run, ToolError, current_names, r
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
-FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w{1,60})")          # date, number and name
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d+)_(\w{1,60})")         # date, number and name
 DIGITS = 9                             # significant digits in result.json; further ones depend on library versions
 SHOWN_LINES = 12                       # lines that `check` prints for a file that differs
 PLAIN_ROWS = 10                        # class plain: no table has more rows than this times the vocabulary
@@ -42,12 +43,22 @@ TWO_DAYS_S = 2 * 86_400.0
 COPIED_STEPS = 10                      # training losses by which a copied run is recognized
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # equal in all runs of a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+STATED = "date", "number", "name", "kind", "track", "parent", "groups", "entry", "idea", "base", "main"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 CHAIN_SEEDS, IDEA_WORDS = 5, 5         # entry of a chain: fewest seeds, and most words of the idea
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
+RESULTS = "steps", "tokens", "budget_s", "val_bpb", "unigram_nats", "peak_memory_mib", "comms"
+OF_RESULT = {key: key for key in RESULTS} | {"tokens_trained": "tokens"}     # facts, and their keys in a line `result`
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
-LINK_OUT = "a link out of the record"
+NO_LINE_END = "\n\\ No newline at end of file\n"
+LINE_OF_DIFF = re.compile(r"[-+ @].*\n(?:\\.*\n)?")
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))?")             # first line and number of lines in the old source
 NEW_WAIT_S = 60.0                      # s that a call of `new` waits for another one
+SEALED = {                             # sealed records, and the sha256 of their result.json
+    "2026-11-21_03_Ablation": "594f4009b641f2d60998d815cb423a0febf6e931e41a117c5cd3880a867238ce",
+    "2026-11-22_04_Rehearsal": "734993d1980eeae90f4d40acfc85c4bcfc2e15c2f0d291810715a834cd7a4154",
+    "2026-11-22_06_Speed": "67c153d6f0034ab516212b8383dc13dc51d912b1ec83e57d24bbeee798d5b7c9",
+}
 NO_BENCH = "no bench contains its source and settings"
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 
@@ -121,21 +132,43 @@ def hashes(folder: Path) -> dict[str, str]:
     for path in sorted(folder.rglob("*")):
         if not path.is_file() or path in made:
             continue
-        name = compressed.uncompressed(path).relative_to(folder).as_posix()
+        name = files.uncompressed(path).relative_to(folder).as_posix()
         if name in found or folder / name in made:
             raise ToolError(f"{name} in {folder.name}", found="both compressed (.gz) and uncompressed",
                             expected="one of the two", hint="remove one of them")
-        found[name] = compressed.sha256(path)
+        found[name] = files.sha256(path)
     return dict(sorted(found.items()))
 
 def logs_below(folder: Path) -> list[Path]:
     """Return the log.jsonl of each run, compressed or not."""
-    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + compressed.SUFFIX)])
+    return sorted([*folder.rglob(LOG), *folder.rglob(LOG + files.SUFFIX)])
 
-def diff_of(old: Path, new: Path) -> str:
-    """Return a diff that `git apply` accepts; "" for equal files."""
-    before, after = (text(path).splitlines(True) for path in (old, new))
-    return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
+def diff_of(old: str, new: str) -> str:
+    """Return a diff of two sources that `git apply` accepts; "" for equal ones."""
+    return "".join(difflib.unified_diff(lines_of(old), lines_of(new), f"a/{SOURCE}", f"b/{SOURCE}"))
+
+def lines_of(source: str) -> list[str]:
+    """Return the lines of a source with their ends, as git has them: a last line without one has a remark."""
+    lines = io.StringIO(source).readlines()
+    if lines and not lines[-1].endswith("\n"):
+        lines[-1] += NO_LINE_END
+    return lines
+
+def patched(source: str, diff: str) -> str:
+    """Apply a diff, as `diff_of` writes it, to a source."""
+    old = lines_of(source)
+    new: list[str] = []
+    taken = 0                                                               # lines of `old`
+    for line in LINE_OF_DIFF.findall(diff)[2:]:
+        hunk = HUNK.match(line)
+        if hunk:
+            first = int(hunk[1]) - (hunk[2] != "0")
+            new += old[taken:first]
+            taken = first
+        else:
+            taken += line[0] != "+"
+            new += [line[1:]] * (line[0] != "-")
+    return "".join(new + old[taken:]).removesuffix(NO_LINE_END)
 
 def rounded(facts: Any) -> Any:
     """Convert and round facts as result.json has them."""
@@ -149,7 +182,12 @@ def manifests(folder: Path, kind: str) -> list[tuple[Path, Facts]]:
 def entries_of(root: Path, track: str | None = None) -> list[Facts]:
     """Return the result.json of all entries, or of those of one track, oldest first."""
     found = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
-    return [result for result in found if track in (None, result["stated"]["track"])]
+    chosen = [result for result in found if track in (None, result["stated"]["track"])]
+    return sorted(chosen, key=number_of)
+
+def number_of(result: Facts) -> int:
+    """Return the number of a record."""
+    return int(result["stated"]["number"])
 
 def required_opponents(root: Path, stated: Facts) -> Facts:
     """Return the entries that an entry of a chain must have raced: its parent and the base; {} for the base itself.
@@ -158,7 +196,7 @@ def required_opponents(root: Path, stated: Facts) -> Facts:
     """
     if (stated["kind"], stated["track"]) not in CHAINS:
         return {}
-    before = [entry for entry in entries_of(root, stated["track"]) if entry["stated"]["number"] < stated["number"]]
+    before = [entry for entry in entries_of(root, stated["track"]) if number_of(entry) < int(stated["number"])]
     named = {folder_name(entry): entry for entry in before}
     if before and stated["parent"] not in named:
         raise ToolError("parent", found=stated["parent"], expected=f"one of {[*named]}", hint="choose it with --parent")
@@ -183,12 +221,16 @@ def changed_settings(old: Facts, new: Facts) -> dict[str, list[Any]]:
     return changes(old, new)
 
 def value(run: Run, key: str) -> Any:
-    """Return a fact of a run from its settings, header or result; None if the log does not state it."""
-    stated = run.facts["config"] | run.facts | run.result
-    threads = THREADS.search(str(stated.get("hardware")))
-    if threads:
-        stated["threads"] = int(threads[1]) * stated["world_size"]
-    return stated.get("tokens" if key == "tokens_trained" else key)
+    """Return a fact of a run; None if the log does not state it.
+
+    Results are taken from the line `result`, threads from `hardware`, and all other facts from the header or settings.
+    """
+    threads = THREADS.search(str(run.facts.get("hardware")))
+    if key == "threads":
+        return threads and int(threads[1]) * run.facts["world_size"]
+    if key in OF_RESULT:
+        return run.result.get(OF_RESULT[key])
+    return (run.facts.get("config", {}) | run.facts).get(key)
 
 def read_log(path: Path) -> Run:
     """Read the log of one run. Raises ToolError."""
@@ -203,15 +245,14 @@ def log_of(folder: Path, name: str) -> Path:
 
     Raises ToolError if it is outside of the record.
     """
-    log = compressed.stored(inside(folder, f"logs/{name}/{LOG}"))
-    return inside(folder, log.relative_to(folder).as_posix())
+    return files.stored(inside(folder, f"logs/{name}/{LOG}"))
 
-def links_out(folder: Path) -> list[str]:
-    """Return the names of the links in a record that lead out of it."""
-    links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
-    real = os.path.realpath(folder)
-    outside = [path for path in links if not Path(os.path.realpath(path)).is_relative_to(real)]
-    return [path.relative_to(folder).as_posix() for path in outside]
+def refuse_links_out(folder: Path) -> None:
+    """Raise ToolError if a link in a record leads out of it."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+            raise ToolError(f"{path.relative_to(folder).as_posix()}: a link out of the record", found=os.readlink(path),
+                            expected="a regular file", hint="copy the file into the record")
 
 def read_group(folder: Path, stated: Facts, name: str) -> Side:
     """Read the logs of a group of a record."""
@@ -243,8 +284,6 @@ def date_doubts(date: str) -> Iterator[Problem]:
 def doubts(draft: Draft) -> Iterator[Problem]:
     """Yield the reasons why these runs do not form a record, or an entry of its track."""
     folder, stated, sides, _ = draft
-    for name in links_out(folder):
-        yield name, LINK_OUT, "a regular file"
     ended = manifests(folder, "end")
     taken = {line.get("side") for run_dir, line in ended if run_dir.exists()}    # others may be of other records
     for run_dir, line in ended:
@@ -273,6 +312,7 @@ def doubts(draft: Draft) -> Iterator[Problem]:
     yield from mixed_facts(runs)
     if not all(side.runs for side in sides.values()):
         return                                                              # the other rules need runs that count
+    yield from other_sources(draft)
     strangers = [*unlike_opponents(draft)]
     yield from strangers
     for name, side in sides.items():
@@ -280,6 +320,24 @@ def doubts(draft: Draft) -> Iterator[Problem]:
             yield from (("group", mixed, "runs of one program, with one last step") for mixed in report.mixtures(side))
     if stated["kind"] == "entry":
         yield from track_violations(draft)
+
+def other_sources(draft: Draft) -> Iterator[Problem]:
+    """Yield the groups whose source is not the one that their logs state.
+
+    It is the source of the main group, changed by the diff of the group if it has one.
+    """
+    main = text(draft.folder / SOURCE)
+    for name, side in draft.sides.items():
+        stated = f"sources/{name}.diff"
+        diff = text(inside(draft.folder, stated))
+        source = patched(main, diff)
+        if diff != diff_of(main, source):
+            yield stated, "lines that are not those of the sources", "the diff that `new` writes"
+        digest = hashlib.sha256(source.encode()).hexdigest()
+        logged = {run.facts["source_sha256"] for run in side.runs}
+        if logged != {digest}:
+            found = f"{digest[:8]}, not the source of group {name or 'all'}"
+            yield stated if diff else SOURCE, found, f"{as_text(sorted(logged))}, as in its logs"
 
 def copies(runs: list[Run]) -> Iterator[Problem]:
     """Yield the runs that repeat another run.
@@ -406,10 +464,11 @@ def build(draft: Draft) -> Facts:
     first = draft.main.runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     base = sides.get(stated["base"])
-    result: Facts = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
+    known = {key: fact for key, fact in stated.items() if key in STATED}
+    result: Facts = {"stated": known, "target": target, "class": class_of(first.facts["config"])}
     result["machine"] = {key: value(first, key) for key in MACHINE}
     result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
-    result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
+    result |= {"groups": {}, "runs": {}, "verdicts": {}}
     for name, side in sides.items():
         source = value(side.runs[0], "source_sha256")
         result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
@@ -418,8 +477,6 @@ def build(draft: Draft) -> Facts:
         if base and side is not base:
             found = report.compare(base, side, target)
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    for name in stated["bench"]:                                             # an earlier format of records
-        result["bench"][name] = json.loads(text(inside(folder, f"{name}/verdict.json")))
     result["config"] = config(first, as_logged=True)
     parent = load(draft.parent) if draft.parent else {}
     result["changed"] = changed_settings(parent.get("config", result["config"]), result["config"])
@@ -450,6 +507,15 @@ def page_of(draft: Draft, result: Facts) -> str:
     parent = load(draft.parent) if draft.parent else {}
     return page.generate(result, draft.sides, parent, text(draft.folder / DIFF) if parent else "")
 
+def picture_of(draft: Draft, result: Facts) -> str:
+    """Plot the losses of all groups, as the text of an SVG file."""
+    pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
+    return plot.curves_svg(pools, result["target"])
+
+def parent_diff(draft: Draft) -> str:
+    """Return the diff of the parent's source and that of the main group."""
+    return diff_of(text(draft.parent / SOURCE), text(draft.folder / SOURCE))
+
 def new(args: argparse.Namespace, root: Path) -> int:
     """Create a record from runs, or generate the pages of an existing one again; return the exit status.
 
@@ -457,11 +523,10 @@ def new(args: argparse.Namespace, root: Path) -> int:
     """
     if args.update:
         folder = inside(root, find(root, args.update).name)
-        result = load(folder)
-        if "sealed" in result:
+        if folder.name in SEALED:
             raise ToolError(f"record {folder.name}", found="sealed", expected="a record of runs of this trainer",
                             hint="do not update it")
-        write(folder, result["stated"])
+        write(folder, load(folder)["stated"])
     else:
         taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
         number = f"{1 + max(taken, default=0):02}"
@@ -471,7 +536,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
                             expected="YYYY-MM-DD_nn_NAME, a NAME of at most 60 characters, and at least one run",
                             hint="python records new --help")
         stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
-        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
+        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}}
         stated |= {"entry": {}} | ({"idea": args.idea} if args.idea is not None else {})
         with unfinished(root) as staged:
             gather(args.runs, staged, stated)
@@ -516,7 +581,7 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
             stated["main"] = next(name for name in groups if name != stated["base"])
     write_bytes(staged / SOURCE, files.read_bytes(sources[stated["main"]]))
     for name, source in sources.items():
-        diff = diff_of(staged / SOURCE, source)
+        diff = diff_of(text(staged / SOURCE), text(source))
         if diff:
             path = inside(staged, f"sources/{name}.diff")                    # a foreign manifest may contain the name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -553,12 +618,12 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
         bench_dir = copy.parents[len(Path(noted["folder"]).parts) - 1]
         write_bytes(bench_dir / MANIFEST, files.read_bytes(manifest))
     for log in (LOG, TEXT_LOG):
-        if compressed.stored(run.path.with_name(log)).exists():
-            compressed.write_bytes(copy / f"{log}.gz", compressed.read_bytes(run.path.with_name(log)))
+        if files.stored(run.path.with_name(log)).exists():
+            files.write_bytes(copy / f"{log}.gz", files.read_bytes(run.path.with_name(log)))
     stated["groups"].setdefault(label, []).append(name)
     above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
     for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
-        if source.is_file() and compressed.sha256(source) == run.facts["source_sha256"]:
+        if source.is_file() and files.sha256(source) == run.facts["source_sha256"]:
             sources.setdefault(label, source)
             return
     raise ToolError(f"source of {run.path}", found="no .py file with its source_sha256",
@@ -566,6 +631,7 @@ def copy_logs(run: Run, group: str | None, staged: Path, stated: Facts, sources:
 
 def write(folder: Path, stated: Facts) -> None:
     """Write all files that follow from the logs; the text above the marker does not change."""
+    refuse_links_out(folder)
     draft = read_draft(folder, stated)
     problems = [in_words(problem) for problem in (*date_doubts(stated["date"]), *doubts(draft))]
     if problems:
@@ -573,10 +639,9 @@ def write(folder: Path, stated: Facts) -> None:
                         expected="runs that no rule contradicts",
                         hint="group the runs differently, or add or remove some; rules: records/README.md")
     if draft.parent:
-        write_bytes(folder / DIFF, diff_of(draft.parent / SOURCE, folder / SOURCE).encode())
+        write_bytes(folder / DIFF, parent_diff(draft).encode())
     result = build(draft)
-    pools = {page.label(result, name): side.runs for name, side in draft.sides.items()}
-    plot.curves(pools, folder / PLOT, result["target"])
+    plot.save(picture_of(draft, result), folder / PLOT)
     result["files"] = hashes(folder)
     write_bytes(folder / RESULT, f"{json.dumps(result, indent=1)}\n".encode())
     for line in result["unfinished"]:
@@ -599,27 +664,31 @@ def check(args: argparse.Namespace, root: Path) -> int:
         raise ToolError(f"records in {shown(root)}", found="none", expected="at least one record",
                         hint="name their directory with --records")
     found = [f"{one_line(folder.name)}: {finding}" for folder in chosen for finding in findings(folder)]
-    counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
-    found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
-    say("\n".join(found) if found else f"{counted(len(chosen), 'record')}: all numbers follow from their files")
+    counts = Counter(int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
+    found += [f"number {number:02}: several records have it" for number, count in counts.items() if count > 1]
+    num_sealed = sum(folder.name in SEALED for folder in chosen)
+    if not found and len(chosen) > num_sealed:
+        say(f"{counted(len(chosen) - num_sealed, 'record')}: all numbers follow from their files")
+    if not found and num_sealed:
+        say(f"{counted(num_sealed, 'sealed record')}: all files have the stored hashes")
+    for finding in found:
+        say(finding)
     return int(bool(found))
 
 def findings(folder: Path) -> Iterator[str]:
     """Yield a line for each part of a record that does not follow from its files."""
-    outside = links_out(folder)
-    if outside:                                                             # do not read any file through them
-        yield from (f"{name}: {LINK_OUT}" for name in outside)
-        return
     try:
+        refuse_links_out(folder)                                            # before any file is read
         result = load(folder)
         stated = result["stated"]
         if folder.name != folder_name(result):
             yield "directory name: expected YYYY-MM-DD_nn_NAME, with the date, number and name of result.json"
         yield from map(in_words, date_doubts(stated["date"]))
-        known = result["files"] | result.get("sealed", {})
+        known = result["files"]
         present = hashes(folder)
-        if "sealed" in result:
-            present |= sealed(folder, result)
+        if folder.name in SEALED:
+            known = known | result["sealed"] | {RESULT: SEALED[folder.name]}
+            present |= sealed(folder)
         else:
             yield from log_contradictions(folder, result)
         for name, (noted, found) in changes(known, present).items():
@@ -630,11 +699,9 @@ def findings(folder: Path) -> Iterator[str]:
     except FOREIGN_ERRORS as error:
         yield f"not as `new` writes it: {type(error).__name__} {error}"
 
-def sealed(folder: Path, result: Facts) -> dict[str, str]:
-    """Return the sha256 of the generated parts of a sealed record: numbers, generated parts of the page, diff."""
-    made = {key: item for key, item in result.items() if key != "sealed"}
-    parts = {RESULT: json.dumps(made, sort_keys=True)}
-    parts[DIFF] = text(folder / DIFF)
+def sealed(folder: Path) -> dict[str, str]:
+    """Return the sha256 of result.json, of the generated part of the page and of the diff of a sealed record."""
+    parts = {name: text(folder / name) for name in (RESULT, DIFF)}
     parts[PAGE] = page.split(text(folder / PAGE))[0].removeprefix(MARK)
     return {name: hashlib.sha256(part.encode()).hexdigest() for name, part in parts.items()}
 
@@ -645,16 +712,15 @@ def log_contradictions(folder: Path, result: Facts) -> Iterator[str]:
     follows = build(draft) | {"files": result["files"]}                     # files are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = page.split(text(folder / PAGE))[0], page_of(draft, result)
+    made[PLOT] = text(folder / PLOT), picture_of(draft, follows)
     if draft.parent:
-        made[DIFF] = text(folder / DIFF), diff_of(draft.parent / SOURCE, folder / SOURCE)
+        made[DIFF] = text(folder / DIFF), parent_diff(draft)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, expected {other!r}" for one, other in both if one != other]
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
             yield f"{name}: and {counted(len(unlike) - SHOWN_LINES, 'more such line')}"
-    if compressed.sha256(folder / SOURCE) != main_pool(follows)["source_sha256"]:
-        yield f"{SOURCE}: not the source that the logs of {draft.stated['main']!r} state"
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in one list per class and per value of the facts that its ranking depends on."""

@@ -46,7 +46,7 @@ def trigram_model(run: Run) -> Facts:
     """Return the results of data/ngram.py for the files of a run; {} if it has none, or if that fails."""
     patterns = []
     for key in ("train_files", "val_files"):
-        pattern = str(run.facts["config"].get(key))
+        pattern = str(record.value(run, key))
         # Patterns are relative to the directory in which the run was started, usually the root of the repository.
         if not glob.glob(pattern):
             pattern = str(ROOT / pattern)
@@ -101,8 +101,9 @@ def stand(folder: Path, root: Path) -> int:
     several = f", mean of {n} runs" * (n > 1)
     beside = ", ".join(words) or "no record has this preset, these data and as many tokens"
     say(one_line(f"{mean:.3f} nats per token{several}; for comparison: {beside}"))
-    plot.curves(groups | {"this run": side.runs}, folder / page.PLOT)
-    say(one_line(f"picture: {folder / page.PLOT}"))
+    picture = (folder if folder.is_dir() else folder.parent) / page.PLOT
+    plot.curves(groups | {"this run": side.runs}, picture)
+    say(one_line(f"picture: {picture}"))
     return 0
 
 def main(argv: list[str]) -> int:
@@ -110,6 +111,6 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python records stand", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--records", type=Path, default=record.RECORDS, help="directory of all records")
-    parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, or a directory of several")
+    parser.add_argument("folder", type=Path, metavar="RUN", help="a run directory, a directory of several, or a log")
     args = parser.parse_args(argv[1:])
     return stand(args.folder, args.records.resolve())

@@ -19,7 +19,7 @@ import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 
 sys.path.insert(0, str(ROOT / "records"))
-from tools import compressed                                  # noqa: E402
+from tools import files                                       # noqa: E402
 
 def test_shipped_data__is_the_data_of_the_records() -> None:
     """The trainer's hash of all bytes that preset pocket reads equals the hash in the logs of the records."""
@@ -29,7 +29,7 @@ def test_shipped_data__is_the_data_of_the_records() -> None:
     shipped = tg.verify_shards(headers)
     assert shipped == "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
     runs = sorted(ROOT.glob("records/*_1[01]_Pocket*/logs/*/"))
-    headers = [json.loads(compressed.read_bytes(folder / "log.jsonl").splitlines()[0]) for folder in runs]
+    headers = [json.loads(files.read_bytes(folder / "log.jsonl").splitlines()[0]) for folder in runs]
     stated = {header["data_sha256"] for header in headers}
     assert len(runs) == 6 and stated == {shipped}
     assert len(tg.read_token_bytes(ROOT / "data/pocket", preset("pocket", 2048, 2047))) == 2048

@@ -189,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     report_text = price_and_compare(before, costs, timelines)
     print("\n".join(summary_lines(costs)))
     if args.out:
-        price.compressed.write_bytes(Path(args.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
+        price.files.write_bytes(Path(args.out), json.dumps(timelines, sort_keys=True).encode() + b"\n")
     failures = find_failures(costs)
     growth = growth_beyond_limit(before, costs) if before else []
     if not args.quick:
@@ -198,7 +198,7 @@ def main(argv: Sequence[str]) -> int:
         print(report_text)
     if args.update and not failures:
         print("\n".join(growth))
-        price.compressed.write_bytes(path, format_json(compact(costs)).encode() + b"\n")
+        price.files.write_bytes(path, format_json(compact(costs)).encode() + b"\n")
         return 0
     print("\n".join(f"FAILED  {failure}" for failure in failures + growth))
     return 1 if failures + growth else 0

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, compressed, cycle_phases, expand_timeline,
+from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_phases, expand_timeline, files,
                     growth_by_line, line_name, list_stages, load, micro_batch_tokens, price_steps)
 
 FORMAT = 4
@@ -154,7 +154,7 @@ def format_json(value: Any, indent: str = "") -> str:
 
 def load_expected_costs(path: Path) -> dict[str, Any] | None:
     """Load the expected costs; None if the file does not exist. Raises PriceError for a file of another format."""
-    if not compressed.stored(path).exists():
+    if not files.stored(path).exists():
         return None
     costs = load(path)
     if costs.get("format") != FORMAT:

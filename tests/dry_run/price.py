@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-from tools import compressed             # noqa: E402
+from tools import files                  # noqa: E402
 
 EXPECTED_COSTS, RATES = Path(__file__).with_name("expected_costs.json"), Path(__file__).with_name("rates.json")
 FORMAT = 2                               # timeline format
@@ -45,7 +45,7 @@ class PriceError(Exception):
 def load(path: Path) -> dict[str, Any]:
     """Load the object of a JSON file that may be compressed (NAME or NAME.gz). Raises PriceError."""
     try:
-        content = json.loads(compressed.read_bytes(path).decode("utf-8"))
+        content = json.loads(files.read_bytes(path).decode("utf-8"))
     except (OSError, ValueError) as error:
         raise PriceError(f"{path}", found=error, expected="a JSON file",
                          hint="give another file; python tests/dry_run.py --update writes expected costs") from None

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests/records/golden"
 sys.path.insert(0, str(ROOT / "records"))                     # contains the package `tools`
 
-from tools import compressed, report                         # noqa: E402
+from tools import files, report                              # noqa: E402
 
 SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
 OTHER_SOURCE = SOURCE.replace("= 7\n", "= 8\n")
@@ -88,7 +88,7 @@ def make_bench_run(bench: Path, number: int, pair: int, side: str, loss: float, 
     folder = f"runs/{number:03}_{side}"
     started = BENCH_START + number * RUN_S
     make_run(bench / folder / "logs/x", pair, loss, seconds, started + 2, source, **settings)
-    results = dict(val_loss=loss, train_s=1000 * seconds / 1000)
+    results = dict(val_loss=loss, train_s=1000 * seconds / 1000, wall_s=seconds + 12)
     return manifest_lines(number, pair, side, folder, source, outcome="done", **results)
 
 def manifest_lines(number: int, pair: int, side: str, folder: str, source: str, **ended: object) -> list[dict]:
@@ -111,11 +111,11 @@ def write_events(path: Path, events: list[dict]) -> None:
 
 def text_of(path: Path) -> str:
     """Return the text of a file, or of NAME.gz if a record has only that."""
-    return compressed.read_bytes(path).decode()
+    return files.read_bytes(path).decode()
 
 def write_text(path: Path, text: str) -> None:
     """Write a file, compressed if it is stored so."""
-    compressed.write_bytes(compressed.stored(path), text.encode())
+    files.write_bytes(files.stored(path), text.encode())
 
 def write_text_log(folder: Path) -> None:
     """Write the log.txt that belongs to a log.jsonl."""

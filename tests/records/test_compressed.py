@@ -1,4 +1,4 @@
-"""records/tools/compressed.py: both forms of a file read the same; damaged and oversized files are refused."""
+"""records/tools/files.py: both forms of a file read the same; damaged and oversized files are refused."""
 import gzip
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from record_common import A_LOSSES, call, make_peer, make_run, make_side, sha256
 
-from tools import compressed, read, record                    # noqa: E402
+from tools import files, read, record                         # noqa: E402
 
 TEXT = b"".join(b'{"type": "step", "step": %d}\n' % step for step in range(1000))
 
@@ -23,7 +23,7 @@ def compress_below(folder: Path, *names: str) -> int:
 def test_write_bytes__is_a_gzip_file_that_depends_on_the_data_alone(tmp_path) -> None:
     """RFC 1952: magic, deflate, no flags (so no file name), no time, and extra flags 2 for the best compression."""
     for name in ("a.json.gz", "b.json.gz", "a.json"):
-        compressed.write_bytes(tmp_path / name, TEXT)
+        files.write_bytes(tmp_path / name, TEXT)
     one, other = (tmp_path / "a.json.gz").read_bytes(), (tmp_path / "b.json.gz").read_bytes()
     assert one == other and one[:9] == b"\x1f\x8b\x08\0" + b"\0\0\0\0" + b"\x02"
     assert zlib.decompress(one, wbits=31) == TEXT == (tmp_path / "a.json").read_bytes()
@@ -33,11 +33,11 @@ def test_read_bytes__either_form_under_the_plain_name(tmp_path) -> None:
     (tmp_path / "one.gz").write_bytes(gzip.compress(TEXT, 1))
     (tmp_path / "two.gz").write_bytes(gzip.compress(TEXT[:99]) + gzip.compress(TEXT[99:]))
     for name in ("plain", "one", "one.gz", "two"):
-        assert compressed.read_bytes(tmp_path / name) == TEXT, name
+        assert files.read_bytes(tmp_path / name) == TEXT, name
     (tmp_path / "one").write_bytes(b"the plain file counts where both exist")
-    assert compressed.read_bytes(tmp_path / "one") != TEXT == compressed.read_bytes(tmp_path / "one.gz")
+    assert files.read_bytes(tmp_path / "one") != TEXT == files.read_bytes(tmp_path / "one.gz")
     with pytest.raises(FileNotFoundError):
-        compressed.read_bytes(tmp_path / "none")
+        files.read_bytes(tmp_path / "none")
 
 WHOLE = gzip.compress(TEXT)
 DAMAGED = {"not gzip": b"some text\n", "cut": WHOLE[:-20], "cut in the header": WHOLE[:5], "empty": b"\x1f",
@@ -49,7 +49,7 @@ def test_read_bytes__damaged(tmp_path, name) -> None:
     path = tmp_path / "log.jsonl.gz"
     path.write_bytes(DAMAGED[name])
     with pytest.raises(OSError, match="not a whole gzip file"):
-        compressed.read_bytes(path)
+        files.read_bytes(path)
     (_, reason), = read.read_runs([tmp_path]).unread
     assert "not a whole gzip file" in reason
     status, out, error = call("show", tmp_path)
@@ -66,15 +66,15 @@ def test_read_bytes__what_decompresses_to_more_than_the_limit(tmp_path) -> None:
     assert (status, out) == (2, "") and "more than 256 MiB when decompressed" in error
 
 def test_limit__to_the_byte(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(compressed, "LIMIT_MIB", 1)
+    monkeypatch.setattr(files, "LIMIT_MIB", 1)
     full = bytes(2**20)
-    compressed.write_bytes(tmp_path / "full.gz", full)
-    assert compressed.read_bytes(tmp_path / "full") == full
+    files.write_bytes(tmp_path / "full.gz", full)
+    assert files.read_bytes(tmp_path / "full") == full
     (tmp_path / "more.gz").write_bytes(gzip.compress(full + b"x"))
     with pytest.raises(OSError, match="more than 1 MiB"):
-        compressed.read_bytes(tmp_path / "more")
+        files.read_bytes(tmp_path / "more")
     with pytest.raises(OSError, match="more than 1 MiB"):
-        compressed.write_bytes(tmp_path / "written.gz", full + b"x")
+        files.write_bytes(tmp_path / "written.gz", full + b"x")
     assert not (tmp_path / "written.gz").exists(), "nothing is written that cannot be read"
 
 def said(*argv: object) -> tuple[int, str, str]:
@@ -138,7 +138,7 @@ def test_check__a_file_in_both_forms(root, name) -> None:
     """It is ambiguous which file counts, and a second page is not hashed."""
     folder, = record.folders(root)
     path = folder / name
-    data = compressed.read_bytes(path)
+    data = files.read_bytes(path)
     path.write_bytes(data)
     path.with_name(path.name + ".gz").write_bytes(gzip.compress(data))
     status, out, _ = call("check", "--records", root)

@@ -10,7 +10,7 @@ import pytest
 from record_common import (OTHER_SOURCE, ROOT, call, compare, events_of, make_run, make_side,
                            make_sides, write_events)
 
-from tools import compressed, files, read                 # noqa: E402
+from tools import files, read                 # noqa: E402
 
 CPU = dict(hardware="a CPU", world_size=1, all_phases=True)
 DEEP = "[" * 200_000
@@ -146,9 +146,8 @@ def test_read_bytes__refuses_by_size_before_it_reads(tmp_path) -> None:
     for name in ("result.json", "log.jsonl"):
         with open(tmp_path / name, "wb") as file:
             file.truncate((files.LIMIT_MIB << 20) + 1)        # a sparse file
-        for reader in (files.read_bytes, compressed.read_bytes):
-            with pytest.raises(OSError, match=f"more than 256 MiB: .*{name}"):
-                reader(tmp_path / name)
+        with pytest.raises(OSError, match=f"more than 256 MiB: .*{name}"):
+            files.read_bytes(tmp_path / name)
     assert "more than 256 MiB" in read.read_runs([tmp_path / "log.jsonl"]).unread[0][1]
 
 def test_hashes__a_large_file_takes_little_memory(root) -> None:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from record_common import A_LOSSES, GOLDEN, call, events_of, make_side, make_sides, write_events
+from record_common import A_LOSSES, GOLDEN, OTHER_SOURCE, call, events_of, make_side, make_sides, write_events
 
 from tools import plot                                       # noqa: E402
 from tools.files import ToolError                            # noqa: E402
@@ -85,16 +85,25 @@ def test_validations__points_after_the_first_step(tmp_path, column, xs) -> None:
     found, losses = plot.validations(runs, column)
     assert found == pytest.approx(xs[-1:], rel=1e-3) and losses[:, 0].tolist() == A_LOSSES, "the final ones only"
 
+@pytest.mark.parametrize("losses, times", [
+    ([1e12], [80.0]), ([1e12, 3.0], [80.0, 81.0]), ([1e30, 3.0], [80.0, 81.0]), ([3.2, 3.3], [0.0, 0.0])])
+def test_curves__losses_that_diverged_and_times_of_0(tmp_path, losses, times) -> None:
+    """Earlier, a loss above 3e9 ended in StopIteration, and times of 0 in ZeroDivisionError."""
+    sides = [make_side(tmp_path / "a", losses, times), make_side(tmp_path / "b", times=[0.0] * 5, source=OTHER_SOURCE)]
+    for verb in (["show", sides[0]], ["compare", *sides]):
+        _, _, error = call(*verb, f"--plot={tmp_path}/x.svg")
+        assert error == "" and len(texts(tmp_path / "x.svg")) > 5, error
+
 def test_save__svg_only(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said, error = call("show", make_side(tmp_path / "a"), f"--plot={tmp_path}/x.png")
     assert status == 2 and f"{tmp_path}/x.svg" in error and not (tmp_path / "x.png").exists()
     with pytest.raises(ToolError, match="ends in .svg"):
-        plot.save([], 10, tmp_path / "y.png")
+        plot.save("", tmp_path / "y.png")
 
 @pytest.mark.parametrize("low, high, is_log, ticks", [
     (0, 60, False, [0, 10, 20, 30, 40, 50, 60]), (2.01, 3.4, False, [2.5, 3]),
-    (0.04, 1, True, [0.05, 0.1, 0.2, 0.5, 1])])
+    (0.04, 1, True, [0.05, 0.1, 0.2, 0.5, 1]), (0, 3e10, False, [0, 5e9, 1e10, 1.5e10, 2e10, 2.5e10, 3e10])])
 def test_ticks__round_values(low, high, is_log, ticks) -> None:
     axis = plot.Axis(low, high, 0, 100, is_log)
     assert axis.ticks() == pytest.approx(ticks) and (axis.at(low), axis.at(high)) == (0, 100)

@@ -2,13 +2,15 @@
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run,
-                           sha256, write_events)
+from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, edit, events_of, make_peer,
+                           make_run, sha256, write_events)
 
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
@@ -53,6 +55,34 @@ def test_read_text__steps_and_their_training_losses() -> None:
     run = only(GOLDEN / "d_timing.txt")
     assert run.steps[:, :2].tolist() == [[1, 0.061], [2, 0.118], [3, 0.18], [4, 0.24]]
     assert run.seconds == 0.331 and run.result["peak_memory_mib"] == {"allocated": 30573}
+
+SPACES = " " * 200_000
+SLOW = {"torch": f"Running PyTorch 2.10.0 compiled for CUDA 12.6 on{SPACES}.", "gpu": f"|   0  NVIDIA H100{SPACES}.",
+        "step": "step:1/2" + " train_time:1ms step_avg:1ms" * 20_000 + " .", "torch end": "Running PyTorch 2 compiled "
+        f"for CUDA 1 on x with world_size 1{SPACES}."}
+
+@pytest.mark.parametrize("name", SLOW)
+def test_read_file__lines_that_once_took_hours(tmp_path, name) -> None:
+    """Earlier, the time to match a line was quadratic in its length."""
+    lines = [SLOW[name], "=" * 100, "step:0/8 val_loss:10.8 train_time:0ms step_avg:nanms",
+             "step:8/8 val_loss:3.28 train_time:80ms step_avg:10.00ms"]
+    if "torch" not in name:
+        lines.insert(0, "Running PyTorch 2.10.0 compiled for CUDA 12.6")
+    (tmp_path / "log.txt").write_text("\n".join(["", *lines]) + "\n")
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from tools.read import read_runs; "
+            "print(read_runs([sys.argv[2]]).runs[0].loss)")
+    done = subprocess.run([sys.executable, "-c", code, ROOT / "records", tmp_path / "log.txt"], capture_output=True,
+                          text=True, timeout=60)
+    assert done.stdout == "3.28\n", done.stderr
+
+@pytest.mark.parametrize("name", ["H100 80GB HBM3", "A100"])
+def test_environment__names_of_gpus(tmp_path, name) -> None:
+    hardware = f"NVIDIA {name} x 8"
+    log = make_peer(tmp_path / "peer.txt", 3.279, 80.0)
+    log.write_text(log.read_text().replace("H100 80GB HBM3", name))
+    assert only(log).facts["hardware"] == hardware
+    edit(log, "compiled for CUDA 12.6", f"compiled for CUDA 12.6 on {hardware}  with world_size 8")
+    assert only(log).facts["hardware"] == hardware
 
 def test_split__runs_of_one_file() -> None:
     first, second = read_runs([GOLDEN / "g_trials.txt"]).runs

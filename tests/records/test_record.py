@@ -17,11 +17,11 @@ import pytest
 
 from common import ROOT, full_disk, run
 
-from record_common import (NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call, edit,
-                           events_of, make_bench_run, make_run, manifest_lines, sha256, text_of, write_events,
-                           write_text, write_text_log)
+from record_common import (CONFIG, NEW_NAMES, NEW_TABLE, NO_FLAGS, OLD_NAMES, OTHER_SOURCE, SOURCE, bench_plan, call,
+                           edit, events_of, make_bench_run, make_peer, make_run, manifest_lines, sha256, text_of,
+                           write_events, write_text, write_text_log)
 
-from tools import compressed, files, page, record                         # noqa: E402
+from tools import files, page, record                         # noqa: E402
 
 LOSSES = (2.171, 2.144, 2.162)
 SECONDS = (99.1, 97.7, 95.7)
@@ -139,6 +139,19 @@ def test_settings__one_row_per_setting(tmp_path) -> None:
     assert rows == ["| stages[0] lr_mul | 1.0 | 2.0 |", "| stages[2] batch_tokens | | 7 |"]
     assert "**Changes from 01 Parent:** 2 settings" in text
 
+def test_check__no_bench_whose_numbers_are_only_stated(root) -> None:
+    """Earlier, the page copied the numbers of a bench from a verdict.json, and nothing computed them from logs."""
+    folder = root / FIRST
+    (folder / "bench").mkdir()
+    found = dict(verdict="faster", reason="", time=None, loss=dict(mean=0.0, p=None), pairs=9, memory=None)
+    found["share"] = dict(mean=-0.5, low=-0.6, high=-0.4)
+    (folder / "bench/verdict.json").write_text(json.dumps(found))
+    restate(folder, ["bench"], "bench")
+    assert "result.json: found" in check(root, "01")
+    new(root, "--update=01")
+    assert check(root) == "" and "0.5" not in (folder / "README.md").read_text().splitlines()[0]
+    assert "bench" not in {*result_of(folder), *result_of(folder)["stated"]}
+
 def test_new__update_keeps_what_is_written_by_hand(root) -> None:
     edit(root / FIRST / "README.md", "The idea:\n", "The idea: fewer words.\n")
     before = (root / FIRST / "README.md").read_text()
@@ -175,6 +188,24 @@ def test_new__removes_no_folder_that_it_did_not_create(root, tmp_path) -> None:
         assert error.count("is not removed") == 2 and f"{root}/.unfinished-01234567" in error
     assert check(root) == "" and (root / f"{datetime.date.today()}_03_X/result.json").exists()
     assert sorted(path.name for path in root.glob(".*")) == [".unfinished", ".unfinished-01234567"]
+
+def test_new__the_hundredth_record(root, tmp_path) -> None:
+    """Earlier, `new` refused it, and numbers were compared as text."""
+    restate(root / SECOND, "99", "number")
+    rename(root / SECOND, "2026-01-02_99_Second")
+    runs = make_runs(tmp_path / "runs")
+    flags = ["--track=pocket", "--date=2026-01-02"]
+    names = [new(root, name, runs, *flags).name for name in ("Third", "Fourth")]
+    assert names == ["2026-01-02_100_Third", "2026-01-02_101_Fourth"]
+    assert check(root, "100") == "" == check(root, "101")
+    assert [result["stated"]["number"] for result in record.entries_of(root)] == ["01", "100", "101"]
+    entry = dict(kind="entry", track="pocket_time", name="X", date="2026-01-03")
+    for number in ("98", "99", "100"):
+        folder = tmp_path / f"chain/2026-01-03_{number}_X"
+        folder.mkdir(parents=True)
+        (folder / "result.json").write_text(json.dumps({"stated": entry | {"number": number}}))
+    found = record.required_opponents(tmp_path / "chain", entry | dict(number="100", parent="2026-01-03_99_X"))
+    assert {role: result["stated"]["number"] for role, result in found.items()} == dict(parent="99", base="98")
 
 OUTSIDE = ("../x", "runs/../../x", "..", "", ".", "/tmp/x", "/", "//x", "link", "link/x", "runs/link/x", None, 7, ["x"],
            "a\0b")
@@ -222,7 +253,7 @@ def test_new__a_manifest_whose_side_is_a_path(root, tmp_path) -> None:
 
 @pytest.mark.parametrize("which, value, keys", [
     (FIRST, ["../../../runs/seed0", "seed1", "seed2"], ("groups", "")), (FIRST, ["../seed0"], ("groups", "")),
-    (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")), (FIRST, ["../.."], ("bench",)),
+    (FIRST, ["out/seed0"], ("groups", "")), (FIRST, [["seed0"]], ("groups", "")),
     (SECOND, "../elsewhere", ("parent",)), (SECOND, "/tmp", ("parent",)), (FIRST, "../../x", ("name",))])
 def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, value, keys) -> None:
     """Neither `check` nor `new --update` opens a file outside of the records."""
@@ -233,7 +264,7 @@ def test_check__a_result_that_names_paths_elsewhere(root, monkeypatch, which, va
             record.log_of(root / FIRST, "out/seed0")
     restate(root / which, value, *keys)
     opened = []
-    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(files, "read_bytes", noted_paths(files.read_bytes, opened))
     monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
     assert check(root, which)
     call("new", "--records", root, f"--update={which}")
@@ -246,7 +277,7 @@ def test_check__opens_no_file_through_a_link_out_of_the_record(root, monkeypatch
     path.rename(root.parent / "elsewhere")
     path.symlink_to(root.parent / "elsewhere")
     opened = []
-    monkeypatch.setattr(compressed, "read_bytes", noted_paths(compressed.read_bytes, opened))
+    monkeypatch.setattr(files, "read_bytes", noted_paths(files.read_bytes, opened))
     monkeypatch.setattr(record, "text", noted_paths(record.text, opened))
     assert f"{name}: a link out of the record" in check(root, FIRST)
     status, _, error = call("new", "--records", root, "--update=01")
@@ -296,7 +327,7 @@ def test_write_bytes__a_failure_leaves_the_old_file(tmp_path, monkeypatch) -> No
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 def remove(path: Path) -> None:
-    path = compressed.stored(path)
+    path = files.stored(path)
     if path.is_dir():
         shutil.rmtree(path)
     else:
@@ -334,6 +365,42 @@ def test_check__damage_is_named(root, name) -> None:
     said, where, act, *given = DAMAGES[name]
     act(root / FIRST / where, *given)
     assert said in check(root)
+
+OLD = "".join(f"{n}\n" for n in range(30))
+SOURCES = {"equal": (OLD, OLD), "changed": (OLD, OLD.replace("7\n", "8\n")), "emptied": (OLD, ""), "filled": ("", OLD),
+           "first and last line": (OLD, "x\n" + OLD[2:] + "y\n"), "no line end": (OLD, OLD[:-1]),
+           "a line end": (OLD[:-1], OLD), "neither has one": (OLD[:-1], OLD[2:-1]),
+           "deleted": (OLD, OLD[:20] + OLD[40:]), "other line ends": (OLD, OLD.replace("5\n", "5\r\n6\f\u2028\r7\n")),
+           "markers": (OLD, "--- a\n+++ b\n@@ -1 @@\n")}
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_patched__inverts_diff_of_as_git_does(tmp_path, name) -> None:
+    old, new = SOURCES[name]
+    diff = record.diff_of(old, new)
+    assert record.patched(old, diff) == new
+    if diff:
+        (tmp_path / "train_gpt.py").write_bytes(old.encode())
+        done = subprocess.run(["git", "apply", "-"], input=diff.encode(), cwd=tmp_path, capture_output=True, timeout=60)
+        assert done.returncode == 0 and (tmp_path / "train_gpt.py").read_bytes() == new.encode(), done.stderr
+
+def reword(folder: Path, name: str, old: str, new: str) -> None:
+    """Edit a file of a record, and its hash in result.json."""
+    edit(folder / name, old, new)
+    result = result_of(folder)
+    result["files"][name] = files.sha256(folder / name)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
+
+@pytest.mark.parametrize("name, old, new, said", [
+    ("sources/B.diff", "+line_7 = 8", "+line_7 = 9", "not the source of group B, expected [\"f1fb174a\"]"),
+    ("sources/B.diff", "-line_7 = 7", "-line_7 = 0", "sources/B.diff: found lines that are not those of the sources"),
+    ("loss.svg", "polyline", "polygon", "loss.svg: found")])
+def test_check__a_source_and_a_picture_whose_hashes_are_edited(root, name, old, new, said) -> None:
+    """Earlier, nothing compared the source of another group with its logs, or the picture with a new one."""
+    reword(root / SECOND, name, old, new)
+    found = check(root, "02")
+    assert said in found and "edited" not in found, found
+    status, _, error = call("new", "--records", root, "--update=02")
+    assert (status, said in error) == ((0, False) if name == "loss.svg" else (2, True))
 
 @pytest.mark.parametrize("said, where, act, given", [
     ("B.diff: edited", "sources/B.diff", edit, ("+line_7 = 8", "+line_7 = 9")),
@@ -422,19 +489,34 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
     assert check(root) == "" and not (tmp_path / "ran").exists()
 
-def test_findings__a_sealed_record(root) -> None:
-    result = result_of(root / FIRST)
-    result.pop("picture_sha256", None)
-    result["files"] = record.hashes(root / FIRST)
-    result["sealed"] = record.sealed(root / FIRST, result)
-    (root / FIRST / "result.json").write_text(json.dumps(result))
-    assert check(root, "01") == ""
+def seal(folder: Path) -> str:
+    """Add the hashes of a sealed record to result.json, and return the sha256 of this file."""
+    result = result_of(folder) | {"files": record.hashes(folder), "sealed": record.sealed(folder)}
+    (folder / "result.json").write_text(json.dumps(result))
+    return sha256(json.dumps(result))
+
+def test_findings__no_record_can_seal_itself(root) -> None:
+    """Earlier, every record with a key `sealed` passed, whatever its numbers were and without its logs."""
+    edit(root / FIRST / "result.json", '"mean": 2.159', '"mean": 1.9')
+    seal(root / FIRST)
+    found = check(root, "01")
+    assert """result.json: found '    "mean": 1.9,', expected '    "mean": 2.159,'""" in found, found
+    remove(root / FIRST / "logs")
+    seal(root / FIRST)
+    assert f"log {root / FIRST}/logs/seed0/log.jsonl" in check(root, "01")
+
+def test_findings__a_sealed_record(root, monkeypatch) -> None:
+    monkeypatch.setitem(record.SEALED, FIRST, seal(root / FIRST))
+    status, out, _ = call("check", "--records", root)
+    assert (status, out) == (0, "1 record: all numbers follow from their files\n"
+                                "1 sealed record: all files have the stored hashes\n")
+    assert call("check", "--records", root, "01")[1] == "1 sealed record: all files have the stored hashes\n"
     assert "found:    sealed" in call("new", "--records", root, "--update=01")[2]
     for name, old, other in (("README.md", "2.159", "2.151"), ("logs/seed1/log.txt", "2.1440", "2.1340"),
                              ("result.json", '"class": "plain"', '"class": "table"')):
         path = root / FIRST / name
         edit(path, old, other)
-        assert f"{path.name}: edited" in check(root, "01")
+        assert f"{path.name}: edited" in call("check", "--records", root, "01")[1]
         edit(path, other, old)
 
 @pytest.mark.parametrize("settings, expected", [
@@ -499,6 +581,18 @@ def test_new__a_run_of_the_trainer_as_it_is(tmp_path) -> None:
     new(root, "Tiny", tmp_path / "runs", "--kind=comparison")
     assert check(root) == ""
 
+def test_consistency__a_last_step_that_is_too_large(root, tmp_path) -> None:
+    """Earlier, `check` built a list of all steps, and ended with a MemoryError."""
+    for settings in ({}, {"val_every": 1}):
+        run = make_run(tmp_path / f"large{len(settings)}", 0, 2.2, 90.0, config=settings, **CPU)
+        events = events_of(run / "log.jsonl")
+        events[-2]["step"] = events[-1]["steps"] = 10**13
+        events[0]["config"]["num_scheduled_steps"] = 10**13
+        write_events(run / "log.jsonl", events)
+        status, _, error = call("new", "--records", root, "X", run, "--kind=comparison")
+        assert status == 2 and "training lines: found 10 lines, expected one line for each step" in error, error
+        assert ("steps of its validations" in error) == bool(settings), error
+
 ALONE = "nats per token; for comparison: no record has"
 
 @pytest.mark.parametrize("losses, facts, words", [
@@ -534,6 +628,13 @@ def test_stand__any_text_has_models_that_count(root, tmp_path, entropy, trained,
                for key, pattern in patterns.items()), "--train_tokens=3000", "--val_tokens=300"]
     numbers = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[-1])
     assert said.format(**numbers) in out, out + error
+
+def test_stand__a_text_log(root, tmp_path) -> None:
+    """Earlier: KeyError 'config'."""
+    log = make_peer(tmp_path / "peer.txt", 3.279, 80.0)
+    status, out, error = call("stand", "--records", root, log)
+    assert status == 0 and out.startswith("3.279 nats per token; for comparison: no record has"), out + error
+    assert (tmp_path / "loss.svg").exists()
 
 def test_stand__a_run_that_is_not_finished(root, tmp_path) -> None:
     run = make_run(tmp_path / "run", 0, 2.2, 9.0)
@@ -689,6 +790,13 @@ def set_events(folder: Path, which: str, kind: str, facts: Mapping, with_text: b
         return events
     rewrite(folder, which, change, with_text)
 
+def add_to_events(folder: Path, kind: str, facts: Mapping, header: Mapping = {}) -> None:
+    """Add facts to the events of one type of all runs, and others to their headers."""
+    def change(events: list[dict]) -> list[dict]:
+        events[0] |= header
+        return [event | facts if event["type"] == kind else event for event in events]
+    rewrite(folder, EVERY, change)
+
 def set_config(folder: Path, which: str, settings: Mapping) -> None:
     def change(config: dict) -> dict:
         return config | settings
@@ -790,6 +898,15 @@ def without_starts(events: list[dict]) -> list[dict]:
 def replanned(events: list[dict]) -> list[dict]:
     return [events[0] | dict(pairs=10), *events[1:]]
 
+def set_lines(folder: Path, run: int, facts: Mapping) -> None:
+    """Change facts of the lines of one run in the manifest that have them."""
+    def change(events: list[dict]) -> list[dict]:
+        for event in events:
+            if event.get("run") == run:
+                event |= {key: fact for key, fact in facts.items() if key in event}
+        return events
+    rewrite_manifest(folder, change)
+
 def shortened(ms: float) -> float:
     return 0.8 * ms
 
@@ -805,6 +922,7 @@ def relabel(folder: Path) -> None:
 def edit_file(folder: Path, name: str, old: str, new: str) -> None:
     edit(folder / name, old, new)
 
+FEW_TOKENS = CONFIG | CHAIN_CONFIG | dict(val_tokens=1024)
 FASTER = dict(train_time_ms=shortened)
 FINAL_TIME, FINAL_LOSS = "train_s of manifest.jsonl", "val_loss of manifest.jsonl"
 EDITS = {                                    # as numbered in the closing note: the finding, and how record 02 is edited
@@ -847,6 +965,22 @@ EDITS = {                                    # as numbered in the closing note: 
     "33 parent": ("parent\n  found:    None", restate, None, "parent"),
     "36 a training loss": ("002_B/log.jsonl: edited", set_events, "002_B", "step", dict(train_loss=4.0)),
     "38 page": ("README.md: found", edit_file, "README.md", "2.1", "2.0"),
+    "42 data in the result": ("data_sha256 of the result: found b191a7b9", add_to_events, "result",
+                              dict(data_sha256=record.POCKET_DATA), dict(data_sha256="e" * 64)),
+    "43 ranks in the result": ("world_size of the result: found 1, expected 8", add_to_events, "result",
+                               dict(world_size=1), dict(world_size=8)),
+    "44 validation tokens in the result": ("002_B, val_tokens: found 1024, expected 65536", add_to_events, "result",
+                                           dict(val_tokens=65_536), dict(config=FEW_TOKENS)),
+    "45 validation tokens in the header": ("val_tokens of the settings: found 65536, expected 1024", add_to_events,
+                                           "header", dict(val_tokens=1024)),
+    "46 threads in the result": ("002_B, threads: found None, expected 2", add_to_events, "result", dict(threads=2),
+                                 dict(hardware="a CPU")),
+    "47 wall time": ("wall_s of manifest.jsonl: found 5.0, expected 88", set_lines, 2, dict(wall_s=5.0)),
+    "48 time outside of the phases": ("wall_s of manifest.jsonl: found 130.0, expected 88", set_lines, 2,
+                                      dict(wall_s=130.0)),
+    "49 overlapping runs": ("run 3: found start 2025-11-09T12:08:00, expected a time after", set_lines, 3,
+                            dict(time="2025-11-09T12:08:00")),
+    "50 no start": ("run 3: found start None", set_lines, 3, dict(time=None)),
     "41 run folder": ("training losses of 002_B", clone),
 }
 
@@ -890,7 +1024,7 @@ def test_new__a_run_that_is_called_failed_but_has_a_result(chain, tmp_path) -> N
     root = shutil.copytree(chain / "records", tmp_path / "records")
     shutil.rmtree(root / "2026-01-03_03_NinetyNine")
     bench = Path(shutil.copytree(chain / "third_with_parent", tmp_path / "third_with_parent"))
-    edit(bench / "manifest.jsonl", '"wall_s": 120.0, "outcome": "done"', '"wall_s": 120.0, "outcome": "failed"')
+    edit(bench / "manifest.jsonl", '"outcome": "done"', '"outcome": "failed"')
     status, _, error = call("new", "--records", root, "X", bench, chain / "third_with_base", "--track=pocket_time",
                             "--idea=x", "--parent=02", "--date=2026-01-03")
     assert status == 2 and "failed, although its log has a result" in error, error
