@@ -114,7 +114,9 @@ def read_header(path: Path) -> tuple[int, int]:
           expected=f"magic number {MAGIC}, version {VERSION}", hint="give a token shard, or create this one again")
     size = path.stat().st_size
     expected = HEADER_BYTES + TOKEN_BYTES * tokens
-    check(size == expected and tokens > 0, path, found=f"{size:,} bytes",
+    check(tokens > 0, path, found=f"{tokens:,} tokens in its header", expected="at least one token",
+          hint="create the file again")
+    check(size == expected, path, found=f"{size:,} bytes",
           expected=f"{expected:,} bytes, for the {tokens:,} tokens of its header", hint="create the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 

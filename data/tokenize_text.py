@@ -11,6 +11,7 @@ data/README.md describes all options and formats.
 """
 import argparse
 import base64
+import contextlib
 import functools
 import glob
 import hashlib
@@ -82,6 +83,8 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
         if path.is_dir():
             found = [path, *path.rglob("*")]
         elif glob.has_magic(name) and not os.path.lexists(path):
+            if path.parent.is_dir():                          # brackets in the name of a folder are literal
+                name = os.path.join(glob.escape(str(path.parent)), path.name)
             found = [*map(Path, glob.glob(name, recursive=True)), *unreadable_folders(name)]
         else:
             found = [path]
@@ -97,6 +100,15 @@ def named_files(names: list[str], args: argparse.Namespace, skipped: Counter[str
                 skipped[why] += 1
             else:
                 yield below
+
+@contextlib.contextmanager
+def name_file(path: Path) -> Iterator[None]:
+    """Give an OSError of the body the name of the file. An error of read() has none, unlike an error of open()."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     """Return why a file found through `named` (a file, folder or pattern) is skipped, or "" if it is read."""
@@ -115,7 +127,7 @@ def skip_reason(path: Path, named: Path, args: argparse.Namespace) -> str:
     if path.suffix == ".parquet":
         return ""
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with name_file(path), path.open(encoding="utf-8", newline="") as file:
             text = file.readline() if path.suffix in JSONL_SUFFIXES else file.read(MAX_PLAIN_DOC_BYTES)
     except ValueError:
         return "not in UTF-8"
@@ -190,7 +202,7 @@ def read_plain(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the text between separators, in documents of at most 16 KiB. Raises DataError if it is not UTF-8."""
     separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t").encode()
     done = 0                                 # bytes of the documents so far
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         ahead = file.read(MAX_PLAIN_DOC_BYTES + len(separator) + 1)
         while ahead:
             text, found, _ = ahead.partition(separator) if separator else (ahead, b"", b"")
@@ -230,7 +242,7 @@ def record_text(record: Any, key: str, place: str) -> bytes:
 
 def read_jsonl(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the text of every line that is not blank. Raises DataError."""
-    with path.open("rb") as file:
+    with name_file(path), path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

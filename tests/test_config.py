@@ -326,6 +326,11 @@ def test_load_config__help_lists_every_field_with_its_default(name, capsys) -> N
         description = f"{f.metadata['help']} [{tg.format_value(defaults[f.name])}]"
         assert f"--{f.name} {f.metadata['unit']} {description}" in text, f.name
 
+def test_print0__escapes_control_characters(capsys) -> None:
+    """A sample, or the name of a file, may come from somebody else. A terminal executes control characters."""
+    make_comm().print0("a\x1b[2J\tb\r\nc")
+    assert capsys.readouterr().out == "a\\x1b[2J\tb\\x0d\nc\n"
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_print0__ignores_a_full_console_but_help_fails(monkeypatch, capsys) -> None:
     """Rank 0 prints, and continues if the console is full. --help cannot be printed then, and raises a RunError."""

@@ -126,6 +126,13 @@ def contiguous_values(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_
     """The faithful kernel, but it assumes that the values are contiguous."""
     return faithful(q, k, v.as_strided(v.shape, q.stride()), cu_seqlens, attn_args)
 
+def nan_if_a_document_has(num_positions: int) -> Kernel:
+    """Build the faithful kernel, but NaN if a document has this number of positions."""
+    def kernel(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, attn_args: tg.AttentionArgs) -> Tensor:
+        fails = num_positions in cu_seqlens.diff().tolist()
+        return (torch.nan if fails else 1.0) * faithful(q, k, v, cu_seqlens, attn_args)
+    return kernel
+
 def make_raiser(error: Exception) -> Kernel:
     def kernel(*_: object) -> Tensor:
         raise error
@@ -143,6 +150,8 @@ BAD_KERNELS = {                          # case -> (kernel, words in the message
     "sees one key more": (ONE_KEY_MORE, INACCURATE),
     "sees one key less": (wrong_window(add=-1), INACCURATE),
     "sees other documents": (one_document, INACCURATE),
+    "fails in an empty document": (nan_if_a_document_has(0), INACCURATE),
+    "fails in a document of one token": (nan_if_a_document_has(1), INACCURATE),
     "has another scale": (wrong_scale, INACCURATE),
     "sees the future": (no_causal_mask, INACCURATE),
     "one key more, in a wide window": (wrong_window(add=1, only_window=300), INACCURATE),

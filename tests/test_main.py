@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, IO
 from unittest.mock import Mock
 
@@ -666,6 +667,14 @@ def test_end__a_signal_names_the_step_and_how_to_continue(tmp_path, monkeypatch,
             assert resumed.err.splitlines()[1] == second.replace("after step 7", "after step 6")
     monkeypatch.setattr(tg, "generate", sample_then_signal)
     assert run(tmp_path / "whole", "--max_steps=1").err.splitlines() == [cause]
+
+def test_describe_progress__escapes_control_characters(tmp_path) -> None:
+    """The name of a resumed run may come from somebody else. A terminal executes control characters."""
+    run_dir = tmp_path / "a\x1b[2J"
+    (run_dir / tg.CHECKPOINT_DIR / "step-0000002").mkdir(parents=True)
+    log = SimpleNamespace(run_dir=run_dir, steps_done=2, total_steps=3, schedule=SimpleNamespace(cfg=preset()))
+    message = tg.describe_progress(log)
+    assert "a\\x1b[2J" in message and "\x1b" not in message
 
 def test_describe_exit__the_remedy_depends_on_the_cause() -> None:
     """The message names the file, and does not ask for free space if the disk has space."""

@@ -176,15 +176,24 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     unread += [(run.path, "duplicate run") for run in runs if id(run) not in run_ids]
     return Reading([run for run in runs if id(run) in run_ids], unread)
 
+def raise_unreadable(error: OSError) -> None:
+    """Raise the ToolError for an error that os.walk ignores by default, so that no run of a pool is left out."""
+    raise ToolError(f"directory {error.filename}", found=error.strerror, expected="a directory that can be read",
+                    hint="fix its permissions (ls -ld), or give the paths of the runs") from None
+
 def log_files(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Yield each file at or below a path, and whether the path itself named it. Raises ToolError for a missing path."""
+    """Yield each file at or below a path, and whether the path itself named it.
+
+    Raises ToolError for a missing path, and for a directory that cannot be read.
+    """
     path = files.stored(path)
     if not path.is_dir():
         if not path.exists():
             raise ToolError(f"path {path}", found="no such file or directory", expected="a file or a directory",
                             hint="check the spelling")
         yield path, True
-    for folder, inner, names in os.walk(path):
+        return
+    for folder, inner, names in os.walk(path, onerror=raise_unreadable):
         inner.sort()
         if {"log.jsonl", "log.jsonl.gz"}.intersection(names):                  # a run directory
             inner[:] = [name for name in inner if name not in BESIDE_A_LOG]

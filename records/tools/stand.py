@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +49,15 @@ def trigram_model(run: Run) -> Facts:
     for key in ("train_files", "val_files"):
         pattern = str(record.value(run, key))
         # Patterns are relative to the directory in which the run was started, usually the root of the repository.
-        if not glob.glob(pattern):
+        if not shard_paths(pattern):
             pattern = str(ROOT / pattern)
-        if not glob.glob(pattern):
+        if not shard_paths(pattern):
             return {}
         patterns.append(pattern)
     trained = record.value(run, "tokens_trained") or MOST_COUNTED
-    tokens = min(trained, MOST_COUNTED, shard_tokens(patterns[0]))
+    # A shard has a header of 512 tokens (format: data/README.md).
+    shard_tokens = sum(path.stat().st_size // 2 - 512 for path in shard_paths(patterns[0]))
+    tokens = min(trained, MOST_COUNTED, shard_tokens)
     command = [sys.executable, ROOT / "data/ngram.py", f"--train={patterns[0]}", f"--val={patterns[1]}",
                f"--train_tokens={tokens}", f"--val_tokens={record.value(run, 'val_tokens')}"]
     try:
@@ -63,9 +66,12 @@ def trigram_model(run: Run) -> Facts:
     except (subprocess.TimeoutExpired, LookupError, ValueError):
         return {}
 
-def shard_tokens(pattern: str) -> int:
-    """Return the number of tokens in the shards that match a pattern, from their sizes (format: data/README.md)."""
-    return sum(Path(name).stat().st_size // 2 - 512 for name in glob.glob(pattern))
+def shard_paths(pattern: str) -> list[Path]:
+    """Return the paths that match a pattern. As for the trainer, brackets are literal in a directory that exists."""
+    folder, name = os.path.split(pattern)
+    if Path(folder).is_dir():
+        pattern = os.path.join(glob.escape(folder), name)
+    return [Path(path) for path in glob.glob(pattern)]
 
 def comparable_entry(run: Run, root: Path) -> Facts | None:
     """Return the result.json of the latest entry with the same preset, data and number of tokens, if there is one."""

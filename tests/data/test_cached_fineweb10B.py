@@ -255,11 +255,11 @@ def test_find_problem__hashes_are_stored_and_damage_is_repaired(hub, sleeps, tmp
 
 def test_fetch__a_missing_shard_or_no_server(hub, sleeps, tmp_path) -> None:
     content = hub.files.pop(ONE)
-    check_failure(hub, tmp_path, ONE, "404", " / the shard / ", "HF_ENDPOINT")
+    check_failure(hub, tmp_path, ONE, "404 ", " / the shard / ", "HF_ENDPOINT")
     assert len(hub.select("HEAD", "hub", ONE)) == 1 and not sleeps
     hub.files[ONE] = content
     hub.plans["GET cdn", ONE] = [("serve",)] + [("status", 502, {})] * 6
-    check_failure(hub, tmp_path, ONE, "502", " / the shard / ", "repeat the command to resume")
+    check_failure(hub, tmp_path, ONE, "502 ", " / the shard / ", "repeat the command to resume")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         message = failure(tool, "1", "--out", tmp_path, "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}")

@@ -101,16 +101,17 @@ def test_new_data_set__a_failed_call_changes_nothing(tmp_path, source, library, 
         assert out.exists() == old and (not old or contents(out) == before)
         assert not list(tmp_path.glob("*.part*"))
 
-def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, source) -> None:
-    out = tmp_path / "set"
+@pytest.mark.parametrize("name", ["set", "my [set]"])
+def test_new_data_set__the_next_call_cleans_up_after_a_killed_one(tmp_path, source, name) -> None:
+    out = tmp_path / name
     tokenize(source, out)
     before = contents(out)
-    left = tmp_path / "set.part-01234567"
+    left = tmp_path / f"{name}.part-01234567"
     (left / "new").mkdir(parents=True)
     (left / "new/vocab.txt").write_text("half")
     (left / shard_files.MARKER_FILE).write_bytes(shard_files.marker_text(left))
     out.rename(left / "old")
-    assert "set / ['manifest.json', 'set_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
+    assert f"{name} / ['manifest.json', '{name}_train_000000.bin'" in failure(tokenize_text, source, f"--out={out}")
     assert contents(out) == before and not left.exists()
     tokenize(source, out, "--tokenizer=bytes", "--force")
     assert set(contents(out)) == set(before) and contents(out) != before
@@ -198,6 +199,14 @@ def test_read_manifest__invalid_manifests(tmp_path, source, content) -> None:
     (out / "x.bin").unlink()
     tokenize(source, out, "--force")
     assert set(shard_files.read_manifest(out)) == {"set_train_000000.bin", "set_val_000000.bin", "vocab.txt"}
+
+def test_read_header__a_shard_of_0_tokens(tmp_path) -> None:
+    """Earlier, what was found equaled what was expected."""
+    path = write_shard(tmp_path / "x.bin", [])
+    with pytest.raises(shard_files.DataError) as caught:
+        shard_files.read_header(path)
+    _, found, expected, _ = caught.value.args
+    assert not expected.startswith(found), (found, expected)
 
 def test_read_small_file__the_size_is_checked_before_reading(tmp_path, source) -> None:
     """The files are sparse and take no disk space."""

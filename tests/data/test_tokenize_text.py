@@ -1,5 +1,6 @@
 """data/tokenize_text.py: the shards decode to the same text, and the printed command trains on them."""
 import base64
+import errno
 import gzip
 import itertools
 import json
@@ -9,6 +10,8 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -65,6 +68,29 @@ def test_make_gpt2_tokenizer(tmp_path) -> None:
     ranks.write_bytes(b"\n".join(BYTES))
     said = failure(tool, *flags, f"--out={tmp_path / 'b'}", f"--vocab={ranks}")
     assert "ranks / 256 pieces that are not GPT-2's / GPT-2's 50,256 pieces /" in said
+
+@pytest.mark.parametrize("ranks", [False, True], ids=["get_encoding", "--vocab"])
+def test_make_gpt2_tokenizer__the_text_of_a_special_token_is_text(tmp_path, monkeypatch, ranks) -> None:
+    """tiktoken's `encode` gives <|endoftext|> the id of BOS, which would split the document."""
+    text = "before <|endoftext|> after"
+    pieces = [*ALL_BYTES, *itertools.islice(map(bytes, itertools.product(ALL_IDS, repeat=2)), 50_256 - 256)]
+
+    def encode(text: str, **_: object) -> list[int]:
+        return [50_256] if "<|endoftext|>" in text else encode_ordinary(text)
+
+    def encode_ordinary(text: str) -> list[int]:
+        return [15_496, 995] if text == "Hello world" else [*text.encode()]
+
+    def encoding(*_: object, **_options: object) -> SimpleNamespace:
+        return SimpleNamespace(encode=encode, encode_ordinary=encode_ordinary,
+                               decode_single_token_bytes=pieces.__getitem__)
+
+    monkeypatch.setitem(sys.modules, "tiktoken", SimpleNamespace(get_encoding=encoding, Encoding=encoding))
+    (tmp_path / "ranks").write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(piece), token)
+                                              for token, piece in enumerate(pieces)))
+    run(write_jsonl(tmp_path / "in.jsonl", [text]), f"--out={tmp_path / 'a'}", "--val_share=0", "--tokenizer=gpt2",
+        *[f"--vocab={tmp_path / 'ranks'}"] * ranks)
+    assert decode(tmp_path / "a") == [text]
 
 def test_make_tokenizer__learned_pieces_by_count_then_by_bytes(tmp_path) -> None:
     text = write_jsonl(tmp_path / "in.jsonl", ["the cat the dog\n", " the end of the cat\n"])
@@ -154,6 +180,17 @@ def test_named_files__counts_unreadable_folders(tmp_path, monkeypatch, capsys, p
     assert sorted(decode(Path("out"))) == documents
     assert "text/locked / unreadable folder /" in failure(tool, "text/open", "text/locked", "--out=other")
 
+def test_named_files__brackets_in_the_name_of_a_file_or_folder_are_literal(tmp_path) -> None:
+    """Otherwise they are part of a pattern."""
+    folder = tmp_path / "notes [old]"
+    folder.mkdir()
+    (folder / "a [1].txt").write_text("first")
+    (folder / "b.txt").write_text("second")
+    for name, documents in ((folder / "a [1].txt", ["first"]), (folder, ["first", "second"]),
+                            (f"{tool.glob.escape(str(folder))}/[b].txt", ["second"])):
+        run(name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0", "--force")
+        assert decode(tmp_path / "out") == documents
+
 def test_named_files__nothing_there(tmp_path) -> None:
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
@@ -179,6 +216,18 @@ def test_read_documents__bad_input(tmp_path, name, content, parts) -> None:
     message = failure(tool, tmp_path / name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert all(part in message for part in parts), message
     assert not (tmp_path / "out").exists(), "no trace of it"
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_named_files__an_error_while_reading_names_the_file(tmp_path, monkeypatch, suffix) -> None:
+    """An error of read() has no file name, unlike an error of open()."""
+    source = tmp_path / f"in.{suffix}"
+    source.write_text('{"text": "a"}')
+    broken = MagicMock()
+    broken.__enter__().read.side_effect = broken.__enter__().readline.side_effect = OSError(
+        errno.EIO, "Input/output error")
+    monkeypatch.setattr(Path, "open", Mock(return_value=broken))
+    message = failure(tool, source, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
+    assert message.startswith(f"{source} / 'Input/output error' /"), message
 
 def test_read_parquet(tmp_path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: Parquet is not tested")

@@ -134,9 +134,13 @@ def test_say__foreign_text_is_escaped(tmp_path, make: Callable[[Path], list[obje
     assert printed.replace("\n", "").isprintable() and printed.encode("utf-8")
 
 def test_check__the_name_of_a_directory_is_escaped(root) -> None:
-    (root / "2026-01-01_01_First").rename(root / "2026-01-01_01_\x1b[31m")
+    (root / "2026-01-01_01_First").rename(root / "2026-01-01_01_\x1b[31m\nX")
     status, out, _ = call("check", "--records", root)
-    assert status == 1 and "\x1b" not in out and "2026-01-01_01_\\x1b[31m: directory name" in out
+    assert status == 1 and "\x1b" not in out and "2026-01-01_01_\\x1b[31m\\nX: directory name" in out
+
+def test_say__escapes_each_line(capsys) -> None:
+    files.say("found: \x1b[31m\nexpected: \x07", sys.stderr)
+    assert capsys.readouterr().err == "found: \\x1b[31m\nexpected: \\x07\n"
 
 def test_one_line__escapes_what_is_not_printable() -> None:
     assert files.one_line("a\n\x1b\u202eb\udcff é") == "a\\n\\x1b\\u202eb\\udcff é"

@@ -1,15 +1,17 @@
 """records/tools/read.py: synthetic logs of every family (golden/), special cases of public logs, inconsistent logs."""
+import errno
 import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, edit, events_of, make_peer,
+from record_common import (GOLDEN, NEW_NAMES, OLD_NAMES, OTHER_SOURCE, ROOT, SOURCE, call, edit, events_of, make_peer,
                            make_run, sha256, write_events)
 
 from tools import read                                       # noqa: E402
@@ -162,6 +164,22 @@ def test_read_runs__a_path_that_is_not_there(tmp_path) -> None:
         read_runs([tmp_path / "none"])
     os.mkfifo(tmp_path / "pipe.txt")
     assert read_runs([tmp_path]).unread == [(tmp_path / "pipe.txt", "not a regular file")], "it would wait"
+
+@pytest.mark.parametrize("name", ["", "locked"])
+def test_files__a_directory_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, name) -> None:
+    """os.walk passes over it in silence, and a pool would have fewer runs."""
+    make_run(tmp_path / "runs/open", 0, 3.28, 80.0)
+    make_run(tmp_path / "runs/locked/run", 1, 3.28, 80.0)
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:                             # also for root, who may read every directory
+        if Path(path).name == "locked":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    status, _, error = call("show", tmp_path / "runs" / name)
+    assert status == 2 and f"{tmp_path}/runs/locked" in error and "Permission denied" in error, error
 
 def test_read_ours__a_whole_log() -> None:
     run = only(GOLDEN / "ours/done")

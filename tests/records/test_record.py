@@ -636,6 +636,19 @@ def test_stand__a_text_log(root, tmp_path) -> None:
     assert status == 0 and out.startswith("3.279 nats per token; for comparison: no record has"), out + error
     assert (tmp_path / "loss.svg").exists()
 
+def test_stand__brackets_in_a_directory_name_are_literal(root, tmp_path) -> None:
+    """As for the trainer, if the directory exists. Earlier, the trigram model was left out."""
+    folder = tmp_path / "my [data]"
+    folder.mkdir()
+    header = np.zeros(256, "<i4")
+    header[:5] = 20240520, 1, 900, 100, 1
+    for name in ("train", "val"):
+        (folder / f"{name}_0.bin").write_bytes(header.tobytes() + np.arange(900, dtype="<u2").clip(max=99).tobytes())
+    patterns = {f"{name}_files": f"{folder}/{name}_*.bin" for name in ("train", "val")}
+    run = make_run(tmp_path / "run", 0, 2.2, 9.0, config=dict(val_tokens=300, **patterns), result=dict(tokens=900))
+    status, out, error = call("stand", "--records", root, run)
+    assert status == 0 and "trigram model of 900 training tokens" in out, out + error
+
 def test_stand__a_run_that_is_not_finished(root, tmp_path) -> None:
     run = make_run(tmp_path / "run", 0, 2.2, 9.0)
     write_events(run / "log.jsonl", events_of(run / "log.jsonl")[:-1])
