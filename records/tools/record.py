@@ -378,14 +378,14 @@ def chain_violations(draft: Draft) -> Iterator[Problem]:
         yield from other_validation(draft)
         if exempt != "evaluation":
             yield from slow_evaluations(draft)
+    found = comparisons(draft)
     ratios = in_turn(draft)
     for role, opponent in draft.opponents.items():
-        ratio = ratios.get(role)
-        if not ratio or ratio["word"] != "faster":
-            found = NO_BENCH
-            if ratio:
-                found = f"{ratio['word']}: {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
-            yield f"time relative to the {role}, {folder_name(opponent)}", found, "faster, in one bench with it"
+        ratio = ratios.get(role, {"word": found[role]["reason"] if role in found else NO_BENCH})
+        if ratio["word"] != "faster":
+            measured = f": {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}" if "ratio" in ratio else ""
+            what = f"time relative to the {role}, {folder_name(opponent)}"
+            yield what, ratio["word"] + measured, "faster, in one bench with it"
 
 def other_validation(draft: Draft) -> Iterator[Problem]:
     """Yield the settings of the validation in which the runs of an entry differ from the base."""
@@ -413,20 +413,20 @@ def slow_evaluations(draft: Draft) -> Iterator[Problem]:
             expected = f"at most {limit_s:.1f} s, twice the parent's"
             yield f"{run.path.parent.name}, phase evaluation", f"{seconds:.1f} s", expected
 
+def comparisons(draft: Draft) -> Facts:
+    """Compare an entry with its parent and with its base; return what `compare` reports, by role."""
+    sides = {role: draft.sides.get(opponent["stated"]["number"]) for role, opponent in draft.opponents.items()}
+    return {role: report.compare(side, draft.main) for role, side in sides.items() if side}
+
 def in_turn(draft: Draft) -> Facts:
     """Return an entry's time relative to that of its parent and of its base, by role, each from one bench with both."""
     ratios = {}
-    for role, opponent in draft.opponents.items():
-        side = draft.sides.get(opponent["stated"]["number"])
-        if not side:
-            continue
-        found = report.compare(side, draft.main)
+    for role, found in comparisons(draft).items():
         share = found["share"]
         if share:
-            ratios[role] = {"record": folder_name(opponent), "pairs": found["pairs"], "loss": found["loss"],
-                            "word": found["time_word"]}
-            if "not comparable" in found["verdict"]:
-                ratios[role]["word"] = found["verdict"]
+            word = found["verdict"] if found["verdict"] == "not comparable" else found["time_word"]
+            ratios[role] = {"record": folder_name(draft.opponents[role]), "pairs": found["pairs"],
+                            "loss": found["loss"], "word": word}
             ratios[role] |= {"ratio": 1 + share.mean, "low": 1 + share.low, "high": 1 + share.high}
     return ratios
 
