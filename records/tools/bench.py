@@ -5,11 +5,11 @@
     python records try idea.patch [-- flags]                     this trainer with and without a patch, on `pocket`
 
 An arm is NAME (records/ablations/NAME.patch), NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS; A runs without it. The runs of
-a pair are fresh processes with one seed; in half of the pairs before each test, the order is reversed. A bench tests after 4, 6, 10, 16, ...
-pairs and after --pairs, and stops at the first test that decides; all tests together have a level of 1 %
-(statistics.py). Several arms run all pairs and get no verdict. Repeat the command to continue; it refuses to start
-while an earlier call or one of its runs has not ended. `new` takes the output directory. Its manifest.jsonl has one
-line when a run starts and one when it ends, however it ended.
+a pair are fresh processes with one seed, and each writes one log. Before each test, half of the pairs have run in the
+reverse order. A bench tests after 4, 6, 10, 16, ... pairs and after --pairs, and stops at the first test that decides;
+all tests together have a level of 1 % (statistics.py). Several arms run all pairs and get no verdict. Repeat the
+command to continue; it refuses to start while an earlier call or one of its runs has not ended. `new` takes the output
+directory. Its manifest.jsonl has one line when a run starts and one when it ends, however it ended.
 
 Exit status: that of `compare`, or 0 with several arms; 1 if a side failed twice; 2 invalid input; 130 interrupted.
 """

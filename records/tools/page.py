@@ -86,8 +86,8 @@ def head(result: Facts) -> str:
     if stated["parent"]:
         links.insert(1, f"[parent](../{stated['parent']}/{PAGE})")
     return (f"# {stated['number']} {stated['name']}: {answer(result)}\n\n"
-            f"{loss}); {counted} of {started} started runs count.\n"
-            f"The title has 99 % intervals{chosen}.\n"
+            f"{loss}); {counted} of {started} started runs count. The title has 99 % "
+            f"intervals{chosen}.\n"
             f"{what}. {result['machine']['hardware']}, {stated['date']}.\n"
             f"{', '.join(links)}.\n\n"
             f"![Validation and training loss over training time]({PLOT})\n\n")

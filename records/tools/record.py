@@ -45,8 +45,8 @@ MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "gi
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 IDEA_WORDS = 5                         # most words of the idea of an entry of a chain
 CHAIN_SEEDS = range(5, 21)             # numbers of seeds that may prove the target of a chain
-# Level of p for that proof. If the mean is exactly at the target and the target is tested after each of these numbers of
-# seeds, 1 % of entries prove it.
+# Level of p for that proof. If the mean is exactly at the target, and the target is tested after each of these numbers
+# of seeds, 1 % of entries prove it.
 CHAIN_ALPHA = 0.0015
 POCKET_DATA = "b191a7b958c80cc767267d8093a36c2507dddc185294a0b021fd3c56ab71e207"
 THREADS = re.compile(r", (\d+) threads$")                            # threads of a rank, at the end of `hardware`
@@ -383,9 +383,10 @@ def chain_violations(draft: Draft) -> Iterator[Problem]:
     for role, opponent in draft.opponents.items():
         ratio = ratios.get(role, {"word": found[role]["reason"] if role in found else NO_BENCH})
         if ratio["word"] != "faster":
-            measured = f": {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}" if "ratio" in ratio else ""
-            what = f"time relative to the {role}, {folder_name(opponent)}"
-            yield what, ratio["word"] + measured, "faster, in one bench with it"
+            word = ratio["word"]
+            if role in ratios:
+                word += f": {page.RATIO.format_map(ratio)}, {counted(ratio['pairs'], 'pair')}"
+            yield f"time relative to the {role}, {folder_name(opponent)}", word, "faster, in one bench with it"
 
 def other_validation(draft: Draft) -> Iterator[Problem]:
     """Yield the settings of the validation in which the runs of an entry differ from the base."""

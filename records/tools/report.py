@@ -347,7 +347,8 @@ def verdict(a: Side, b: Side, report: Facts) -> tuple[str, str]:
         if word != "proven":
             return word, f"B: {reason}"
     if not report["target"] and p is not None and p < report["loss_level"]:
-        word, reason = LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
+        word = LOSS_WORDS[loss.mean < 0]
+        reason = f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     elif report["why_not_in_turn"]:
         return "not measured in turn", f"{reason}; {report['why_not_in_turn']}; {IN_TURN}"
     else:
@@ -370,7 +371,8 @@ def time_in_words(report: Facts) -> str:
         return report["why_not_in_turn"]
     if share is None or not level:
         return f"{pairs}: too few for a word"
-    amounts = {"faster": "less time", PARTLY: "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
+    amounts = {"faster": "less time", PARTLY: "less time", "slower": "more time",
+               "same": "of the time more or less, surely under 0.1 %"}
     if report["time_word"] == "undecided":
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
     return f"B takes {abs(share.mean):.2%} {amounts[report['time_word']]}, {pairs}"

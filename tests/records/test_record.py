@@ -728,7 +728,7 @@ def test_chain__the_proof_holds_after_each_seed(tmp_path, losses, said) -> None:
 
 @pytest.mark.parametrize("facts, said", [
     (dict(config=CHAIN_CONFIG | dict(vocab_size=200)), "vocab_size: found 200, expected 100, as in the base"),
-    (dict(config=CHAIN_CONFIG | dict(seqs_per_step=8, val_batch_tokens=512)), "tokens per validation sequence: found 64"),
+    (dict(config=CHAIN_CONFIG | dict(seqs_per_step=8, val_batch_tokens=512)), "per validation sequence: found 64"),
     (dict(result=dict(budget_s=60.0)), "runs that end at one step"),
     (dict(seed=None), "does not state its seed"),
     (dict(config=CHAIN_CONFIG | dict(checkpoint_every=1)), "not comparable: 0.")])
@@ -778,7 +778,7 @@ def test_head__says_that_intervals_are_not_corrected(tmp_path) -> None:
               for name, loss in (("baseline", 2.3), ("one", 2.2), ("two", 2.1))]
     text = (new(root, "Groups", *groups, "--kind=comparison") / "README.md").read_text()
     assert "two (lowest loss of 2) less baseline" in text
-    assert "The title has 99 % intervals, not corrected for the choice of one of 2 comparisons." in text
+    assert "count. The title has 99 % intervals, not corrected for the choice of one of 2 comparisons." in text
 
 def of_chain(folder: Path, seeds: int = 6, loss: float = 2.17, **facts: object) -> Path:
     """Write runs that fit the track of the chain."""

@@ -127,7 +127,7 @@ def test_time_level__false_words(noise) -> None:
 
 @pytest.mark.parametrize("noise", bench_words.OF_SIDES)
 def test_time_level__false_words_of_five_sides(noise) -> None:
-    """README.md states at most 2.1 % for any two of five sides. Earlier, a drift had 11.5 %."""
+    """README.md states at most 2.2 % for any two of five sides. Earlier, a drift had 11.5 %."""
     for pairs in (4, 6, 10):
         rates = bench_words.words_of_sides(bench_words.OF_SIDES[noise], pairs, DRAWS)
         assert np.mean(rates) <= 0.015 and max(rates) <= 0.035, (pairs, rates)
